@@ -1,0 +1,309 @@
+"""A layer's forward, input-gradient and weight-gradient programs, out of `jax.vjp`.
+
+A layer is traced once. Its forward and the backward that `jax.vjp` returns become two flat lists of
+equations (calls to jitted functions are inlined), and everything else is read off those lists:
+
+    parameters, inputs ──> forward ──> outputs
+                              │ residuals
+        ┌─────────────────────┴──────────────────────┐
+        stash: depends on the inputs,                rebuilt: depends on the parameters alone,
+        kept once per microbatch                     computed again from whichever weights the backward reads
+
+    stash, rebuilt, output gradient ──> input_grad ──> input gradient
+                                            │ crossing values
+                                            └──> weight_grad ──> parameter gradients
+
+`input_grad` holds exactly the backward equations that the input gradient needs, `weight_grad` the rest of
+those the parameter gradients need, so no equation runs twice and both together are the whole backward.
+
+References: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, section 2 (the split).
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+_CALLS = ("jit", "pjit")
+
+
+def is_inexact(aval) -> bool:
+    """Whether a leaf has a gradient."""
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Equations:
+    """A straight-line piece of a jaxpr: evaluated, sliced and asked what depends on what."""
+
+    constants: dict[Any, Any]
+    inputs: tuple[Any, ...]
+    equations: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+    @classmethod
+    def trace(cls, function: Callable, *avals) -> "_Equations":
+        """Traces `function`, of and to flat lists of arrays, with every jitted call inlined."""
+        closed = jax.make_jaxpr(function)(*avals)
+        closed = jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args))(*avals)
+        jaxpr = closed.jaxpr
+        constants = dict(zip(jaxpr.constvars, closed.consts))
+        return cls(constants, tuple(jaxpr.invars), tuple(jaxpr.eqns), tuple(jaxpr.outvars))
+
+    def __call__(self, *args):
+        env = {**self.constants, **dict(zip(self.inputs, args, strict=True))}
+        for eqn in self.equations:
+            env.update(zip(eqn.outvars, _bind(eqn, [_read(env, v) for v in eqn.invars])))
+        return [_read(env, v) for v in self.outputs]
+
+    def slice(self, inputs: Sequence, outputs: Sequence) -> "_Equations":
+        """The equations that `outputs` need, computed from `inputs`."""
+        needed, kept = set(_variables(outputs)) - set(inputs), []
+        for eqn in reversed(self.equations):
+            if needed.intersection(eqn.outvars):
+                needed.difference_update(eqn.outvars)
+                needed.update(set(_variables(eqn.invars)) - set(inputs))
+                kept.append(eqn)
+        constants = {v: c for v, c in self.constants.items() if v in needed}
+        assert needed == set(constants), f"{needed - set(constants)} cannot be computed from the inputs given"
+        return _Equations(constants, tuple(inputs), tuple(reversed(kept)), tuple(outputs))
+
+    def depending_on(self, inputs: Sequence) -> set:
+        """The variables whose value depends on any of `inputs`."""
+        found = set(inputs)
+        for eqn in self.equations:
+            if found.intersection(_variables(eqn.invars)):
+                found.update(eqn.outvars)
+        return found
+
+
+def _variables(atoms) -> list:
+    return [a for a in atoms if not isinstance(a, jex.Literal)]
+
+
+def _read(env: dict, atom):
+    return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+
+def _bind(eqn, values: Sequence) -> list:
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _inline(jaxpr, constants: Sequence, args: Sequence) -> list:
+    env = {**dict(zip(jaxpr.constvars, constants)), **dict(zip(jaxpr.invars, args, strict=True))}
+    for eqn in jaxpr.eqns:
+        values = [_read(env, v) for v in eqn.invars]
+        if eqn.primitive.name in _CALLS:
+            inner = eqn.params["jaxpr"]
+            out = _inline(inner.jaxpr, inner.consts, values)
+        else:
+            out = _bind(eqn, values)
+        env.update(zip(eqn.outvars, out))
+    return [_read(env, v) for v in jaxpr.outvars]
+
+
+def jaxpr_text(function: Callable, *avals) -> str:
+    """What `function` computes, as text: equal texts are equal programs. Constants are named by content."""
+    traced = _Equations.trace(function, *avals)
+    return _text(traced)
+
+
+def _text(traced: _Equations) -> str:
+    names = {v: f"v{i}" for i, v in enumerate((*traced.constants, *traced.inputs))}
+    lines = [f"{names[v]} = {np.asarray(c).dtype}{np.shape(c)} {np.asarray(c).tobytes()!r}" for v, c in traced.constants.items()]
+    lines += [f"{names[v]}: {v.aval}" for v in traced.inputs]
+
+    def name(atom):
+        return f"{atom.val!r}:{atom.aval}" if isinstance(atom, jex.Literal) else names[atom]
+
+    for eqn in traced.equations:
+        operands = " ".join(name(v) for v in eqn.invars)
+        for v in eqn.outvars:
+            names[v] = f"v{len(names)}"
+        results = " ".join(f"{names[v]}:{v.aval}" for v in eqn.outvars)
+        params = {k: v for k, v in eqn.params.items() if k != "name"}
+        lines.append(f"{results} = {eqn.primitive.name} {params} {operands}")
+    return "\n".join([*lines, " ".join(name(v) for v in traced.outputs)])
+
+
+def mixes(function: Callable, avals: Sequence, groups: Sequence[int], out_groups: Sequence[int]) -> bool:
+    """Whether an output of one group depends on an input of another (group -1 belongs to all).
+
+    Args:
+      function: of and to flat lists of arrays.
+      avals: one abstract value an input.
+      groups: the group of each input.
+      out_groups: the group of each output.
+    """
+    traced = _Equations.trace(function, *avals)
+    for group in {g for g in groups if g >= 0}:
+        found = traced.depending_on([v for v, g in zip(traced.inputs, groups) if g == group])
+        for v, g in zip(traced.outputs, out_groups):
+            if g >= 0 and g != group and not isinstance(v, jex.Literal) and v in found:
+                return True
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerProgram:
+    """The programs of one kind of layer, all of and to flat lists of arrays.
+
+    Attributes:
+      forward: `(parameters, inputs, extra) -> outputs`.
+      forward_and_stash: `(parameters, inputs, extra) -> (outputs, stash)`.
+      backward: `(parameters, stash, output_grads) -> (parameter_grads, input_grads)`: the whole backward.
+      input_grad: `(parameters, stash, output_grads) -> (input_grads, crossing)`; reads only `input_stash`.
+      weight_grad: `(parameters, stash, crossing) -> parameter_grads`; reads only `weight_stash`.
+      parameters, inputs, outputs, stash, crossing: abstract values of those lists.
+      input_stash, weight_stash: disjoint positions in the stash: read by `input_grad` alone, and read by
+        `weight_grad` (and perhaps by `input_grad` before it).
+      output_tree: the tree structure of the outputs.
+      text: what the layer computes; kinds are told apart by it.
+    Only inexact leaves of inputs and outputs have gradients: `output_grads` and `input_grads` list those.
+    """
+
+    forward: Callable
+    forward_and_stash: Callable
+    backward: Callable
+    input_grad: Callable
+    weight_grad: Callable
+    parameters: tuple
+    inputs: tuple
+    outputs: tuple
+    stash: tuple
+    crossing: tuple
+    input_stash: tuple[int, ...]
+    weight_stash: tuple[int, ...]
+    output_tree: Any
+    text: str
+
+
+def _aval(v) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
+
+
+def trace_layer(function: Callable, parameters, inputs, extra=(), *, input_grads: bool = True) -> LayerProgram:
+    """Traces `function(parameters, inputs, extra) -> outputs` into its programs.
+
+    Args:
+      function: the layer, of pytrees.
+      parameters: pytree of abstract arrays, all inexact.
+      inputs: pytree of abstract arrays; the inexact leaves are differentiated.
+      extra: pytree of abstract arrays that are never differentiated (the loss's batch).
+      input_grads: False drops the gradient of the inputs and whatever only it needs (a model's first layer).
+    Returns: The `LayerProgram`.
+    """
+    p_flat, p_tree = jax.tree.flatten(parameters)
+    x_flat, x_tree = jax.tree.flatten(inputs)
+    e_flat, e_tree = jax.tree.flatten(extra)
+    num_p, num_x = len(p_flat), len(x_flat)
+    wanted = [i for i, x in enumerate(x_flat) if input_grads and is_inexact(x)]
+    trees = {}
+
+    def split(args):
+        return args[:num_p], args[num_p : num_p + num_x], args[num_p + num_x :]
+
+    def call(ps, xs, es):
+        out = function(p_tree.unflatten(ps), x_tree.unflatten(xs), e_tree.unflatten(es))
+        flat, trees["output"] = jax.tree.flatten(out)
+        return [jnp.asarray(y) for y in flat]
+
+    def with_residuals(*args):
+        ps, xs, es = split(args)
+
+        def of_differentiated(ps, ds):
+            xs_ = list(xs)
+            for i, d in zip(wanted, ds):
+                xs_[i] = d
+            return call(ps, xs_, es)
+
+        ys, vjp = jax.vjp(of_differentiated, list(ps), [xs[i] for i in wanted])
+        residuals, trees["vjp"] = jax.tree.flatten(vjp)
+        trees["outputs"] = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
+        return [*ys, *residuals]
+
+    forward = _Equations.trace(with_residuals, *p_flat, *x_flat, *e_flat)
+    outputs = trees["outputs"]
+    num_y = len(outputs)
+    residuals = forward.outputs[num_y:]
+
+    def backward_of(*args):
+        leaves, given = args[: len(residuals)], iter(args[len(residuals) :])
+        gys = [next(given) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outputs]
+        gps, gxs = jax.tree.unflatten(trees["vjp"], leaves)(gys)
+        return [*gps, *gxs]
+
+    gy_avals = [y for y in outputs if is_inexact(y)]
+    backward = _Equations.trace(backward_of, *[_aval(v) for v in residuals], *gy_avals)
+    text = "\n".join([_text(forward), _text(backward), str(p_tree), str(x_tree), str(trees["output"])])
+
+    # Residuals that depend on the inputs are stashed, each variable once; the others are rebuilt.
+    varying = forward.depending_on(forward.inputs[num_p:])
+    stash = list(dict.fromkeys(v for v in _variables(residuals) if v in varying))
+    position = {v: i for i, v in enumerate(stash)}
+    run_forward = forward.slice(forward.inputs, forward.outputs[:num_y])
+    run_and_stash = forward.slice(forward.inputs, (*forward.outputs[:num_y], *stash))
+
+    leaf_of = dict(zip(backward.inputs, residuals))  # the backward's residual inputs -> the forward's variables
+    residual_inputs, gradient_inputs = backward.inputs[: len(residuals)], backward.inputs[len(residuals) :]
+    gp_vars, gx_vars = backward.outputs[:num_p], backward.outputs[num_p:]
+
+    def reading(equations: _Equations):
+        """Backward equations with their residual inputs read from the stash or rebuilt, and what they stash-read."""
+        used = set(_variables(equations.outputs)).union(*(_variables(e.invars) for e in equations.equations))
+        leaves = [leaf_of[v] for v in residual_inputs if v in used]
+        rebuilt = list(dict.fromkeys(v for v in _variables(leaves) if v not in position))
+        rebuild = forward.slice(forward.inputs[:num_p], rebuilt)
+
+        def run(parameters, stash_values, others):
+            env = dict(zip(rebuilt, rebuild(*parameters)))
+            env |= {v: stash_values[i] for v, i in position.items()}
+            return equations(*[_read(env, leaf_of[v]) if v in used else None for v in residual_inputs], *others)
+
+        return run, {position[v] for v in _variables(leaves) if v in position}
+
+    run_backward, _ = reading(backward.slice(backward.inputs, backward.outputs))
+    for_inputs = backward.slice(backward.inputs, gx_vars)
+    known = {v for eqn in for_inputs.equations for v in eqn.outvars}.union(gradient_inputs)
+    for_weights = backward.slice((*residual_inputs, *known), gp_vars)
+    used = dict.fromkeys(v for eqn in for_weights.equations for v in _variables(eqn.invars))
+    crossing = [v for v in (*used, *dict.fromkeys(_variables(gp_vars))) if v in known]
+    crossing = list(dict.fromkeys(crossing))
+    for_weights = backward.slice((*residual_inputs, *crossing), gp_vars)
+    run_input, input_reads = reading(backward.slice(backward.inputs, (*gx_vars, *crossing)))
+    run_weight, weight_reads = reading(for_weights)
+
+    def whole(parameters, stash_values, output_grads):
+        out = run_backward(parameters, stash_values, output_grads)
+        return out[:num_p], out[num_p:]
+
+    def input_part(parameters, stash_values, output_grads):
+        out = run_input(parameters, stash_values, output_grads)
+        return out[: len(gx_vars)], out[len(gx_vars) :]
+
+    def and_stash(parameters, inputs, extra=()):
+        out = run_and_stash(*parameters, *inputs, *extra)
+        return out[:num_y], out[num_y:]
+
+    return LayerProgram(
+        forward=lambda parameters, inputs, extra=(): run_forward(*parameters, *inputs, *extra),
+        forward_and_stash=and_stash,
+        backward=whole,
+        input_grad=input_part,
+        weight_grad=lambda parameters, stash_values, crossing_values: run_weight(parameters, stash_values, crossing_values),
+        parameters=tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in p_flat),
+        inputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in x_flat),
+        outputs=tuple(outputs),
+        stash=tuple(_aval(v) for v in stash),
+        crossing=tuple(_aval(v) for v in crossing),
+        input_stash=tuple(sorted(input_reads - weight_reads)),
+        weight_stash=tuple(sorted(weight_reads)),
+        output_tree=trees["output"],
+        text=text,
+    )

@@ -1,0 +1,258 @@
+"""A table, lowered to what the engine needs: all static integers.
+
+- *Operations*: for each tick, device and lane, the stage to run, the microbatch and the versions it reads. A
+  device that runs several columns in one tick has as many lanes.
+- *Rings*: what is kept for later lies in rings of slots. A microbatch's slot is its position in its column's
+  order, modulo the ring's depth: the least depth at which nothing alive is overwritten.
+- *Channels*: the permutations of devices that messages need, few as possible: collectives are what costs.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from jpipe.schedule import IDLE, Schedule
+
+RINGS = ("activation", "gradient", "input_stash", "weight_stash", "crossing")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operations:
+    """One kind of operation, int32 `[T, D, lanes]` each; `stage` is -1 where there is none.
+
+    Attributes:
+      stage: the stage that runs; chunk: which of the device's columns it is.
+      microbatch: relative to the round, as in the table.
+      position: the microbatch's place in the column's order, also relative to the round: ring slots follow it.
+      version: the weight version read (`update`: written), relative to the round.
+    """
+
+    stage: np.ndarray
+    chunk: np.ndarray
+    microbatch: np.ndarray
+    position: np.ndarray
+    version: np.ndarray
+
+    @property
+    def num_lanes(self) -> int:
+        return self.stage.shape[2]
+
+
+@dataclasses.dataclass(frozen=True)
+class Channel:
+    """One permutation of devices, used at the end of the ticks where somebody sends.
+
+    Attributes:
+      pairs: (source, target) devices; None: a device hands a message to itself.
+      sends: bool `[T]`: whether anybody sends.
+      lane: int32 `[T, D]`: which output a device sends: forward lanes first, then backward lanes.
+      activation, gradient: int32 `[T, D, 2]`: the stage and position whose inbox the message read at the
+        *start* of tick t goes to; stage -1: none.
+      carries: which of "activation" and "gradient" it ever carries.
+    """
+
+    pairs: tuple[tuple[int, int], ...] | None
+    sends: np.ndarray
+    lane: np.ndarray
+    activation: np.ndarray
+    gradient: np.ndarray
+    carries: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A schedule as static integers.
+
+    Attributes:
+      schedule: the table.
+      operations: "forward", "backward", "weight_grad", "update" -> `Operations`.
+      channels: the channels.
+      depth: ring -> int `[S]`: slots of the stage's own column.
+      offset: ring -> int `[S]`: its first slot among its device's.
+      num_slots: ring -> slots that every device holds.
+      num_chunks: columns a device, at most.
+      num_versions: weight versions that every device holds.
+    """
+
+    schedule: Schedule
+    operations: Mapping[str, Operations]
+    channels: tuple[Channel, ...]
+    depth: Mapping[str, np.ndarray]
+    offset: Mapping[str, np.ndarray]
+    num_slots: Mapping[str, int]
+    num_chunks: int
+    num_versions: int
+
+
+def lower(schedule: Schedule, recompute: bool = False, share_channels: bool = True) -> Lowered:
+    """Lowers a legal table.
+
+    Args:
+      schedule: the table; `check` must have passed.
+      recompute: keep only the inputs of a stage from its forward to its backward.
+      share_channels: whether an activation and a gradient may travel the same channel (their arrays agree).
+    """
+    column_of = np.argsort(schedule.stage)  # one column a stage
+    chunk = _chunks(schedule)
+    position = _positions(schedule)
+    operations = {
+        "forward": _operations(schedule, schedule.forward, schedule.forward_version, chunk, position),
+        "backward": _operations(schedule, schedule.backward, schedule.backward_version, chunk, position),
+        "weight_grad": _operations(schedule, schedule.weight_grad, _weight_grad_version(schedule), chunk, position),
+        "update": _operations(schedule, schedule.update, schedule.update, chunk, None),
+    }
+    depth = {ring: np.zeros(schedule.num_stages, int) for ring in RINGS}
+    for ring, (first, last) in _lifetimes(schedule, column_of, recompute).items():
+        for c in range(schedule.num_columns):
+            alive = (first[:, c] != IDLE) & (last[:, c] != IDLE)
+            if alive.any():
+                depth[ring][schedule.stage[c]] = _least_modulus(schedule, position[alive, c], first[alive, c], last[alive, c])
+    num_chunks = int(chunk.max()) + 1
+    offset, num_slots = {}, {}
+    for ring in RINGS:
+        per_chunk = [max(depth[ring][schedule.stage[chunk == j]]) for j in range(num_chunks)]
+        starts = np.concatenate([[0], np.cumsum(per_chunk)])
+        offset[ring] = starts[chunk[column_of]]
+        num_slots[ring] = int(starts[-1])
+    return Lowered(
+        schedule=schedule,
+        operations=operations,
+        channels=_channels(schedule, column_of, position, operations, share_channels),
+        depth=depth,
+        offset=offset,
+        num_slots=num_slots,
+        num_chunks=num_chunks,
+        num_versions=int(max(schedule.facts().weight_versions)),
+    )
+
+
+def _chunks(schedule: Schedule) -> np.ndarray:
+    """`[C]`: the number of each column among its device's, in order of stage."""
+    chunk = np.zeros(schedule.num_columns, int)
+    for d in range(schedule.num_devices):
+        columns = np.flatnonzero(schedule.device == d)
+        chunk[columns[np.argsort(schedule.stage[columns])]] = np.arange(len(columns))
+    return chunk
+
+
+def _positions(schedule: Schedule) -> np.ndarray:
+    """`[N, C]`: the rank of each microbatch in its column's order of forwards."""
+    order = schedule.forward_ticks().argsort(axis=0, kind="stable")
+    return order.argsort(axis=0)
+
+
+def _weight_grad_version(schedule: Schedule) -> np.ndarray:
+    """`[T, C]`: a weight gradient reads the version its input gradient read."""
+    version = np.full(schedule.weight_grad.shape, IDLE, np.int64)
+    read = schedule.backward_versions()
+    t, c = np.nonzero(schedule.weight_grad != IDLE)
+    k, m = np.divmod(schedule.weight_grad[t, c].astype(np.int64), schedule.num_microbatches)
+    version[t, c] = read[m, c] + k
+    return version
+
+
+def _operations(schedule, cells, version, chunk, position) -> Operations:
+    """Gathers a table's cells into lanes. `position` None: an update, which has no microbatch."""
+    T, D, N = schedule.num_ticks, schedule.num_devices, schedule.num_microbatches
+    found = [[[c for c in np.flatnonzero(schedule.device == d) if cells[t, c] != IDLE] for d in range(D)] for t in range(T)]
+    lanes = max(len(columns) for row in found for columns in row)
+    fields = {name: np.full((T, D, lanes), -1 if name == "stage" else 0, np.int32) for name in Operations.__annotations__}
+    for t, d in np.ndindex(T, D):
+        for lane, c in enumerate(found[t][d]):
+            at = t, d, lane
+            fields["stage"][at], fields["chunk"][at], fields["version"][at] = schedule.stage[c], chunk[c], version[t, c]
+            if position is not None:
+                k, m = divmod(int(cells[t, c]), N)
+                fields["microbatch"][at], fields["position"][at] = cells[t, c], position[m, c] + N * k
+    return Operations(**fields)
+
+
+def _lifetimes(schedule: Schedule, column_of: np.ndarray, recompute: bool) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Ring -> first and last tick `[N, C]` that a microbatch's slot is in use, `IDLE` where it never is."""
+    never = np.full((schedule.num_microbatches, schedule.num_columns), IDLE, np.int64)
+    forward, backward, weight = schedule.forward_ticks(), schedule.backward_ticks(), schedule.weight_grad_ticks()
+
+    def arrival(sent: np.ndarray, step: int) -> np.ndarray:
+        """The tick a message from the neighbouring stage is first readable; `IDLE` if there is no such stage."""
+        out = never.copy()
+        for c, s in enumerate(schedule.stage):
+            if 0 <= s + step < schedule.num_stages:
+                source = sent[:, column_of[s + step]]
+                out[:, c] = np.where(source == IDLE, IDLE, source + 1)
+        return out
+
+    lifetimes = {"activation": (arrival(forward, -1), backward if recompute else forward)}
+    if schedule.forward_only:
+        return {"activation": (arrival(forward, -1), forward)}
+    kept_from = backward if recompute else forward
+    lifetimes["gradient"] = (arrival(backward, +1), backward)
+    lifetimes["input_stash"] = (kept_from, backward)
+    lifetimes["weight_stash"] = (kept_from, weight)
+    if schedule.splits_backward:
+        lifetimes["crossing"] = (backward, weight)
+    return lifetimes
+
+
+def _least_modulus(schedule: Schedule, position, first, last) -> int:
+    """The least K at which microbatches whose positions agree modulo K are never alive together."""
+    N, T = schedule.num_microbatches, schedule.num_ticks
+    rounds = 1
+    if not schedule.synchronous:  # the round repeats every T ticks: unroll until lifetimes cannot meet
+        rounds += int((last - first).max()) // T + 1
+    position = np.concatenate([position + N * r for r in range(rounds)])
+    first = np.concatenate([first + T * r for r in range(rounds)])
+    last = np.concatenate([last + T * r for r in range(rounds)])
+    meet = (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
+    apart = np.abs(position[:, None] - position[None, :])[meet]
+    apart = apart[apart > 0]
+    modulus = 1
+    while (apart % modulus == 0).any():
+        modulus += 1
+    return modulus
+
+
+def _channels(schedule: Schedule, column_of, position, operations, share: bool) -> tuple[Channel, ...]:
+    """Assigns every message to a channel, first fit."""
+    T, D, N = schedule.num_ticks, schedule.num_devices, schedule.num_microbatches
+    drafts: list[dict] = []  # pairs, messages: (tick, source) -> lane, (tick, target) -> inbox
+    kinds = [("forward", "activation", +1, 0)]
+    kinds += [("backward", "gradient", -1, operations["forward"].num_lanes)]
+    for operation, inbox, step, first_lane in kinds:
+        ops = operations[operation]
+        for t, d, lane in np.argwhere(ops.stage >= 0).tolist():
+            target_stage = int(ops.stage[t, d, lane]) + step
+            if not 0 <= target_stage < schedule.num_stages:
+                continue
+            c = column_of[target_stage]
+            target = int(schedule.device[c])
+            k, m = divmod(int(ops.microbatch[t, d, lane]), N)
+            to = (target_stage, int(position[m, c]) + N * k)
+            for draft in drafts:
+                free = (t, d) not in draft["lanes"] and (t, target) not in draft["inboxes"]
+                if free and draft["local"] == (target == d) and (share or draft["inbox"] == inbox):
+                    fits = draft["pairs"].get(d, target) == target
+                    fits &= all(s == d for s, e in draft["pairs"].items() if e == target)
+                    if fits:
+                        break
+            else:
+                draft = {"local": target == d, "inbox": inbox, "pairs": {}, "lanes": {}, "inboxes": {}}
+                drafts.append(draft)
+            draft["pairs"][d] = target
+            draft["lanes"][t, d] = first_lane + lane
+            draft["inboxes"][t, target] = (inbox, to)
+    channels = []
+    for draft in drafts:
+        sends, lane = np.zeros(T, bool), np.zeros((T, D), np.int32)
+        inboxes = {inbox: np.full((T, D, 2), -1, np.int32) for inbox in ("activation", "gradient")}
+        for (t, d), value in draft["lanes"].items():
+            sends[t], lane[t, d] = True, value
+        for (t, d), (inbox, to) in draft["inboxes"].items():
+            # Read at the start of the next tick: of the next round's first, after the last.
+            after, stage_position = (t + 1) % T, np.array(to)
+            stage_position[1] -= N * ((t + 1) // T)
+            inboxes[inbox][after, d] = stage_position
+        carries = tuple(inbox for inbox, rows in inboxes.items() if (rows[..., 0] >= 0).any())
+        pairs = None if draft["local"] else tuple(sorted(draft["pairs"].items()))
+        channels.append(Channel(pairs, sends, lane, **inboxes, carries=carries))
+    return tuple(channels)

@@ -1,0 +1,131 @@
+"""Leaves of many shapes in few arrays, the same arrays on every device.
+
+In a single program for many devices every device holds arrays of the same shapes, though one stage has
+an embedding and another a head. A `Packing` gives each *owner* (a stage's program, a message) a place for
+each of its leaves in
+
+- *pools*, one array `[n, *shape]` a (shape, dtype): leaf i of the pool is row i. Right for what most owners have;
+- *flat* vectors, one `[size]` a dtype: right for leaves whose pool would be mostly padding.
+
+Every device holds the largest owner's share of each array; `Packing.waste` says what that costs.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a leaf, or a run of `count` equal leaves, lies: rows `base + i` of a pool, or `base + i * size` of a vector."""
+
+    array: str
+    base: int
+    count: int
+    shape: tuple[int, ...]
+    flat: bool
+
+    def start(self, i=0):
+        """The first index of leaf i."""
+        return self.base + i * math.prod(self.shape) if self.flat else self.base + i
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """The leaf's shape inside its array."""
+        return (math.prod(self.shape),) if self.flat else (1, *self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Arrays that hold the leaves of any one owner.
+
+    Attributes:
+      arrays: name -> shape and dtype: `[n, *shape]` for pools, `[size]` for vectors.
+      places: for each owner, for each of its leaves, its `Place`.
+      used_bytes: for each owner, the bytes of its leaves.
+    """
+
+    arrays: Mapping[str, jax.ShapeDtypeStruct]
+    places: Sequence[Sequence[Place]]
+    used_bytes: Sequence[int]
+
+    @classmethod
+    def of(cls, owners: Sequence[Sequence[tuple[jax.ShapeDtypeStruct, int]]], occupancy: float = 0.5) -> "Packing":
+        """Packs for each owner a list of `(aval, count)`.
+
+        Args:
+          owners: the leaves of each owner; `count` equal leaves are laid one after the other.
+          occupancy: a (shape, dtype) is pooled if on average at least this share of the pool is used.
+        """
+        counts: dict = collections.defaultdict(lambda: [0] * len(owners))
+        for o, leaves in enumerate(owners):
+            for aval, count in leaves:
+                counts[tuple(aval.shape), np.dtype(aval.dtype)][o] += count
+        pooled = {key for key, n in counts.items() if sum(n) >= occupancy * len(owners) * max(n)}
+        sizes: dict = collections.defaultdict(int)
+        dtypes, places, used = {}, [], []
+        for leaves in owners:
+            next_free: dict = collections.defaultdict(int)
+            mine = []
+            for aval, count in leaves:
+                shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
+                flat = (shape, dtype) not in pooled
+                name = f"{dtype}" if flat else f"{dtype}{list(shape)}"
+                dtypes[name] = (() if flat else shape, dtype)
+                mine.append(Place(name, next_free[name], count, shape, flat))
+                next_free[name] += count * (math.prod(shape) if flat else 1)
+            places.append(tuple(mine))
+            used.append(sum(count * math.prod(aval.shape) * np.dtype(aval.dtype).itemsize for aval, count in leaves))
+            for name, size in next_free.items():
+                sizes[name] = max(sizes[name], size)
+        arrays = {name: jax.ShapeDtypeStruct((sizes[name], *dtypes[name][0]), dtypes[name][1]) for name in sorted(sizes)}
+        return cls(arrays, tuple(places), tuple(used))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of one copy of the arrays: what every device holds."""
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.arrays.values())
+
+
+def read(arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, i=0) -> jax.Array:
+    """Leaf i at `place`, of arrays with leading axes indexed by `lead`."""
+    array = arrays[place.array]
+    rest = array.ndim - len(lead) - 1
+    start = _int32([*lead, place.start(i), *[0] * rest])
+    return lax.dynamic_slice(array, start, [1] * len(lead) + list(place.block)).reshape(place.shape)
+
+
+def write(arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, value: jax.Array, i=0) -> dict:
+    """The arrays with leaf i at `place` replaced."""
+    array = arrays[place.array]
+    rest = array.ndim - len(lead) - 1
+    start = _int32([*lead, place.start(i), *[0] * rest])
+    block = value.reshape([1] * len(lead) + list(place.block))
+    return {**arrays, place.array: lax.dynamic_update_slice(array, block, start)}
+
+
+def add(arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, value: jax.Array, i=0) -> dict:
+    """The arrays with `value` added to leaf i at `place`."""
+    return write(arrays, place, lead, read(arrays, place, lead, i) + value, i)
+
+
+def read_all(arrays, places: Sequence[Place], lead: Sequence, i=0) -> list[jax.Array]:
+    """`read` of every place."""
+    return [read(arrays, p, lead, i) for p in places]
+
+
+def write_all(arrays, places: Sequence[Place], lead: Sequence, values: Sequence[jax.Array], i=0) -> dict:
+    """`write` of every place."""
+    for place, value in zip(places, values, strict=True):
+        arrays = write(arrays, place, lead, value, i)
+    return arrays
+
+
+def _int32(indices: Sequence) -> list:
+    return [jnp.asarray(i, jnp.int32) for i in indices]

@@ -1,0 +1,517 @@
+"""The face of the library: `Pipeline(...)`, its training state, and `make_mesh`."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jpipe import packing
+from jpipe.engine import AXIS, Engine
+from jpipe.schedule import Schedule
+from jpipe.schedules import forward_only
+from jpipe.stages import Stages, as_layers, check_boundaries, cut, trace_layers
+from jpipe.update import make_updates, stage_tree
+
+
+def make_mesh(*, stage: int, devices: Sequence | None = None) -> Mesh:
+    """A mesh of `stage` devices along the axis "stage".
+
+    Args:
+      stage: number of devices of the pipeline.
+      devices: the devices to take the first from; by default `jax.devices()`.
+
+    Raises:
+      ValueError: if there are too few devices.
+    """
+    devices = jax.devices() if devices is None else list(devices)
+    if stage < 1:
+        raise ValueError(f"`stage` must be at least 1, got {stage}.")
+    if len(devices) < stage:
+        remedy = "Use fewer stages."
+        if devices[0].platform == "cpu":
+            remedy = (
+                f"Set XLA_FLAGS=--xla_force_host_platform_device_count={stage} before JAX starts to fake them on CPU, "
+                "or use fewer stages."
+            )
+        raise ValueError(
+            f"`stage={stage}` needs {stage} devices, got {len(devices)} ({devices[0].platform}). {remedy}"
+        )
+    return Mesh(np.array(devices[:stage]), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PipelineState:
+    """The training state. A pytree; every array is split over the devices along its first axis.
+
+    Attributes:
+      parameters: packed weights, `[D * V, R, ...]`; `Pipeline.get_params` unpacks them.
+      optimizer_state: packed state of the Optax chain, `[D * R, ...]`.
+      gradients: packed gradient accumulators, `[D * R, ...]`; zero between minibatches.
+      buffers: activations and gradients in flight.
+      round: int32 scalar, steps so far.
+      boundaries: where the layers were cut; static.
+    """
+
+    parameters: dict[str, jax.Array]
+    optimizer_state: dict[str, jax.Array]
+    gradients: dict[str, jax.Array]
+    buffers: Any
+    round: jax.Array
+    boundaries: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
+
+
+class StageRecord(NamedTuple):
+    """One row of `Pipeline.partition`.
+
+    Attributes:
+      stage: its number; device: the device it runs on, as a position along the axis "stage".
+      layers: (first, one past the last); names: of the layers.
+      num_parameters: how many numbers; parameter_bytes: their bytes.
+      flops: compiled floating-point operations of forward and backward of one microbatch.
+    """
+
+    stage: int
+    device: int
+    layers: tuple[int, int]
+    names: tuple[str, ...]
+    num_parameters: int
+    parameter_bytes: int
+    flops: float
+
+
+class Memory(NamedTuple):
+    """Bytes that every device holds, by what for. In one program for all, that is the largest stage's share.
+
+    Attributes:
+      weights: all live versions; optimizer: the optimizer's state; gradients: the accumulators.
+      activations: stashes and messages in flight; batch: the minibatch, whole on every device.
+      temporaries: what the compiled step needs beside its arguments.
+      padding: bytes of weights, optimizer and gradients that the mean stage does not use.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    activations: int
+    batch: int
+    temporaries: int
+    padding: int
+
+
+class _Plan(NamedTuple):
+    """Everything derived from the shapes of a microbatch."""
+
+    stages: Stages
+    engine: Engine
+    flops: Sequence[float]
+
+
+class Pipeline:
+    """Trains a model cut into stages over several devices, by a schedule.
+
+    Args:
+      layers: a sequence. Each a Flax NNX module (its weights are kept), a factory called as
+        `factory(rngs=...) -> module` (initialised on its own stage), or `jpipe.Function(f)`.
+      loss: `(outputs, batch) -> scalar`, the mean over one microbatch.
+      optimizer: any Optax chain that treats each layer by itself. It is called with the extra arguments `delay`, the
+        stage's forward delay in optimizer steps, and `global_norm`, the norm of the gradient over all stages.
+      schedule: one of `jpipe.schedules`, or a table of your own.
+      boundaries: the layer index at which each stage after the first begins; None balances by compiled FLOPs.
+      mesh: has an axis "stage" of as many devices as the schedule; see `jpipe.make_mesh`. None makes it.
+      recompute: "none", or "full": a stage keeps only its inputs, and runs its forward again before its backward.
+
+    Raises:
+      ValueError: for any argument that cannot work, before anything is compiled.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jpipe, optax
+      >>> from flax import nnx
+      >>> layers = [lambda rngs: nnx.Linear(4, 4, rngs=rngs) for _ in range(4)]
+      >>> pipe = jpipe.Pipeline(
+      ...     layers,
+      ...     loss=lambda outputs, batch: jnp.mean((outputs - batch["targets"]) ** 2),
+      ...     optimizer=optax.sgd(0.1),
+      ...     schedule=jpipe.schedules.one_f_one_b(num_stages=2, num_microbatches=4),
+      ... )
+      >>> batch = {"inputs": jnp.ones((8, 4)), "targets": jnp.zeros((8, 4))}
+      >>> state = pipe.init(jax.random.key(0), batch)
+      >>> state, metrics = pipe.step(state, batch)
+      >>> int(metrics["num_microbatches"])
+      4
+    """
+
+    def __init__(
+        self,
+        layers: Sequence,
+        *,
+        loss: Callable[[Any, Any], jax.Array],
+        optimizer: optax.GradientTransformation,
+        schedule: Schedule,
+        boundaries: Sequence[int] | None = None,
+        mesh: Mesh | None = None,
+        recompute: str = "none",
+    ):
+        if not isinstance(schedule, Schedule):
+            raise ValueError(
+                f"`schedule` must be a `jpipe.Schedule`, got {schedule!r}. Make one with `jpipe.schedules`, for example "
+                "`jpipe.schedules.one_f_one_b(num_stages=4, num_microbatches=8)`."
+            )
+        schedule.check()
+        if schedule.forward_only or not schedule.synchronous:
+            kind = "forward-only" if schedule.forward_only else "asynchronous"
+            raise ValueError(f"`schedule` {schedule.name!r} is {kind}: training needs a synchronous one for now.")
+        if not callable(loss):
+            raise ValueError(f"`loss` must be a function `(outputs, batch) -> scalar`, got {type(loss).__name__}.")
+        if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+            raise ValueError(f"`optimizer` must be an Optax transformation, got {type(optimizer).__name__}.")
+        if recompute not in ("none", "full"):
+            raise ValueError(f'`recompute` must be "none" or "full", got {recompute!r}.')
+        self.layers = as_layers(layers)
+        self.schedule, self.loss, self.optimizer, self.recompute = schedule, loss, optimizer, recompute
+        self._starts = check_boundaries(boundaries, len(self.layers), schedule.num_stages)
+        self.mesh = _check_mesh(make_mesh(stage=schedule.num_devices) if mesh is None else mesh, schedule)
+        self._plans: dict = {}
+        self._step = jax.jit(self._run_step, donate_argnums=0)
+        self._predict = jax.jit(self._run_predict)
+
+    # -- Plans -------------------------------------------------------------------------------------------------
+
+    def _plan(self, microbatch: Any) -> _Plan:
+        """The plan for an abstract microbatch, made once."""
+        leaves, tree = jax.tree.flatten(microbatch)
+        key = (tree, tuple((a.shape, np.dtype(a.dtype)) for a in leaves))
+        if key not in self._plans:
+            traced = trace_layers(self.layers, self.loss, microbatch)
+            stages = cut(self.layers, traced, self._starts, self.schedule.num_stages)
+            self._starts = list(stages.starts)
+            updates = make_updates(stages, self.optimizer)
+            engine = Engine(self.schedule, stages, updates, self.mesh, self.recompute == "full")
+            self._plans[key] = _Plan(stages, engine, traced.flops)
+        return self._plans[key]
+
+    def _predictor(self, microbatch: Any) -> Engine:
+        traced = trace_layers(self.layers, None, microbatch)
+        stages = cut(self.layers, traced, self._starts, self.schedule.num_stages)
+        table = forward_only(
+            self.schedule.num_stages,
+            self.schedule.num_microbatches,
+            stage=self.schedule.stage,
+            device=self.schedule.device,
+        )
+        return Engine(table, stages, None, self.mesh)
+
+    def _microbatch(self, batch: Any) -> Any:
+        """The abstract microbatch of `batch`, or a clear error."""
+        if not isinstance(batch, Mapping) or "inputs" not in batch:
+            got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+            raise ValueError(f'`batch` must be a dict of arrays with an entry "inputs", which feeds layer 0, got {got}.')
+        N, sizes = self.schedule.num_microbatches, {}
+        for path, leaf in jax.tree.leaves_with_path(batch):
+            name = f"batch{jax.tree_util.keystr(path)}"
+            if not hasattr(leaf, "shape") or len(leaf.shape) == 0:
+                raise ValueError(f"`{name}` must be an array with a leading minibatch axis, got {leaf!r}.")
+            sizes[name] = leaf.shape[0]
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"every entry of `batch` must have the same leading axis, the minibatch, got {sizes}.")
+        size = next(iter(sizes.values()))
+        if size % N or size == 0:
+            nearest = [n for n in (size // N * N, (size // N + 1) * N) if n]
+            raise ValueError(
+                f"a batch of {size} cannot be cut into {N} equal microbatches. Use a batch of "
+                f"{' or '.join(map(str, nearest))}, or a schedule whose `num_microbatches` divides {size}."
+            )
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((a.shape[0] // N, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)),
+            dict(batch),
+        )
+
+    def _cut_batch(self, batch: Any) -> Any:
+        N = self.schedule.num_microbatches
+        return jax.tree.map(lambda a: jnp.reshape(a, (N, a.shape[0] // N, *a.shape[1:])), batch)
+
+    # -- Training ----------------------------------------------------------------------------------------------
+
+    def init(self, key: jax.Array, batch: Any, params: Sequence | None = None) -> PipelineState:
+        """Makes the training state.
+
+        A factory's layer number i is initialised from `jax.random.fold_in(key, i)` on the device of its own stage, so
+        the weights depend on the key alone, not on the stages, and no device ever holds all of them.
+
+        Args:
+          key: seeds the weights of layers given as factories.
+          batch: a minibatch, or abstract arrays shaped like one; only its shapes matter.
+          params: start from these weights, one nested dict a layer, as `get_params` returns them.
+
+        Returns: A `PipelineState`.
+
+        Raises:
+          ValueError: if the batch cannot be cut into microbatches, a layer cannot take its inputs, the loss is not a
+            scalar, or `params` do not fit the layers.
+        """
+        plan = self._plan(self._microbatch(batch))
+        if params is not None:
+            self._check_params(params)
+        engine, stages = plan.engine, plan.stages
+        lead = (engine.lowered.num_versions, engine.lowered.num_chunks)
+        shapes = {"parameters": engine.parameter_shapes(), "optimizer_state": engine.optimizer_shapes()}
+        local = [jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes) for _ in range(self.schedule.num_devices)]
+        inits: dict = {}
+        for s in range(stages.num_stages):
+            d, chunk = self._home(s)
+            device = self.mesh.devices.flat[d]
+            if device.process_index != jax.process_index():
+                continue
+            per_layer: list = [None] * len(self.layers)
+            with jax.default_device(device):
+                for i in stages.layers_of(s):
+                    layer, kind = self.layers[i], stages.kind_of_layer[i]
+                    if params is not None:
+                        per_layer[i] = jax.tree.map(np.asarray, params[i])
+                    elif layer.given is not None:
+                        per_layer[i] = layer.given
+                    else:
+                        per_layer[i] = jax.jit(layer.init)(jax.random.fold_in(key, i))
+                inner = self.optimizer.init(stage_tree(stages, s, per_layer))
+            arrays = local[d]["parameters"]
+            for i, places, row in stages.layer_places(s):
+                for place, leaf in zip(places, jax.tree.leaves(per_layer[i]), strict=True):
+                    arrays[place.array][(slice(None), chunk, *_where(place, row))] = np.asarray(leaf).reshape(place.block)
+            update = engine.updates.programs[engine.updates.program_of_stage[s]]
+            for place, leaf in zip(update.state, jax.tree.leaves(inner), strict=True):
+                local[d]["optimizer_state"][place.array][(chunk, *_where(place, 0))] = np.asarray(leaf).reshape(place.block)
+        del lead, inits
+        packed = jax.tree.map(self._from_local, *local) if len(local) > 1 else jax.tree.map(self._from_local, local[0])
+        zeros = engine.globally({"gradients": engine.gradient_shapes(), "buffers": engine.buffer_shapes()})
+        zeros = jax.jit(
+            lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), zeros),
+            out_shardings=jax.tree.map(lambda a: a.sharding, zeros),
+        )()
+        round_ = jax.device_put(np.int32(0), NamedSharding(self.mesh, PartitionSpec()))
+        return PipelineState(**packed, **zeros, round=round_, boundaries=tuple(stages.starts[1:-1]))
+
+    def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict[str, jax.Array]]:
+        """One minibatch: every microbatch forward and backward, and one optimizer update on every stage.
+
+        Args:
+          state: the training state; donated, so use the one returned from here on.
+          batch: a minibatch: dict of arrays `[batch, ...]`; "inputs" feeds layer 0, the loss sees all.
+
+        Returns: The new state and metrics: "loss", the mean over the microbatches; "num_microbatches", how many that
+        were; "skipped_updates" int32 `[S]`, 1 where a gradient that is not finite made a stage keep its weights.
+        """
+        self._check_state(state)
+        self._plan(self._microbatch(batch))
+        return self._step(state, dict(batch))
+
+    def _run_step(self, state: PipelineState, batch):
+        engine = self._plan(self._microbatch(batch)).engine
+        parameters, gradients, optimizer_state, buffers, results = engine.run(
+            state.parameters, state.gradients, state.optimizer_state, state.buffers, state.round, self._cut_batch(batch)
+        )
+        count = results["count"].sum()
+        loss = results["loss"].sum() / jnp.maximum(count, 1).astype(results["loss"].dtype)
+        homes = np.array([self._home(s) for s in range(self.schedule.num_stages)])
+        skipped = results["skipped"][homes[:, 0] * engine.lowered.num_chunks + homes[:, 1]]
+        metrics = {"loss": loss, "num_microbatches": count, "skipped_updates": skipped}
+        state = PipelineState(parameters, optimizer_state, gradients, buffers, state.round + 1, state.boundaries)
+        return state, metrics
+
+    def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
+        """Completes what is in flight: nothing, in a synchronous schedule."""
+        self._check_state(state)
+        zero = jnp.zeros((), jnp.int32)
+        return state, {"loss": jnp.zeros(()), "num_microbatches": zero, "skipped_updates": jnp.zeros(self.schedule.num_stages, jnp.int32)}
+
+    def predict(self, state: PipelineState, batch: Any) -> Any:
+        """The last layer's outputs, forward only, through the pipeline.
+
+        Args:
+          state: the training state; not donated.
+          batch: dict whose "inputs" has a leading axis of any size: a size that the number of microbatches does not
+            divide is padded with copies of the last row, whose outputs are dropped.
+
+        Returns: The outputs, `[batch, ...]`.
+        """
+        self._check_state(state)
+        if not isinstance(batch, Mapping) or "inputs" not in batch:
+            raise ValueError('`batch` must be a dict with an entry "inputs", which feeds layer 0.')
+        inputs = batch["inputs"]
+        size = jax.tree.leaves(inputs)[0].shape[0]
+        padding = -size % self.schedule.num_microbatches
+        if padding:
+            pad = lambda a: np.concatenate([np.asarray(a), np.repeat(np.asarray(a)[-1:], padding, axis=0)])  # noqa: E731
+            inputs = jax.tree.map(pad, inputs)
+        outputs = self._predict(state.parameters, state.round, {"inputs": inputs})
+        return jax.tree.map(lambda a: a[:size], outputs) if padding else outputs
+
+    def _run_predict(self, parameters, round_, batch):
+        engine = self._predictor(self._microbatch(batch))
+        shapes = engine.globally(engine.buffer_shapes())
+        buffers = jax.tree.map(
+            lambda a: jax.lax.with_sharding_constraint(jnp.zeros(a.shape, a.dtype), a.sharding), shapes
+        )
+        outputs = engine.run(parameters, {}, {}, buffers, round_, self._cut_batch(batch))
+        N, stages = self.schedule.num_microbatches, engine.stages
+        d, _ = self._home(stages.num_stages - 1)
+        flat = [y[d * N : (d + 1) * N].reshape(-1, *y.shape[2:]) for y in outputs]
+        return stages.kinds[stages.kind_of_layer[-1]].output_tree.unflatten(flat)
+
+    def get_params(self, state: PipelineState) -> list:
+        """The newest weights: one nested dict a layer, by attribute names, of host arrays."""
+        self._check_state(state)
+        stages, engine = self._any_plan()[:2]
+        V = engine.lowered.num_versions
+        newest = int(state.round) % V
+        local = {name: self._to_local(array) for name, array in state.parameters.items()}
+        per_layer: list = [None] * len(self.layers)
+        for s in range(stages.num_stages):
+            d, chunk = self._home(s)
+            for i, places, row in stages.layer_places(s):
+                leaves = [
+                    local[p.array][d][(newest, chunk, *_where(p, row))].reshape(p.shape).copy() for p in places
+                ]
+                per_layer[i] = jax.tree.structure(self.layers[i].parameters).unflatten(leaves)
+        return per_layer
+
+    # -- What it costs -----------------------------------------------------------------------------------------
+
+    def partition(self, batch: Any) -> list[StageRecord]:
+        """How the layers are cut: one record a stage, for minibatches shaped like `batch`."""
+        plan = self._plan(self._microbatch(batch))
+        records = []
+        for s in range(plan.stages.num_stages):
+            layers = plan.stages.layers_of(s)
+            leaves = [a for i in layers for a in jax.tree.leaves(self.layers[i].parameters)]
+            records.append(
+                StageRecord(
+                    stage=s,
+                    device=self._home(s)[0],
+                    layers=(layers.start, layers.stop),
+                    names=tuple(self.layers[i].name for i in layers),
+                    num_parameters=sum(math.prod(a.shape) for a in leaves),
+                    parameter_bytes=sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves),
+                    flops=sum(plan.flops[i] for i in layers),
+                )
+            )
+        return records
+
+    def memory(self, batch: Any) -> Memory:
+        """Bytes a device for minibatches shaped like `batch`. Compiles the step if it has not been."""
+        engine = self._plan(self._microbatch(batch)).engine
+        size = lambda shapes: sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(shapes))  # noqa: E731
+        weights, optimizer = size(engine.parameter_shapes()), size(engine.optimizer_shapes())
+        gradients = size(engine.gradient_shapes())
+        stages, updates = engine.stages, engine.updates
+        columns = self.schedule.num_devices
+        used = sum(stages.parameters.used_bytes[p] for p in stages.program_of_stage)
+        used_state = sum(updates.state.used_bytes[u] for u in updates.program_of_stage)
+        V = engine.lowered.num_versions
+        return Memory(
+            weights=weights,
+            optimizer=optimizer,
+            gradients=gradients,
+            activations=size(engine.buffer_shapes()),
+            batch=size(jax.tree.map(_abstract, dict(batch))),
+            temporaries=int(self.compile(batch).memory_analysis().temp_size_in_bytes),
+            padding=round(weights + optimizer + gradients - (used * (V + 1) + used_state) / columns),
+        )
+
+    def compile(self, batch: Any) -> jax.stages.Compiled:
+        """The compiled step for minibatches shaped like `batch`: its memory, its cost, its text."""
+        plan = self._plan(self._microbatch(batch))
+        engine = plan.engine
+        shapes = engine.globally(
+            {
+                "parameters": engine.parameter_shapes(),
+                "optimizer_state": engine.optimizer_shapes(),
+                "gradients": engine.gradient_shapes(),
+                "buffers": engine.buffer_shapes(),
+            }
+        )
+        round_ = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
+        state = PipelineState(**shapes, round=round_, boundaries=tuple(plan.stages.starts[1:-1]))
+        return self._step.lower(state, jax.tree.map(_abstract, dict(batch))).compile()
+
+    # -- Odds and ends -----------------------------------------------------------------------------------------
+
+    def _any_plan(self) -> _Plan:
+        if not self._plans:
+            raise ValueError("this pipeline has not seen a batch: call `init` first, which fixes its shapes.")
+        return next(iter(self._plans.values()))
+
+    def _home(self, stage: int) -> tuple[int, int]:
+        """The device of a stage, and which of the device's columns it is."""
+        column = int(np.flatnonzero(self.schedule.stage == stage)[0])
+        device = int(self.schedule.device[column])
+        others = self.schedule.stage[self.schedule.device == device]
+        return device, int((others < stage).sum())
+
+    def _from_local(self, *per_device: np.ndarray) -> jax.Array:
+        shape = (len(per_device) * per_device[0].shape[0], *per_device[0].shape[1:])
+        sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        rows = per_device[0].shape[0]
+        return jax.make_array_from_callback(shape, sharding, lambda at: per_device[(at[0].start or 0) // rows])
+
+    def _to_local(self, array: jax.Array) -> list[np.ndarray]:
+        shards = {s.index[0].start or 0: np.asarray(s.data) for s in array.addressable_shards}
+        return [shards[start] for start in sorted(shards)]
+
+    def _check_state(self, state: Any) -> None:
+        if not isinstance(state, PipelineState):
+            raise ValueError(f"`state` must be the state that `init` or `step` returned, got {type(state).__name__}.")
+        if any(a.is_deleted() for a in jax.tree.leaves(state) if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer)):
+            raise ValueError(
+                "`state` was donated to an earlier `step` and its arrays are gone. Keep the state that step returned: "
+                "`state, metrics = pipe.step(state, batch)`."
+            )
+        if self._starts is not None and tuple(self._starts[1:-1]) != state.boundaries:
+            raise ValueError(
+                f"`state` was cut at layers {list(state.boundaries)}, this pipeline cuts at {self._starts[1:-1]}. "
+                "Give the pipeline those `boundaries`, or start from `init(key, batch, params=other.get_params(state))`."
+            )
+
+    def _check_params(self, params: Sequence) -> None:
+        if len(params) != len(self.layers):
+            raise ValueError(f"`params` must hold one entry a layer ({len(self.layers)}), got {len(params)}.")
+        for i, (given, layer) in enumerate(zip(params, self.layers)):
+            want = {jax.tree_util.keystr(p): a.shape for p, a in jax.tree.leaves_with_path(layer.parameters)}
+            got = {jax.tree_util.keystr(p): np.shape(a) for p, a in jax.tree.leaves_with_path(given)}
+            if want != got:
+                path = next(p for p in itertools.chain(want, got) if want.get(p) != got.get(p))
+                raise ValueError(
+                    f"`params` of layer {i} ({layer.name}) do not fit: {path} should be {want.get(path, 'absent')}, got "
+                    f"{got.get(path, 'nothing')}. Pass what `get_params` of the same layers returned."
+                )
+
+
+def _where(place: packing.Place, row: int) -> tuple[slice, ...]:
+    """The part of an array (behind its leading axes) that holds leaf `row` of `place`."""
+    start = place.start(row)
+    return (slice(start, start + place.block[0]),)
+
+
+def _abstract(a) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))
+
+
+def _check_mesh(mesh: Mesh, schedule: Schedule) -> Mesh:
+    sizes = dict(mesh.shape)
+    if AXIS not in sizes:
+        raise ValueError(f'`mesh` must have an axis "stage", got axes {sizes}. Make it with `jpipe.make_mesh`.')
+    if sizes[AXIS] != schedule.num_devices:
+        raise ValueError(
+            f'the axis "stage" of `mesh` must have the {schedule.num_devices} devices of schedule {schedule.name!r}, got '
+            f"{sizes[AXIS]}. Use `jpipe.make_mesh(stage={schedule.num_devices})`, or a schedule for {sizes[AXIS]} devices."
+        )
+    if math.prod(sizes.values()) != sizes[AXIS]:
+        raise ValueError(f'`mesh` may have no axis beside "stage" for now, got {sizes}.')
+    return mesh

@@ -1,0 +1,103 @@
+"""The optimizer on each stage: any Optax chain, on each layer's own tree.
+
+The chain sees a list with one entry a layer of the model, None for the layers of other stages, so paths and
+labels are the same at any stage count. Stages whose update is the same program share it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+import optax
+
+from jpipe.backward import jaxpr_text, mixes
+from jpipe.packing import Packing, Place
+from jpipe.stages import Stages
+
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """One program that updates a stage.
+
+    Attributes:
+      function: `(parameters, gradients, optimizer_state, delay, global_norm) -> (parameters, optimizer_state)`,
+        all flat lists of arrays.
+      parameters: `(place, row)` of each parameter leaf.
+      state: the place of each leaf of the optimizer's state.
+    """
+
+    function: Callable
+    parameters: Sequence[tuple[Place, int]]
+    state: Sequence[Place]
+
+
+@dataclasses.dataclass(frozen=True)
+class Updates:
+    """The updates of all stages.
+
+    Attributes:
+      programs: distinct updates; program_of_stage: which one a stage runs.
+      state: how the optimizer's state is packed, one owner a program.
+    """
+
+    programs: Sequence[Update]
+    program_of_stage: Sequence[int]
+    state: Packing
+
+
+def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> list:
+    """`per_layer` with None in place of the layers of other stages."""
+    mine = stages.layers_of(stage)
+    return [tree if i in mine else None for i, tree in enumerate(per_layer)]
+
+
+def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Updates:
+    """Traces the optimizer on every stage.
+
+    Raises:
+      ValueError: if an update of one layer depends on the gradient of another, which a stage cannot see whole.
+    """
+    optimizer = optax.with_extra_args_support(optimizer)
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+    texts: dict = {}
+    drafts, program_of_stage = [], []
+    for s in range(stages.num_stages):
+        tree = stage_tree(stages, s, [layer.parameters for layer in stages.layers])
+        leaves, treedef = jax.tree.flatten(tree)
+        state_leaves, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, tree))
+        num_p, num_s = len(leaves), len(state_leaves)
+
+        def flat(*args, treedef=treedef, state_tree=state_tree, num_p=num_p, num_s=num_s):
+            parameters, gradients = treedef.unflatten(args[:num_p]), treedef.unflatten(args[num_p : 2 * num_p])
+            state = state_tree.unflatten(args[2 * num_p : 2 * num_p + num_s])
+            delay, global_norm = args[2 * num_p + num_s :]
+            updates, state = optimizer.update(gradients, state, parameters, delay=delay, global_norm=global_norm)
+            return [*jax.tree.leaves(optax.apply_updates(parameters, updates)), *jax.tree.leaves(state)]
+
+        avals = [*leaves, *leaves, *state_leaves, scalar, scalar]
+        if stages.num_stages > 1:
+            layer = [i for i, t in enumerate(tree) for _ in jax.tree.leaves(t)]
+            everyone = [-1] * num_s
+            if mixes(flat, avals, [*[-1] * num_p, *layer, *everyone, -1, -1], [*layer, *everyone]):
+                raise ValueError(
+                    "`optimizer` lets the update of one layer depend on the gradients of others, as "
+                    "`optax.clip_by_global_norm` does: each stage would see only its own layers and compute something "
+                    "else than on one device. Use transforms that treat each parameter by itself."
+                )
+        places = [(place, row) for _, places, row in stages.layer_places(s) for place in places]
+        key = (stages.program_of_stage[s], tuple(places), jaxpr_text(flat, *avals))
+        if key not in texts:
+            texts[key] = len(drafts)
+            drafts.append((flat, places, state_leaves))
+        program_of_stage.append(texts[key])
+    packing = Packing.of([[(leaf, 1) for leaf in state_leaves] for _, _, state_leaves in drafts])
+    programs = []
+    for (flat, places, _), state_places in zip(drafts, packing.places):
+
+        def function(parameters, gradients, state, delay, global_norm, flat=flat):
+            out = flat(*parameters, *gradients, *state, delay, global_norm)
+            return out[: len(parameters)], out[len(parameters) :]
+
+        programs.append(Update(function, places, state_places))
+    return Updates(programs, program_of_stage, packing)
