@@ -111,9 +111,7 @@ def text(schedule: Schedule, *, color: bool = False, width: int | None = None) -
     lines.append("   ".join(legend))
     if not schedule.synchronous:
         first = shown.num_ticks - schedule.num_ticks
-        lines.append(
-            f"from tick {first} on, a round of {schedule.num_ticks} ticks repeats"
-        )
+        lines.append(f"the round that starts at tick {first} repeats")
     lines.append(_caption(facts))
     per_stage = {"stage": range(schedule.num_stages), **_per_stage_facts(facts)}
     for name, values in per_stage.items():
@@ -139,6 +137,7 @@ def figure(schedule: Schedule) -> "Figure":
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
+    from matplotlib.ticker import MaxNLocator
 
     facts = schedule.facts()
     shown = _unrolled(schedule)
@@ -199,7 +198,7 @@ def figure(schedule: Schedule) -> "Figure":
     labels = _stage_labels(shown, "stage {}", "stage {}, device {}")
     axes.set_yticks(range(num_stages), labels)
     axes.tick_params(labelsize=8, left=False)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_facecolor("#f7f7f7")
     axes.spines[:].set_visible(False)
 
@@ -355,7 +354,7 @@ def _paint(word: str, color: bool) -> str:
 
 
 def _names(schedule: Schedule) -> dict[str, str]:
-    """The kinds of work a table holds, in the order of a tick, and what to call them."""
+    """What to call each kind of work a table holds, in the order of a tick."""
     if schedule.forward_only:
         return {"forward": "forward"}
     if not schedule.splits_backward:

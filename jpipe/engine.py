@@ -107,7 +107,7 @@ class Engine:
 
         Args:
           parameters, gradients, optimizer_state, buffers: global arrays shaped as the methods above say.
-          round_: int32 scalar: passes so far.
+          round_: int32 `[D]`: passes so far.
           batch: pytree of `[N, microbatch, ...]` arrays, held by every device.
 
         Returns: the first four, updated, and a dict of `[D, ...]` results: "loss" (sum), "count" and "skipped"; or
@@ -117,7 +117,7 @@ class Engine:
         body = jax.shard_map(
             functools.partial(_Step, self),
             mesh=self.mesh,
-            in_specs=(split, split, split, split, whole, whole),
+            in_specs=(split, split, split, split, split, whole),
             out_specs=split,
             check_vma=False,
         )
@@ -129,7 +129,7 @@ def _leading(pack: packing.Packing, *lead: int) -> dict:
 
 
 def _Step(engine: Engine, parameters, gradients, optimizer_state, buffers, round_, batch):
-    return _Device(engine, round_, batch).run(parameters, gradients, optimizer_state, buffers)
+    return _Device(engine, round_[0], batch).run(parameters, gradients, optimizer_state, buffers)
 
 
 class _Row:

@@ -14,10 +14,11 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe import packing
+from jpipe.backward import jaxpr_text
 from jpipe.engine import AXIS, Engine
 from jpipe.schedule import Schedule
 from jpipe.schedules import forward_only
-from jpipe.stages import Stages, as_layers, check_boundaries, cut, trace_layers
+from jpipe.stages import Stages, Traced, as_layers, check_boundaries, cut, trace_layers
 from jpipe.update import make_updates, stage_tree
 
 
@@ -57,7 +58,7 @@ class PipelineState:
       optimizer_state: packed state of the Optax chain, `[D * R, ...]`.
       gradients: packed gradient accumulators, `[D * R, ...]`; zero between minibatches.
       buffers: activations and gradients in flight.
-      round: int32 scalar, steps so far.
+      round: int32 `[D]`, steps so far.
       boundaries: where the layers were cut; static.
     """
 
@@ -110,9 +111,9 @@ class Memory(NamedTuple):
 class _Plan(NamedTuple):
     """Everything derived from the shapes of a microbatch."""
 
+    traced: Traced
     stages: Stages
     engine: Engine
-    flops: Sequence[float]
 
 
 class Pipeline:
@@ -180,7 +181,8 @@ class Pipeline:
         self._starts = check_boundaries(boundaries, len(self.layers), schedule.num_stages)
         self.mesh = _check_mesh(make_mesh(stage=schedule.num_devices) if mesh is None else mesh, schedule)
         self._plans: dict = {}
-        self._step = jax.jit(self._run_step, donate_argnums=0)
+        split, whole = (NamedSharding(self.mesh, PartitionSpec(*axis)) for axis in ([AXIS], []))
+        self._step = jax.jit(self._run_step, donate_argnums=0, out_shardings=(split, whole))
         self._predict = jax.jit(self._run_predict)
 
     # -- Plans -------------------------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ class Pipeline:
             self._starts = list(stages.starts)
             updates = make_updates(stages, self.optimizer)
             engine = Engine(self.schedule, stages, updates, self.mesh, self.recompute == "full")
-            self._plans[key] = _Plan(stages, engine, traced.flops)
+            self._plans[key] = _Plan(traced, stages, engine)
         return self._plans[key]
 
     def _predictor(self, microbatch: Any) -> Engine:
@@ -261,10 +263,9 @@ class Pipeline:
         if params is not None:
             self._check_params(params)
         engine, stages = plan.engine, plan.stages
-        lead = (engine.lowered.num_versions, engine.lowered.num_chunks)
+        init_layer = _shared_jit()
         shapes = {"parameters": engine.parameter_shapes(), "optimizer_state": engine.optimizer_shapes()}
         local = [jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes) for _ in range(self.schedule.num_devices)]
-        inits: dict = {}
         for s in range(stages.num_stages):
             d, chunk = self._home(s)
             device = self.mesh.devices.flat[d]
@@ -273,14 +274,14 @@ class Pipeline:
             per_layer: list = [None] * len(self.layers)
             with jax.default_device(device):
                 for i in stages.layers_of(s):
-                    layer, kind = self.layers[i], stages.kind_of_layer[i]
+                    layer = self.layers[i]
                     if params is not None:
                         per_layer[i] = jax.tree.map(np.asarray, params[i])
                     elif layer.given is not None:
                         per_layer[i] = layer.given
                     else:
-                        per_layer[i] = jax.jit(layer.init)(jax.random.fold_in(key, i))
-                inner = self.optimizer.init(stage_tree(stages, s, per_layer))
+                        per_layer[i] = init_layer(layer.init, jax.random.fold_in(key, i))
+                inner = jax.jit(self.optimizer.init)(stage_tree(stages, s, per_layer))
             arrays = local[d]["parameters"]
             for i, places, row in stages.layer_places(s):
                 for place, leaf in zip(places, jax.tree.leaves(per_layer[i]), strict=True):
@@ -288,15 +289,19 @@ class Pipeline:
             update = engine.updates.programs[engine.updates.program_of_stage[s]]
             for place, leaf in zip(update.state, jax.tree.leaves(inner), strict=True):
                 local[d]["optimizer_state"][place.array][(chunk, *_where(place, 0))] = np.asarray(leaf).reshape(place.block)
-        del lead, inits
-        packed = jax.tree.map(self._from_local, *local) if len(local) > 1 else jax.tree.map(self._from_local, local[0])
-        zeros = engine.globally({"gradients": engine.gradient_shapes(), "buffers": engine.buffer_shapes()})
+        packed = jax.tree.map(self._from_local, *local)
+        zeros = engine.globally(
+            {
+                "gradients": engine.gradient_shapes(),
+                "buffers": engine.buffer_shapes(),
+                "round": jax.ShapeDtypeStruct((1,), jnp.int32),
+            }
+        )
         zeros = jax.jit(
             lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), zeros),
             out_shardings=jax.tree.map(lambda a: a.sharding, zeros),
         )()
-        round_ = jax.device_put(np.int32(0), NamedSharding(self.mesh, PartitionSpec()))
-        return PipelineState(**packed, **zeros, round=round_, boundaries=tuple(stages.starts[1:-1]))
+        return PipelineState(**packed, **zeros, boundaries=tuple(stages.starts[1:-1]))
 
     def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict[str, jax.Array]]:
         """One minibatch: every microbatch forward and backward, and one optimizer update on every stage.
@@ -322,8 +327,7 @@ class Pipeline:
         homes = np.array([self._home(s) for s in range(self.schedule.num_stages)])
         skipped = results["skipped"][homes[:, 0] * engine.lowered.num_chunks + homes[:, 1]]
         metrics = {"loss": loss, "num_microbatches": count, "skipped_updates": skipped}
-        state = PipelineState(parameters, optimizer_state, gradients, buffers, state.round + 1, state.boundaries)
-        return state, metrics
+        return PipelineState(parameters, optimizer_state, gradients, buffers, state.round + 1, state.boundaries), metrics
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
         """Completes what is in flight: nothing, in a synchronous schedule."""
@@ -368,9 +372,9 @@ class Pipeline:
     def get_params(self, state: PipelineState) -> list:
         """The newest weights: one nested dict a layer, by attribute names, of host arrays."""
         self._check_state(state)
-        stages, engine = self._any_plan()[:2]
+        _, stages, engine = self._any_plan()
         V = engine.lowered.num_versions
-        newest = int(state.round) % V
+        newest = int(self._to_local(state.round)[0][0]) % V
         local = {name: self._to_local(array) for name, array in state.parameters.items()}
         per_layer: list = [None] * len(self.layers)
         for s in range(stages.num_stages):
@@ -399,7 +403,7 @@ class Pipeline:
                     names=tuple(self.layers[i].name for i in layers),
                     num_parameters=sum(math.prod(a.shape) for a in leaves),
                     parameter_bytes=sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves),
-                    flops=sum(plan.flops[i] for i in layers),
+                    flops=sum(plan.traced.flops[i] for i in layers),
                 )
             )
         return records
@@ -435,10 +439,10 @@ class Pipeline:
                 "optimizer_state": engine.optimizer_shapes(),
                 "gradients": engine.gradient_shapes(),
                 "buffers": engine.buffer_shapes(),
+                "round": jax.ShapeDtypeStruct((1,), jnp.int32),
             }
         )
-        round_ = jax.ShapeDtypeStruct((), jnp.int32, sharding=NamedSharding(self.mesh, PartitionSpec()))
-        state = PipelineState(**shapes, round=round_, boundaries=tuple(plan.stages.starts[1:-1]))
+        state = PipelineState(**shapes, boundaries=tuple(plan.stages.starts[1:-1]))
         return self._step.lower(state, jax.tree.map(_abstract, dict(batch))).compile()
 
     # -- Odds and ends -----------------------------------------------------------------------------------------
@@ -483,14 +487,28 @@ class Pipeline:
         if len(params) != len(self.layers):
             raise ValueError(f"`params` must hold one entry a layer ({len(self.layers)}), got {len(params)}.")
         for i, (given, layer) in enumerate(zip(params, self.layers)):
-            want = {jax.tree_util.keystr(p): a.shape for p, a in jax.tree.leaves_with_path(layer.parameters)}
-            got = {jax.tree_util.keystr(p): np.shape(a) for p, a in jax.tree.leaves_with_path(given)}
+            want, got = (
+                {jax.tree_util.keystr(p): f"{a.dtype}{list(a.shape)}" for p, a in jax.tree.leaves_with_path(t)}
+                for t in (layer.parameters, given)
+            )
             if want != got:
                 path = next(p for p in itertools.chain(want, got) if want.get(p) != got.get(p))
                 raise ValueError(
                     f"`params` of layer {i} ({layer.name}) do not fit: {path} should be {want.get(path, 'absent')}, got "
                     f"{got.get(path, 'nothing')}. Pass what `get_params` of the same layers returned."
                 )
+
+
+def _shared_jit() -> Callable:
+    """Calls `function(key)` compiled, once for all functions that trace to the same program."""
+    compiled: dict[str, Callable] = {}
+
+    def call(function: Callable, key: jax.Array):
+        shape = jax.eval_shape(function, key)
+        text = f"{shape}{jaxpr_text(lambda k: jax.tree.leaves(function(k)), key)}"
+        return compiled.setdefault(text, jax.jit(function))(key)
+
+    return call
 
 
 def _where(place: packing.Place, row: int) -> tuple[slice, ...]:

@@ -14,12 +14,12 @@ A *synchronous* table is one minibatch: it starts and ends empty, every version 
 
 An *asynchronous* table is one round of a steady state that repeats every T ticks.
 Microbatches and versions are numbered relative to the round: its own minibatch is
-0 .. N-1, negative numbers are still in flight from earlier rounds, and version v is what
-the update with the gradients of all microbatches below v * N writes. Microbatch m + N
-does T ticks later what microbatch m does. So a cell that holds m = j + N k (0 <= j < N)
-at tick t says that microbatch j of this round is due at tick t - T k, counted from the
-start of this round; that is its *absolute* tick. A synchronous table is the special
-case in which every k is 0.
+0 .. N-1, negative numbers are still in flight from earlier rounds, and version v is
+what the update with the gradients of all microbatches below v N writes. Microbatch
+m + N does T ticks later what microbatch m does. So a cell that holds m = j + N k, with
+0 <= j < N, at tick t says that microbatch j of this round is due at tick t - T k,
+counted from the start of this round; that is its *absolute* tick. A synchronous table
+is the special case in which every k is 0.
 """
 
 import dataclasses
@@ -49,10 +49,10 @@ class Schedule:
       stage: `[C]`, the stage each column runs.
       device: `[C]`, the device each column runs on.
       forward: `[T, C]`, the microbatch a column runs forward at a tick.
-      backward: `[T, C]`, the microbatch whose input gradient it computes, and its weight
-        gradient too unless the table uses `weight_grad`.
-      weight_grad: `[T, C]`, the microbatch whose weight gradient it computes, where that
-        is split from `backward`: in every backward of a table or in none.
+      backward: `[T, C]`, the microbatch whose input gradient it computes, and its
+        weight gradient too unless the table uses `weight_grad`.
+      weight_grad: `[T, C]`, the microbatch whose weight gradient it computes, where
+        that is split from `backward`: in every backward of a table or in none.
       forward_version: `[T, C]`, the weight version that `forward` reads.
       backward_version: `[T, C]`, the weight version that `backward` reads.
       update: `[T, C]`, the weight version written; takes effect at the end of the tick.
@@ -118,8 +118,8 @@ class Schedule:
             has_version = getattr(self, f"{reader}_version") != IDLE
             for t, c in np.argwhere(reads != has_version)[:1]:
                 raise ValueError(
-                    f"`{reader}_version` must be `IDLE` exactly where `{reader}` is: at "
-                    f"tick {t}, column {c} only one of them is."
+                    f"`{reader}_version` must be `IDLE` exactly where `{reader}` is: "
+                    f"at tick {t}, column {c} only one of them is."
                 )
 
     # -- Size and kind --------------------------------------------------------------
@@ -169,7 +169,7 @@ class Schedule:
     # -- Absolute time --------------------------------------------------------------
 
     def forward_ticks(self) -> np.ndarray:
-        """int64 `[N, C]`: absolute tick of each forward, `IDLE` if a column has none."""
+        """int64 `[N, C]`: absolute tick of each forward, `IDLE` if there is none."""
         return self._by_microbatch(self.forward)[0]
 
     def backward_ticks(self) -> np.ndarray:
@@ -357,9 +357,9 @@ class Schedule:
           device: `[C]`, the device of each column. None: one device a stage.
           num_ticks: T, the length of an asynchronous round; what is due later than that
             wraps around. None: the table is synchronous and ends with its last tick.
-          update: `[C]`, absolute tick at which version 1 is written. None: the last tick
-            of a synchronous table (all gradients, and so their norm, are known by then),
-            the tick of the column's last weight gradient in an asynchronous one.
+          update: `[C]`, absolute tick at which version 1 is written. None: the last
+            tick of a synchronous table (all gradients, and so their norm, are known by
+            then), the tick of the column's last weight gradient in an asynchronous one.
           forward_version: `[N, C]`, the version each forward reads, counted as
             `Schedule.forward_versions` counts. None: the newest at that tick.
           backward_version: `[N, C]`, the same for each backward.
@@ -407,20 +407,21 @@ class Schedule:
         last_tick = max(int(at.max()) for at in ticks.values())
         synchronous = num_ticks is None
         num_ticks = last_tick + 1 if num_ticks is None else num_ticks
+        check_counts(num_ticks=num_ticks)
 
         cells = _idle_cells(num_ticks, num_columns)
-        if backward is not None:
-            if update is None:
-                gradient = ticks.get("weight_grad", ticks["backward"])
-                update = last_tick if synchronous else gradient.max(axis=0)
+        if update is None and backward is not None:
+            gradient = ticks.get("weight_grad", ticks["backward"])
+            update = last_tick if synchronous else gradient.max(axis=0)
+        if update is not None:
             update = np.broadcast_to(update, num_columns)
-            k, t = np.divmod(update, num_ticks)
-            cells["update"][t, np.arange(num_columns)] = 1 - k
+            rounds, rows = np.divmod(update, num_ticks)
+            cells["update"][rows, np.arange(num_columns)] = 1 - rounds
         for field, at in ticks.items():
-            version = versions.get(field)
+            version: ArrayLike | None = versions.get(field)
             if version is None:
                 version = 0 if update is None else newest_version(at, update, num_ticks)
-            version = np.broadcast_to(version, forward.shape)
+            read = np.broadcast_to(version, forward.shape)
             for m, c in np.argwhere(at != IDLE).tolist():
                 k, t = divmod(int(at[m, c]), num_ticks)
                 number = m - num_microbatches * k
@@ -432,7 +433,7 @@ class Schedule:
                     )
                 cells[field][t, c] = number
                 if field in versions:
-                    cells[f"{field}_version"][t, c] = version[m, c] - k
+                    cells[f"{field}_version"][t, c] = read[m, c] - k
         schedule = cls(name, num_microbatches, stage, device, **cells).check()
         if synchronous and backward is not None:
             _warn_if_starved(schedule)
@@ -484,7 +485,7 @@ class Schedule:
         """Reads the form that `to_text` writes; does not check the table.
 
         Blank lines and what follows a `#` are ignored. The number of microbatches is
-        the number of forwards in a column (the most frequent one, if they differ).
+        the number of forwards of a stage (the most frequent one, if they differ).
 
         Raises:
           ValueError: naming the line that cannot be read.
@@ -518,8 +519,8 @@ class Schedule:
                     match = _PART.fullmatch(part)
                     if match is None:
                         raise ValueError(
-                            f"line {number}: cannot read `{part}`; a cell is `.` or any "
-                            "of `F3`, `B1@-1`, `W0`, `U1` joined by commas."
+                            f"line {number}: cannot read `{part}`; a cell is `.` or "
+                            "any of `F3`, `B1@-1`, `W0`, `U1` joined by commas."
                         )
                     field = _LETTERS[match[1] or match[4]]
                     if cells[field][t, c] != IDLE:
@@ -530,14 +531,12 @@ class Schedule:
                     cells[field][t, c] = int(match[2] or match[5])
                     if match[1]:
                         cells[f"{field}_version"][t, c] = int(match[3] or 0)
-        counts = (cells["forward"] != IDLE).sum(axis=0).tolist()
-        return cls(
-            name,
-            max(counts, key=lambda count: (counts.count(count), count)),
-            np.array([int(place[1]) for place in places if place]),
-            np.array([int(place[2]) for place in places if place]),
-            **cells,
-        )
+        stage = np.array([int(place[1]) for place in places if place])
+        device = np.array([int(place[2]) for place in places if place])
+        runs = cells["forward"] != IDLE
+        counts = [int(runs[:, stage == s].sum()) for s in np.unique(stage)]
+        num_microbatches = max(counts, key=lambda n: (counts.count(n), n))
+        return cls(name, num_microbatches, stage, device, **cells)
 
     def to_dict(self) -> dict[str, Any]:
         """The table as lists that JSON can hold, None for `IDLE`."""
@@ -626,7 +625,7 @@ def _idle_cells(num_ticks: int, num_columns: int) -> dict[str, np.ndarray]:
 
 
 def newest_version(
-    ticks: np.ndarray, update_ticks: np.ndarray, num_ticks: int
+    ticks: ArrayLike, update_ticks: ArrayLike, num_ticks: int
 ) -> np.ndarray:
     """The newest version that can be read at `ticks`: written at an earlier tick.
 
@@ -639,7 +638,8 @@ def newest_version(
       >>> newest_version(np.arange(7)[:, None], np.array([3]), 2)[:, 0].tolist()
       [-1, -1, 0, 0, 1, 1, 2]
     """
-    return (ticks - update_ticks - 1) // num_ticks + 1
+    since = np.asarray(ticks) - np.asarray(update_ticks)
+    return (since - 1) // num_ticks + 1
 
 
 def check_counts(**counts: int) -> None:
@@ -658,7 +658,7 @@ def _warn_if_starved(schedule: Schedule) -> None:
         warnings.warn(
             f"{schedule.name} with num_microbatches={schedule.num_microbatches} on "
             f"{schedule.num_devices} devices is {schedule.facts().bubble:.0%} bubble. "
-            f"Use at least {schedule.num_devices} microbatches, better 4 times as many.",
+            f"Use at least {schedule.num_devices} microbatches, better 4 times that.",
             stacklevel=4,
         )
 
@@ -757,7 +757,7 @@ def _check_arrived(schedule: Schedule) -> None:
 
 
 def _check_once(schedule: Schedule) -> None:
-    """Every column runs every microbatch once each way and updates once, if any does."""
+    """Every column runs every microbatch once each way and updates once, or none."""
     fields = ["forward"]
     if not schedule.forward_only:
         fields += ["backward"] + ["weight_grad"] * schedule.splits_backward

@@ -219,6 +219,9 @@ class Stages:
         return [(layer, *row) for layer, row in zip(self.layers_of(stage), rows, strict=True)]
 
 
+_FLOPS: dict[str, float] = {}  # a kind's text -> its compiled FLOPs: compiling is slow, and the answer a constant
+
+
 @dataclasses.dataclass(frozen=True)
 class Traced:
     """Layers traced for one microbatch shape, before they are cut into stages."""
@@ -231,8 +234,10 @@ class Traced:
     @functools.cached_property
     def flops(self) -> list[float]:
         """Compiled floating-point operations of each layer's forward and backward of one microbatch."""
-        by_kind = [_compiled_flops(kind) for kind in self.kinds]
-        return [by_kind[k] for k in self.kind_of_layer]
+        for kind in self.kinds:
+            if kind.text not in _FLOPS:
+                _FLOPS[kind.text] = _compiled_flops(kind)
+        return [_FLOPS[self.kinds[k].text] for k in self.kind_of_layer]
 
 
 def trace_layers(layers: Sequence[Layer], loss: Callable | None, microbatch: Any) -> Traced:

@@ -10,12 +10,12 @@ def one_f_one_b(
 ) -> Schedule:
     """1F1B: a backward as soon as it can run, in turn with forwards; then one update.
 
-        s0 F0 F1 F2 F3 .  .  .          S=2, N=4, paired; time runs right
-                    B0 B1 B2 B3
+        s0 F0 F1 F2 F3 .  .  .           S=2, N=4, paired; time runs right
+           .  .  .  B0 B1 B2 B3
         s1 .  F0 F1 F2 F3 .  .
-                 B0 B1 B2 B3 .
+           .  .  B0 B1 B2 B3 .
 
-        s0 F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 .  B3 W3          S=2, N=4, unit
+        s0 F0 .  F1 B0 W0 F2 B1 W1 F3 B2 W2 .  B3 W3           S=2, N=4, unit
         s1 .  F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .
 
     *Paired* ticks hold a forward and a whole backward, of different microbatches: few,
@@ -33,8 +33,8 @@ def one_f_one_b(
       ticks: "paired" or "unit".
 
     Returns:
-      A `Schedule` of T = N + 2 S - 1 paired or 3 N + 2 (S - 1) unit ticks; every version
-      read is 0, and every stage updates in the last tick.
+      A `Schedule` of T = N + 2 S - 1 paired or 3 N + 2 (S - 1) unit ticks; every
+      version read is 0, and every stage updates in the last tick.
 
     Raises:
       ValueError: if either count is below 1, or `ticks` is neither of the two.
@@ -57,8 +57,8 @@ def one_f_one_b(
             "one_f_one_b", forward=m + s, backward=m + num_stages + after
         )
     if ticks == "unit":
-        # The last stage runs F B W without a gap, and every gradient travels one stage a
-        # tick. A forward after the warm-up fills the tick before a backward.
+        # The last stage runs F B W without a gap, and every gradient travels one stage
+        # a tick. A forward after the warm-up fills the tick before a backward.
         backward = num_stages + 3 * m + after
         return Schedule.from_ticks(
             "one_f_one_b",

@@ -1,0 +1,150 @@
+"""A table walked in plain Python on one device: the executable meaning of a table.
+
+Slow and simple: every activation, stash, gradient and weight version is an entry of a dictionary, named by
+what it is, and an operation fails with a KeyError if the table asks for what is not there.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jpipe.backward import is_inexact
+from jpipe.schedule import IDLE, Schedule
+from jpipe.stages import as_layers, check_boundaries, cut, trace_layers
+from jpipe.update import stage_tree
+
+
+class Reference:
+    """Trains by walking a table, one cell after the other.
+
+    Args:
+      layers, loss, optimizer, schedule, boundaries: as for `jpipe.Pipeline`.
+      params: the weights to start from: one nested dict a layer.
+
+    Example:
+      >>> import jax.numpy as jnp, jpipe
+      >>> layer = jpipe.Function(jnp.tanh)
+      >>> reference = Reference(
+      ...     [layer], lambda y, batch: y.mean(), optax.sgd(0.1), jpipe.schedules.gpipe(1, 2), params=[{}]
+      ... )
+      >>> float(reference.step({"inputs": jnp.zeros((4, 3))}))
+      0.0
+    """
+
+    def __init__(self, layers: Sequence, loss, optimizer, schedule: Schedule, *, params: Sequence, boundaries=None):
+        self.layers, self.loss, self.schedule = as_layers(layers), loss, schedule.check()
+        self.optimizer = optax.with_extra_args_support(optimizer)
+        self.starts = check_boundaries(boundaries, len(self.layers), schedule.num_stages)
+        self.round = 0
+        S = schedule.num_stages
+        self.weights = {}  # (stage, version) -> flat parameters of each layer, None for other stages' layers
+        self.params, self.stages, self.batches = list(params), None, {}
+        self.stash: dict = {}
+        self.inbox: dict = {}
+        self.crossing: dict = {}
+        self.gradients = [None] * S
+        self.optimizer_state = [None] * S
+
+    def _start(self, microbatch) -> None:
+        traced = trace_layers(self.layers, self.loss, microbatch)
+        self.stages = cut(self.layers, traced, self.starts, self.schedule.num_stages)
+        for s in range(self.schedule.num_stages):
+            tree = stage_tree(self.stages, s, self.params)
+            for version in range(-self.schedule.num_microbatches * 4 * self.schedule.num_stages, 1):
+                self.weights[s, version] = tree
+            self.optimizer_state[s] = self.optimizer.init(tree)
+            self.gradients[s] = jax.tree.map(np.zeros_like, tree)
+
+    def step(self, batch: Any) -> float | None:
+        """One pass over the table. Returns the mean loss of the microbatches that finished, None if none did."""
+        N = self.schedule.num_microbatches
+        cut_batch = jax.tree.map(lambda a: np.asarray(a).reshape(N, len(a) // N, *a.shape[1:]), batch)
+        for m in range(N):
+            self.batches[self.round * N + m] = jax.tree.map(lambda a, m=m: a[m], cut_batch)
+        if self.stages is None:
+            first = self.batches[0]
+            self._start(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)), first))
+        losses: list[float] = []
+        for t in range(self.schedule.num_ticks):
+            arriving: dict = {}
+            for c in range(self.schedule.num_columns):
+                self._cell(t, c, arriving, losses)
+            self.inbox |= arriving
+        self.round += 1
+        return float(np.mean(losses)) if losses else None
+
+    def get_params(self) -> list:
+        """The newest weights, one nested dict a layer."""
+        newest = [max(v for s, v in self.weights if s == stage) for stage in range(self.schedule.num_stages)]
+        stage_of = [s for s in range(self.schedule.num_stages) for _ in self.stages.layers_of(s)]
+        return [self.weights[s, newest[s]][i] for i, s in enumerate(stage_of)]
+
+    def _cell(self, t: int, c: int, arriving: dict, losses: list) -> None:
+        table, s = self.schedule, int(self.schedule.stage[c])
+        N = table.num_microbatches
+
+        def cell(field: str) -> int | None:
+            value = int(getattr(table, field)[t, c])
+            if value == IDLE:
+                return None
+            versions = field.endswith("version") or field == "update"
+            return value + self.round * (1 if versions else N)
+
+        m = cell("forward")
+        if m is not None and m >= 0:
+            self._forward(s, m, cell("forward_version"), arriving, losses)
+        m = cell("backward")
+        if m is not None and m >= 0:
+            self._backward(s, m, cell("backward_version"), arriving)
+        m = cell("weight_grad")
+        if m is not None and m >= 0:
+            for i, weights, values in self.crossing.pop((s, m)):
+                stash = self.stash[i, m]
+                self._accumulate(s, i, self._kind(i).weight_grad(weights, stash, values))
+        version = cell("update")
+        if version is not None and version >= 1:
+            tree = self.weights[s, version - 1]
+            updates, self.optimizer_state[s] = self.optimizer.update(
+                self.gradients[s], self.optimizer_state[s], tree
+            )
+            self.weights[s, version] = optax.apply_updates(tree, updates)
+            self.gradients[s] = jax.tree.map(np.zeros_like, tree)
+
+    def _kind(self, layer: int):
+        return self.stages.kinds[self.stages.kind_of_layer[layer]]
+
+    def _forward(self, s: int, m: int, version: int, arriving: dict, losses: list) -> None:
+        x = jax.tree.leaves(self.batches[m]["inputs"]) if s == 0 else self.inbox.pop((s, m, "activation"))
+        for i in self.stages.layers_of(s):
+            x, self.stash[i, m] = self._kind(i).forward_and_stash(jax.tree.leaves(self.weights[s, version][i]), x)
+        if s < self.schedule.num_stages - 1:
+            arriving[s + 1, m, "activation"] = x
+        else:
+            (value,), stash = self.stages.loss.forward_and_stash([], x, jax.tree.leaves(self.batches[m]))
+            losses.append(float(value))
+            one = np.ones((), value.dtype) / np.asarray(self.schedule.num_microbatches, value.dtype)
+            self.inbox[s, m, "gradient"] = self.stages.loss.backward([], stash, [one])[1]
+
+    def _backward(self, s: int, m: int, version: int, arriving: dict) -> None:
+        gy, later = self.inbox.pop((s, m, "gradient")), []
+        for i in reversed(self.stages.layers_of(s)):
+            weights = jax.tree.leaves(self.weights[s, version][i])
+            if self.schedule.splits_backward:
+                gx, crossing = self._kind(i).input_grad(weights, self.stash[i, m], gy)
+                later.append((i, weights, crossing))
+            else:
+                gp, gx = self._kind(i).backward(weights, self.stash.pop((i, m)), gy)
+                self._accumulate(s, i, gp)
+            gy = gx
+        if later:
+            self.crossing[s, m] = later
+        if s > 0:
+            assert len(gy) == sum(is_inexact(a) for a in self._kind(self.stages.starts[s]).inputs)
+            arriving[s - 1, m, "gradient"] = gy
+
+    def _accumulate(self, s: int, layer: int, values: Sequence) -> None:
+        leaves, tree = jax.tree.flatten(self.gradients[s][layer])
+        self.gradients[s][layer] = tree.unflatten([a + np.asarray(v) for a, v in zip(leaves, values, strict=True)])

@@ -1,0 +1,69 @@
+"""A multilayer perceptron: the smallest model worth a pipeline."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+from flax import nnx
+
+# Named once: layers that are meant to be equal must hold the same function.
+_HE_NORMAL = nnx.initializers.he_normal()
+_LECUN_NORMAL = nnx.initializers.lecun_normal()
+
+
+class Hidden(nnx.Module):
+    """Linear layer and ReLU; an image is flattened on the way in.
+
+    He initialisation keeps the variance through any number of ReLU layers
+    (He et al., ICCV 2015, arXiv:1502.01852).
+    """
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(
+            num_inputs, num_outputs, kernel_init=_HE_NORMAL, rngs=rngs
+        )
+
+    def __call__(self, x):  # [B, ...] -> [B, num_outputs]
+        return nnx.relu(self.linear(x.reshape(x.shape[0], -1)))
+
+
+class Output(nnx.Module):
+    """Linear layer to the logits."""
+
+    def __init__(self, num_inputs: int, num_outputs: int, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(
+            num_inputs, num_outputs, kernel_init=_LECUN_NORMAL, rngs=rngs
+        )
+
+    def __call__(self, x):  # [B, D] -> [B, K]
+        return self.linear(x.reshape(x.shape[0], -1))
+
+
+@dataclasses.dataclass(frozen=True)
+class MLP:
+    """A multilayer perceptron with ReLU, `len(widths) + 1` layers."""
+
+    num_inputs: int = 784
+    """Numbers in one example: 28 * 28 for MNIST."""
+    widths: tuple[int, ...] = (256, 256, 256, 256, 256, 256, 256)
+    """Width of each hidden layer. Equal neighbours are structurally equal layers."""
+    num_outputs: int = 10
+    """Number of classes K."""
+
+    def __post_init__(self):
+        for name in ("num_inputs", "num_outputs"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"`{name}` must be at least 1, got {getattr(self, name)}."
+                )
+        if any(width < 1 for width in self.widths):
+            raise ValueError(f"`widths` must all be at least 1, got {self.widths}.")
+
+    def layers(self) -> list[Callable[..., nnx.Module]]:
+        """One factory per layer, the logits last."""
+        sizes = (self.num_inputs, *self.widths)
+        hidden = [
+            functools.partial(Hidden, num_inputs, num_outputs)
+            for num_inputs, num_outputs in zip(sizes[:-1], sizes[1:])
+        ]
+        return [*hidden, functools.partial(Output, sizes[-1], self.num_outputs)]
