@@ -1,6 +1,6 @@
 """The workload of `peers/bench_common.py` in jpipe: same flags, same weights, same data, same report line.
 
-    python benchmarks/bench_jpipe.py --schedule one_f_one_b --ticks paired --stages 4 --microbatches 8
+python benchmarks/bench_jpipe.py --schedule one_f_one_b --ticks paired --stages 4 --microbatches 8
 """
 
 import os
@@ -12,10 +12,17 @@ HERE = pathlib.Path(__file__).parent
 sys.path[:0] = [str(HERE / "peers"), str(HERE.parent)]
 import bench_common as bc  # noqa: E402
 
-parser = bc.parser(schedule=dict(default="one_f_one_b"), ticks=dict(default=None), recompute=dict(default="none"))
+parser = bc.parser(
+    schedule=dict(default="one_f_one_b"),
+    ticks=dict(default=None),
+    recompute=dict(default="none"),
+)
 args = parser.parse_args()
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + f" --xla_force_host_platform_device_count={args.stages}"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + f" --xla_force_host_platform_device_count={args.stages}"
+)
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
@@ -36,11 +43,19 @@ class Layer(nnx.Module):
             setattr(self, name, nnx.Param(jnp.asarray(value)))
 
     def __call__(self, x):
-        return apply({name: getattr(self, name)[...] for name in bc.SHAPES[args.model](args.dim)}, x)
+        return apply(
+            {
+                name: getattr(self, name)[...]
+                for name in bc.SHAPES[args.model](args.dim)
+            },
+            x,
+        )
 
 
 options = {"ticks": args.ticks} if args.ticks else {}
-schedule = getattr(jpipe.schedules, args.schedule)(args.stages, args.microbatches, **options)
+schedule = getattr(jpipe.schedules, args.schedule)(
+    args.stages, args.microbatches, **options
+)
 pipe = jpipe.Pipeline(
     [Layer(i) for i in range(args.layers)],
     loss=lambda outputs, batch: ((outputs - batch["targets"]) ** 2).mean(),
@@ -52,7 +67,9 @@ pipe = jpipe.Pipeline(
 x, y = bc.data(args)
 batch = {"inputs": x, "targets": y}
 state = pipe.init(jax.random.key(0), batch)
-batch = jax.device_put(batch, jax.sharding.NamedSharding(pipe.mesh, jax.sharding.PartitionSpec()))
+batch = jax.device_put(
+    batch, jax.sharding.NamedSharding(pipe.mesh, jax.sharding.PartitionSpec())
+)
 start = time.perf_counter()
 times, losses, compile_seconds = [], [], None
 for step in range(args.warmup + args.steps):
@@ -64,6 +81,24 @@ for step in range(args.warmup + args.steps):
         compile_seconds = time.perf_counter() - start
     if step >= args.warmup:
         times.append(time.perf_counter() - begin)
-name = "-".join(filter(None, ["jpipe", args.schedule, args.ticks, args.recompute if args.recompute != "none" else None]))
-bc.report(args, name, times, losses, [bc.rss_mb()], compile_s=round(compile_seconds, 2), jax=jax.__version__)
+name = "-".join(
+    filter(
+        None,
+        [
+            "jpipe",
+            args.schedule,
+            args.ticks,
+            args.recompute if args.recompute != "none" else None,
+        ],
+    )
+)
+bc.report(
+    args,
+    name,
+    times,
+    losses,
+    [bc.rss_mb()],
+    compile_s=round(compile_seconds, 2),
+    jax=jax.__version__,
+)
 assert np.isfinite(losses).all()

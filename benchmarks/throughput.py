@@ -42,12 +42,20 @@ def measure(program: str, workload: str, steps: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS))
-    parser.add_argument("--only", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS)
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS)
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20, help="timed steps a process")
-    parser.add_argument("--out", type=pathlib.Path, help="also write the figures as JSON")
+    parser.add_argument(
+        "--out", type=pathlib.Path, help="also write the figures as JSON"
+    )
     args = parser.parse_args()
     figures: dict = {}
     for workload in args.workloads:
@@ -55,14 +63,28 @@ def main() -> None:
         for _ in range(args.rounds):
             for program in args.only:
                 runs[program].append(measure(program, workload, args.steps))
-        losses = {program: (rs[0]["first_loss"], rs[0]["last_loss"]) for program, rs in runs.items()}
+        losses = {
+            program: (rs[0]["first_loss"], rs[0]["last_loss"])
+            for program, rs in runs.items()
+        }
         reference = next(iter(losses.values()))
-        agree = max(abs(a - b) / abs(b) for pair in losses.values() for a, b in zip(pair, reference))
-        medians = {program: statistics.median(r["samples_per_s"] for r in rs) for program, rs in runs.items()}
+        agree = max(
+            abs(a - b) / abs(b)
+            for pair in losses.values()
+            for a, b in zip(pair, reference)
+        )
+        medians = {
+            program: statistics.median(r["samples_per_s"] for r in rs)
+            for program, rs in runs.items()
+        }
         figures[workload] = medians
         print(f"{workload}: {WORKLOADS[workload]}   (losses agree to {agree:.1e})")
         for program, median in medians.items():
-            ratios = {o: medians[program] / medians[o] for o in ("mpmd", "unpipelined") if o in medians}
+            ratios = {
+                o: medians[program] / medians[o]
+                for o in ("mpmd", "unpipelined")
+                if o in medians
+            }
             spread = [r["samples_per_s"] for r in runs[program]]
             print(
                 f"  {program:14s} {median:9.1f} samples/s  [{min(spread):.0f} .. {max(spread):.0f}]  "

@@ -49,15 +49,21 @@ class _Equations:
     def trace(cls, function: Callable, *avals) -> "_Equations":
         """Traces `function`, of and to flat lists of arrays, with every jitted call inlined."""
         closed = jax.make_jaxpr(function)(*avals)
-        closed = jax.make_jaxpr(lambda *args: _inline(closed.jaxpr, closed.consts, args))(*avals)
+        closed = jax.make_jaxpr(
+            lambda *args: _inline(closed.jaxpr, closed.consts, args)
+        )(*avals)
         jaxpr = closed.jaxpr
         constants = dict(zip(jaxpr.constvars, closed.consts))
-        return cls(constants, tuple(jaxpr.invars), tuple(jaxpr.eqns), tuple(jaxpr.outvars))
+        return cls(
+            constants, tuple(jaxpr.invars), tuple(jaxpr.eqns), tuple(jaxpr.outvars)
+        )
 
     def __call__(self, *args):
         env = {**self.constants, **dict(zip(self.inputs, args, strict=True))}
         for eqn in self.equations:
-            env.update(zip(eqn.outvars, _bind(eqn, [_read(env, v) for v in eqn.invars])))
+            env.update(
+                zip(eqn.outvars, _bind(eqn, [_read(env, v) for v in eqn.invars]))
+            )
         return [_read(env, v) for v in self.outputs]
 
     def slice(self, inputs: Sequence, outputs: Sequence) -> "_Equations":
@@ -69,16 +75,38 @@ class _Equations:
                 needed.update(set(_variables(eqn.invars)) - set(inputs))
                 kept.append(eqn)
         constants = {v: c for v, c in self.constants.items() if v in needed}
-        assert needed == set(constants), f"{needed - set(constants)} cannot be computed from the inputs given"
-        return _Equations(constants, tuple(inputs), tuple(reversed(kept)), tuple(outputs))
+        assert needed == set(constants), (
+            f"{needed - set(constants)} cannot be computed from the inputs given"
+        )
+        return _Equations(
+            constants, tuple(inputs), tuple(reversed(kept)), tuple(outputs)
+        )
 
     def depending_on(self, inputs: Sequence) -> set:
         """The variables whose value depends on any of `inputs`."""
-        found = set(inputs)
-        for eqn in self.equations:
-            if found.intersection(_variables(eqn.invars)):
-                found.update(eqn.outvars)
-        return found
+        return _depending_on(self.equations, inputs)
+
+
+def _depending_on(equations: Sequence, inputs: Sequence) -> set:
+    found = set(inputs)
+    for eqn in equations:
+        if found.isdisjoint(_variables(eqn.invars)):
+            continue
+        if eqn.primitive.name == "cond" and not _in(eqn.invars[0], found):
+            for branch in eqn.params["branches"]:  # branches pass most values through
+                jaxpr = branch.jaxpr
+                operands = dict(zip(jaxpr.invars, eqn.invars[1:]))
+                taken = [v for v, a in operands.items() if _in(a, found)]
+                inner = _depending_on(jaxpr.eqns, taken)
+                results = dict(zip(eqn.outvars, jaxpr.outvars))
+                found.update(v for v, a in results.items() if _in(a, inner))
+        else:
+            found.update(eqn.outvars)
+    return found
+
+
+def _in(atom, variables: set) -> bool:
+    return not isinstance(atom, jex.Literal) and atom in variables
 
 
 def _variables(atoms) -> list:
@@ -96,7 +124,10 @@ def _bind(eqn, values: Sequence) -> list:
 
 
 def _inline(jaxpr, constants: Sequence, args: Sequence) -> list:
-    env = {**dict(zip(jaxpr.constvars, constants)), **dict(zip(jaxpr.invars, args, strict=True))}
+    env = {
+        **dict(zip(jaxpr.constvars, constants)),
+        **dict(zip(jaxpr.invars, args, strict=True)),
+    }
     for eqn in jaxpr.eqns:
         values = [_read(env, v) for v in eqn.invars]
         if eqn.primitive.name in _CALLS:
@@ -116,11 +147,18 @@ def jaxpr_text(function: Callable, *avals) -> str:
 
 def _text(traced: _Equations) -> str:
     names = {v: f"v{i}" for i, v in enumerate((*traced.constants, *traced.inputs))}
-    lines = [f"{names[v]} = {np.asarray(c).dtype}{np.shape(c)} {np.asarray(c).tobytes()!r}" for v, c in traced.constants.items()]
+    lines = [
+        f"{names[v]} = {np.asarray(c).dtype}{np.shape(c)} {np.asarray(c).tobytes()!r}"
+        for v, c in traced.constants.items()
+    ]
     lines += [f"{names[v]}: {v.aval}" for v in traced.inputs]
 
     def name(atom):
-        return f"{atom.val!r}:{atom.aval}" if isinstance(atom, jex.Literal) else names[atom]
+        return (
+            f"{atom.val!r}:{atom.aval}"
+            if isinstance(atom, jex.Literal)
+            else names[atom]
+        )
 
     for eqn in traced.equations:
         operands = " ".join(name(v) for v in eqn.invars)
@@ -132,7 +170,12 @@ def _text(traced: _Equations) -> str:
     return "\n".join([*lines, " ".join(name(v) for v in traced.outputs)])
 
 
-def mixes(function: Callable, avals: Sequence, groups: Sequence[int], out_groups: Sequence[int]) -> bool:
+def mixes(
+    function: Callable,
+    avals: Sequence,
+    groups: Sequence[int],
+    out_groups: Sequence[int],
+) -> bool:
     """Whether an output of one group depends on an input of another (group -1 belongs to all).
 
     Args:
@@ -143,9 +186,11 @@ def mixes(function: Callable, avals: Sequence, groups: Sequence[int], out_groups
     """
     traced = _Equations.trace(function, *avals)
     for group in {g for g in groups if g >= 0}:
-        found = traced.depending_on([v for v, g in zip(traced.inputs, groups) if g == group])
+        found = traced.depending_on(
+            [v for v, g in zip(traced.inputs, groups) if g == group]
+        )
         for v, g in zip(traced.outputs, out_groups):
-            if g >= 0 and g != group and not isinstance(v, jex.Literal) and v in found:
+            if g >= 0 and g != group and _in(v, found):
                 return True
     return False
 
@@ -188,7 +233,9 @@ def _aval(v) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
 
 
-def trace_layer(function: Callable, parameters, inputs, extra=(), *, input_grads: bool = True) -> LayerProgram:
+def trace_layer(
+    function: Callable, parameters, inputs, extra=(), *, input_grads: bool = True
+) -> LayerProgram:
     """Traces `function(parameters, inputs, extra) -> outputs` into its programs.
 
     Args:
@@ -235,13 +282,24 @@ def trace_layer(function: Callable, parameters, inputs, extra=(), *, input_grads
 
     def backward_of(*args):
         leaves, given = args[: len(residuals)], iter(args[len(residuals) :])
-        gys = [next(given) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outputs]
+        gys = [
+            next(given) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
+            for y in outputs
+        ]
         gps, gxs = jax.tree.unflatten(trees["vjp"], leaves)(gys)
         return [*gps, *gxs]
 
     gy_avals = [y for y in outputs if is_inexact(y)]
     backward = _Equations.trace(backward_of, *[_aval(v) for v in residuals], *gy_avals)
-    text = "\n".join([_text(forward), _text(backward), str(p_tree), str(x_tree), str(trees["output"])])
+    text = "\n".join(
+        [
+            _text(forward),
+            _text(backward),
+            str(p_tree),
+            str(x_tree),
+            str(trees["output"]),
+        ]
+    )
 
     # Residuals that depend on the inputs are stashed, each variable once; the others are rebuilt.
     varying = forward.depending_on(forward.inputs[num_p:])
@@ -250,33 +308,54 @@ def trace_layer(function: Callable, parameters, inputs, extra=(), *, input_grads
     run_forward = forward.slice(forward.inputs, forward.outputs[:num_y])
     run_and_stash = forward.slice(forward.inputs, (*forward.outputs[:num_y], *stash))
 
-    leaf_of = dict(zip(backward.inputs, residuals))  # the backward's residual inputs -> the forward's variables
-    residual_inputs, gradient_inputs = backward.inputs[: len(residuals)], backward.inputs[len(residuals) :]
+    leaf_of = dict(
+        zip(backward.inputs, residuals)
+    )  # the backward's residual inputs -> the forward's variables
+    residual_inputs, gradient_inputs = (
+        backward.inputs[: len(residuals)],
+        backward.inputs[len(residuals) :],
+    )
     gp_vars, gx_vars = backward.outputs[:num_p], backward.outputs[num_p:]
 
     def reading(equations: _Equations):
         """Backward equations with their residual inputs read from the stash or rebuilt, and what they stash-read."""
-        used = set(_variables(equations.outputs)).union(*(_variables(e.invars) for e in equations.equations))
+        used = set(_variables(equations.outputs)).union(
+            *(_variables(e.invars) for e in equations.equations)
+        )
         leaves = [leaf_of[v] for v in residual_inputs if v in used]
-        rebuilt = list(dict.fromkeys(v for v in _variables(leaves) if v not in position))
+        rebuilt = list(
+            dict.fromkeys(v for v in _variables(leaves) if v not in position)
+        )
         rebuild = forward.slice(forward.inputs[:num_p], rebuilt)
 
         def run(parameters, stash_values, others):
             env = dict(zip(rebuilt, rebuild(*parameters)))
             env |= {v: stash_values[i] for v, i in position.items()}
-            return equations(*[_read(env, leaf_of[v]) if v in used else None for v in residual_inputs], *others)
+            return equations(
+                *[
+                    _read(env, leaf_of[v]) if v in used else None
+                    for v in residual_inputs
+                ],
+                *others,
+            )
 
         return run, {position[v] for v in _variables(leaves) if v in position}
 
     run_backward, _ = reading(backward.slice(backward.inputs, backward.outputs))
     for_inputs = backward.slice(backward.inputs, gx_vars)
-    known = {v for eqn in for_inputs.equations for v in eqn.outvars}.union(gradient_inputs)
+    known = {v for eqn in for_inputs.equations for v in eqn.outvars}.union(
+        gradient_inputs
+    )
     for_weights = backward.slice((*residual_inputs, *known), gp_vars)
-    used = dict.fromkeys(v for eqn in for_weights.equations for v in _variables(eqn.invars))
+    used = dict.fromkeys(
+        v for eqn in for_weights.equations for v in _variables(eqn.invars)
+    )
     crossing = [v for v in (*used, *dict.fromkeys(_variables(gp_vars))) if v in known]
     crossing = list(dict.fromkeys(crossing))
     for_weights = backward.slice((*residual_inputs, *crossing), gp_vars)
-    run_input, input_reads = reading(backward.slice(backward.inputs, (*gx_vars, *crossing)))
+    run_input, input_reads = reading(
+        backward.slice(backward.inputs, (*gx_vars, *crossing))
+    )
     run_weight, weight_reads = reading(for_weights)
 
     def whole(parameters, stash_values, output_grads):
@@ -292,11 +371,15 @@ def trace_layer(function: Callable, parameters, inputs, extra=(), *, input_grads
         return out[:num_y], out[num_y:]
 
     return LayerProgram(
-        forward=lambda parameters, inputs, extra=(): run_forward(*parameters, *inputs, *extra),
+        forward=lambda parameters, inputs, extra=(): run_forward(
+            *parameters, *inputs, *extra
+        ),
         forward_and_stash=and_stash,
         backward=whole,
         input_grad=input_part,
-        weight_grad=lambda parameters, stash_values, crossing_values: run_weight(parameters, stash_values, crossing_values),
+        weight_grad=lambda parameters, stash_values, crossing_values: run_weight(
+            parameters, stash_values, crossing_values
+        ),
         parameters=tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in p_flat),
         inputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in x_flat),
         outputs=tuple(outputs),

@@ -62,7 +62,9 @@ class Engine:
 
     def parameter_shapes(self) -> dict:
         """Local shapes of the weights, `[V, R, ...]`."""
-        return _leading(self.stages.parameters, self.lowered.num_versions, self.lowered.num_chunks)
+        return _leading(
+            self.stages.parameters, self.lowered.num_versions, self.lowered.num_chunks
+        )
 
     def gradient_shapes(self) -> dict:
         """Local shapes of the gradient accumulators, `[R, ...]`."""
@@ -78,26 +80,44 @@ class Engine:
         message = {"activation": stages.activations, "gradient": stages.gradients}
         slots = lowered.num_slots
         shapes: dict[str, Any] = {
-            "inbox": {k: _leading(m, slots[k] + _BIN) for k, m in message.items() if slots[k]},
+            "inbox": {
+                k: _leading(m, slots[k] + _BIN) for k, m in message.items() if slots[k]
+            },
             "rings": {
                 k: _leading(getattr(stages, k), slots[k])
                 for k in ("input_stash", "weight_stash", "crossing")
                 if slots[k] and not self.schedule.forward_only
             },
-            "sent": [_leading(stages.activations) for _ in range(lowered.operations["forward"].num_lanes)]
-            + [_leading(stages.gradients) for _ in range(lowered.operations["backward"].num_lanes)],
-            "received": [_leading(message[channel.carries[0]]) for channel in lowered.channels],
+            "sent": [
+                _leading(stages.activations)
+                for _ in range(lowered.operations["forward"].num_lanes)
+            ]
+            + [
+                _leading(stages.gradients)
+                for _ in range(lowered.operations["backward"].num_lanes)
+            ],
+            "received": [
+                _leading(message[channel.carries[0]]) for channel in lowered.channels
+            ],
         }
         if not self.schedule.forward_only:
             # The latest squared gradient norm of each column, for norms over all stages.
-            shapes["squared_norm"] = jax.ShapeDtypeStruct((lowered.num_chunks,), np.float32)
+            shapes["squared_norm"] = jax.ShapeDtypeStruct(
+                (lowered.num_chunks,), np.float32
+            )
         return shapes
 
     def globally(self, shapes):
         """Global abstract arrays, split over "stage" along their first axis, whose local shapes are `shapes`."""
-        D, sharding = self.schedule.num_devices, NamedSharding(self.mesh, PartitionSpec(AXIS))
+        D, sharding = (
+            self.schedule.num_devices,
+            NamedSharding(self.mesh, PartitionSpec(AXIS)),
+        )
         return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((D * a.shape[0], *a.shape[1:]), a.dtype, sharding=sharding), shapes
+            lambda a: jax.ShapeDtypeStruct(
+                (D * a.shape[0], *a.shape[1:]), a.dtype, sharding=sharding
+            ),
+            shapes,
         )
 
     # -- The step ----------------------------------------------------------------------------------------------
@@ -115,7 +135,7 @@ class Engine:
         """
         split, whole = PartitionSpec(AXIS), PartitionSpec()
         body = jax.shard_map(
-            functools.partial(_Step, self),
+            lambda *args: _Device(self, args[4][0], args[5]).run(*args[:4]),
             mesh=self.mesh,
             in_specs=(split, split, split, split, split, whole),
             out_specs=split,
@@ -125,11 +145,10 @@ class Engine:
 
 
 def _leading(pack: packing.Packing, *lead: int) -> dict:
-    return {k: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype) for k, a in pack.arrays.items()}
-
-
-def _Step(engine: Engine, parameters, gradients, optimizer_state, buffers, round_, batch):
-    return _Device(engine, round_[0], batch).run(parameters, gradients, optimizer_state, buffers)
+    return {
+        k: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype)
+        for k, a in pack.arrays.items()
+    }
 
 
 class _Row:
@@ -160,15 +179,24 @@ class _Device:
         for i, channel in enumerate(self.lowered.channels):
             self._put(f"channel{i}.lane", channel.lane)
             for inbox in channel.carries:
-                stage, position = (self._mine(a) for a in jnp.moveaxis(jnp.asarray(getattr(channel, inbox)), 2, 0))
+                stage, position = (
+                    self._mine(a)
+                    for a in jnp.moveaxis(jnp.asarray(getattr(channel, inbox)), 2, 0)
+                )
                 slot = self._slot(inbox, stage, position, round_)
-                self._put(f"channel{i}.{inbox}", jnp.where(stage < 0, self.lowered.num_slots[inbox], slot), mine=True)
+                self._put(
+                    f"channel{i}.{inbox}",
+                    jnp.where(stage < 0, self.lowered.num_slots[inbox], slot),
+                    mine=True,
+                )
         self.row = _Row(self.columns)
 
     # -- Scalars of a tick -------------------------------------------------------------------------------------
 
     def _mine(self, table) -> jax.Array:
-        return lax.dynamic_index_in_dim(jnp.asarray(table), self.me, axis=1, keepdims=False)
+        return lax.dynamic_index_in_dim(
+            jnp.asarray(table), self.me, axis=1, keepdims=False
+        )
 
     def _put(self, name: str, values, mine: bool = False) -> None:
         self.columns[name] = values if mine else self._mine(values)
@@ -176,38 +204,69 @@ class _Device:
     def _slot(self, ring: str, stage, position, round_) -> jax.Array:
         depth = jnp.asarray(np.maximum(self.lowered.depth[ring], 1), jnp.int32)[stage]
         offset = jnp.asarray(self.lowered.offset[ring], jnp.int32)[stage]
-        return offset + jnp.mod(round_ * self.schedule.num_microbatches + position, depth)
-
-    def _operation_columns(self, lane_name: str, name: str, operations: Operations, lane: int, round_) -> None:
-        stage, chunk, microbatch, position, version = (
-            self._mine(getattr(operations, f)[..., lane]) for f in ("stage", "chunk", "microbatch", "position", "version")
+        return offset + jnp.mod(
+            round_ * self.schedule.num_microbatches + position, depth
         )
-        programs = self.engine.updates.program_of_stage if name == "update" else self.stages.program_of_stage
-        of_stage = {"program": np.array(programs), "first": np.arange(self.last + 1) == 0}
+
+    def _operation_columns(
+        self, lane_name: str, name: str, operations: Operations, lane: int, round_
+    ) -> None:
+        stage, chunk, microbatch, position, version = (
+            self._mine(getattr(operations, f)[..., lane])
+            for f in ("stage", "chunk", "microbatch", "position", "version")
+        )
+        programs = (
+            self.engine.updates.program_of_stage
+            if name == "update"
+            else self.stages.program_of_stage
+        )
+        of_stage = {
+            "program": np.array(programs),
+            "first": np.arange(self.last + 1) == 0,
+        }
         of_stage["last"] = np.arange(self.last + 1) == self.last
         if name == "update":
             of_stage["delay"] = self.schedule.facts().forward_delay
         else:
             most = max(len(lengths) for lengths in self.stages.lengths)
             for r in range(most):
-                of_stage[f"length{r}"] = np.array([n[r] if r < len(n) else 0 for n in self.stages.lengths])
+                of_stage[f"length{r}"] = np.array(
+                    [n[r] if r < len(n) else 0 for n in self.stages.lengths]
+                )
         busy = stage >= 0
         for field, values in of_stage.items():
             values = jnp.asarray(np.asarray(values).astype(np.int32))[stage]
-            self._put(f"{lane_name}.{field}", jnp.where(busy, values, -1) if field == "program" else values, mine=True)
+            self._put(
+                f"{lane_name}.{field}",
+                jnp.where(busy, values, -1) if field == "program" else values,
+                mine=True,
+            )
         self._put(f"{lane_name}.chunk", chunk, mine=True)
         self._put(f"{lane_name}.microbatch", microbatch, mine=True)
         self._put(f"{lane_name}.absolute_version", round_ + version, mine=True)
-        self._put(f"{lane_name}.version", jnp.mod(round_ + version, self.lowered.num_versions), mine=True)
+        self._put(
+            f"{lane_name}.version",
+            jnp.mod(round_ + version, self.lowered.num_versions),
+            mine=True,
+        )
         for ring, slots in self.lowered.num_slots.items():
             if slots:
-                self._put(f"{lane_name}.{ring}", self._slot(ring, stage, position, round_), mine=True)
+                self._put(
+                    f"{lane_name}.{ring}",
+                    self._slot(ring, stage, position, round_),
+                    mine=True,
+                )
 
     # -- The scan ----------------------------------------------------------------------------------------------
 
     def run(self, parameters, gradients, optimizer_state, buffers):
         operations, lowered = self.lowered.operations, self.lowered
-        carry = dict(parameters=parameters, gradients=gradients, optimizer_state=optimizer_state, **buffers)
+        carry = dict(
+            parameters=parameters,
+            gradients=gradients,
+            optimizer_state=optimizer_state,
+            **buffers,
+        )
         if self.schedule.forward_only:
             N = self.schedule.num_microbatches
             outputs = self.stages.kinds[self.stages.kind_of_layer[-1]].outputs
@@ -217,33 +276,61 @@ class _Device:
             carry["count"] = jnp.zeros((1,), jnp.int32)
             carry["skipped"] = jnp.zeros((lowered.num_chunks,), jnp.int32)
         updating = (operations["update"].stage >= 0).any(axis=(1, 2))
-        uniform = {"sends": jnp.asarray(np.stack([c.sends for c in lowered.channels], 1) if lowered.channels else np.zeros((self.schedule.num_ticks, 0), bool))}
-        uniform["updates"] = jnp.asarray(updating)
+        # The same on every device, so that a collective may hang on it.
+        uniform = {
+            "updates": updating,
+            "sends": [channel.sends for channel in lowered.channels],
+        }
 
         def tick(carry, xs):
             row, uniform = xs
             carry = self._receive(carry, row)
-            for name, do in (("forward", self._forward), ("backward", self._backward), ("weight_grad", self._weight_grad)):
+            for name, do in (
+                ("forward", self._forward),
+                ("backward", self._backward),
+                ("weight_grad", self._weight_grad),
+            ):
                 for lane in range(operations[name].num_lanes):
                     carry = self._each_program(f"{name}{lane}", do, lane, carry, row)
             if updating.any():
-                carry = lax.cond(uniform["updates"], functools.partial(self._update, row), lambda c: c, carry)
+                carry = lax.cond(
+                    uniform["updates"],
+                    functools.partial(self._update, row),
+                    lambda c: c,
+                    carry,
+                )
             return self._send(carry, row, uniform["sends"]), None
 
-        carry, _ = lax.scan(tick, carry, (self.row.table, uniform))
+        carry, _ = lax.scan(
+            tick, carry, (self.row.table, jax.tree.map(jnp.asarray, uniform))
+        )
         if self.schedule.forward_only:
             return carry["outputs"]
         buffers = {name: carry[name] for name in buffers}
         results = {name: carry[name] for name in ("loss", "count", "skipped")}
-        return carry["parameters"], carry["gradients"], carry["optimizer_state"], buffers, results
+        return (
+            carry["parameters"],
+            carry["gradients"],
+            carry["optimizer_state"],
+            buffers,
+            results,
+        )
 
-    def _each_program(self, lane_name: str, do: Callable, lane: int, carry: dict, row) -> dict:
+    def _each_program(
+        self, lane_name: str, do: Callable, lane: int, carry: dict, row
+    ) -> dict:
         """One cond a program: a switch over all of them would copy the buffers."""
+
+        def get(field):
+            return self.row(row, f"{lane_name}.{field}")
+
         for p, program in enumerate(self.stages.programs):
-            get = lambda field: self.row(row, f"{lane_name}.{field}")  # noqa: E731
             writes, run = do(program, get, lane, carry)
             buffers = {name: carry[name] for name in writes}
-            carry = {**carry, **lax.cond(get("program") == p, run, lambda b: b, buffers)}
+            carry = {
+                **carry,
+                **lax.cond(get("program") == p, run, lambda b: b, buffers),
+            }
         return carry
 
     # -- Messages ----------------------------------------------------------------------------------------------
@@ -256,45 +343,64 @@ class _Device:
                 arrays = {}
                 for name, array in inbox[kind].items():
                     value = carry["received"][i][name]
-                    arrays[name] = lax.dynamic_update_index_in_dim(array, value, slot, 0)
+                    arrays[name] = lax.dynamic_update_index_in_dim(
+                        array, value, slot, 0
+                    )
                 inbox[kind] = arrays
         return {**carry, "inbox": inbox}
 
     def _send(self, carry: dict, row, sends) -> dict:
-        forward_lanes = self.lowered.operations["forward"].num_lanes
         received = []
         for i, channel in enumerate(self.lowered.channels):
-            lanes = sorted({int(v) for v in channel.lane[self._sending(channel)]})
-            payload = carry["sent"][lanes[0]]
-            for lane in lanes[1:]:
+            payload = carry["sent"][channel.lanes[0]]
+            for lane in channel.lanes[1:]:
                 chosen = self.row(row, f"channel{i}.lane") == lane
-                payload = jax.tree.map(lambda a, b: jnp.where(chosen, a, b), carry["sent"][lane], payload)
-            if channel.pairs is not None:
-                move = lambda x, pairs=channel.pairs: jax.tree.map(lambda a: lax.ppermute(a, AXIS, pairs), x)  # noqa: E731
-            else:
-                move = lambda x: x  # noqa: E731
-            received.append(lax.cond(sends[i], move, lambda x: x, payload))
-        del forward_lanes
-        return {**carry, "received": received}
+                payload = jax.tree.map(
+                    functools.partial(jnp.where, chosen), carry["sent"][lane], payload
+                )
 
-    def _sending(self, channel) -> np.ndarray:
-        """bool `[T, D]`: where the channel's sources send."""
-        sources = range(self.schedule.num_devices) if channel.pairs is None else [s for s, _ in channel.pairs]
-        return channel.sends[:, None] & np.isin(np.arange(self.schedule.num_devices), sources)[None]
+            def move(message, pairs=channel.pairs):
+                return (
+                    message
+                    if pairs is None
+                    else jax.tree.map(lambda a: lax.ppermute(a, AXIS, pairs), message)
+                )
+
+            received.append(lax.cond(sends[i], move, lambda message: message, payload))
+        return {**carry, "received": received}
 
     # -- Operations --------------------------------------------------------------------------------------------
 
-    def _microbatch(self, leaves: Sequence[jax.Array], get: Callable) -> list[jax.Array]:
-        return [lax.dynamic_index_in_dim(a, get("microbatch"), keepdims=False) for a in leaves]
+    def _microbatch(
+        self, leaves: Sequence[jax.Array], get: Callable
+    ) -> list[jax.Array]:
+        return [
+            lax.dynamic_index_in_dim(a, get("microbatch"), keepdims=False)
+            for a in leaves
+        ]
 
-    def _stage_inputs(self, program: Program, carry: dict, get: Callable) -> list[jax.Array]:
+    def _stage_inputs(
+        self, program: Program, carry: dict, get: Callable
+    ) -> list[jax.Array]:
         """The stage's inputs: from the batch on the first stage, from the inbox on others."""
-        from_inbox = lambda: packing.read_all(  # noqa: E731
-            carry["inbox"]["activation"], self._message_places(program, -1, self.stages.activations), [get("activation")]
-        )
-        return self._by_end(program, 0, get("first"), lambda: self._microbatch(self.inputs, get), from_inbox)
 
-    def _by_end(self, program: Program, end: int, is_end, at_end: Callable, elsewhere: Callable):
+        def from_inbox():
+            places = self._message_places(program, -1, self.stages.activations)
+            return packing.read_all(
+                carry["inbox"]["activation"], places, [get("activation")]
+            )
+
+        return self._by_end(
+            program,
+            0,
+            get("first"),
+            lambda: self._microbatch(self.inputs, get),
+            from_inbox,
+        )
+
+    def _by_end(
+        self, program: Program, end: int, is_end, at_end: Callable, elsewhere: Callable
+    ):
         """`at_end()` if the stage is stage `end`, else `elsewhere()`; decided here where the program allows."""
         if end not in program.stages:
             return elsewhere()
@@ -308,9 +414,19 @@ class _Device:
         return messages.places[owners[0]]
 
     def _parameters(self, carry: dict, run, get: Callable, i) -> list[jax.Array]:
-        return packing.read_all(carry["parameters"], run.parameters, [get("version"), get("chunk")], i)
+        return packing.read_all(
+            carry["parameters"], run.parameters, [get("version"), get("chunk")], i
+        )
 
-    def _run_layers(self, program: Program, carry: dict, get: Callable, rings: dict, x: list, stash: bool):
+    def _run_layers(
+        self,
+        program: Program,
+        carry: dict,
+        get: Callable,
+        rings: dict,
+        x: list,
+        stash: bool,
+    ):
         """The stage's forward; writes each layer's stash straight into the rings."""
         for r, run in enumerate(program.runs):
             kind = self.stages.kinds[run.kind]
@@ -321,17 +437,36 @@ class _Device:
                 if not stash:
                     return kind.forward(parameters, x), rings
                 y, kept = kind.forward_and_stash(parameters, x)
-                rings = self._write_stash(rings, "input_stash", run.input_stash, get, [kept[j] for j in kind.input_stash], i)
-                rings = self._write_stash(rings, "weight_stash", run.weight_stash, get, [kept[j] for j in kind.weight_stash], i)
+                rings = self._write_stash(
+                    rings,
+                    "input_stash",
+                    run.input_stash,
+                    get,
+                    [kept[j] for j in kind.input_stash],
+                    i,
+                )
+                rings = self._write_stash(
+                    rings,
+                    "weight_stash",
+                    run.weight_stash,
+                    get,
+                    [kept[j] for j in kind.weight_stash],
+                    i,
+                )
                 return y, rings
 
             x, rings = self._repeat(program, r, get, layer, (x, rings))
         return x, rings
 
-    def _write_stash(self, rings: dict, ring: str, places, get: Callable, values, i=0) -> dict:
+    def _write_stash(
+        self, rings: dict, ring: str, places, get: Callable, values, i=0
+    ) -> dict:
         if not places:
             return rings
-        return {**rings, ring: packing.write_all(rings[ring], places, [get(ring)], values, i)}
+        return {
+            **rings,
+            ring: packing.write_all(rings[ring], places, [get(ring)], values, i),
+        }
 
     def _read_stash(self, rings: dict, run, kind, get: Callable, i) -> list:
         stash = [None] * len(kind.stash)
@@ -348,13 +483,17 @@ class _Device:
         lengths = {self.stages.lengths[s][r] for s in program.stages}
         if lengths == {1}:
             return layer(0, state)
-        return lax.fori_loop(0, lengths.pop() if len(lengths) == 1 else get(f"length{r}"), layer, state)
+        return lax.fori_loop(
+            0, lengths.pop() if len(lengths) == 1 else get(f"length{r}"), layer, state
+        )
 
     def _reverse(self, program: Program, r: int, get: Callable, layer: Callable, state):
         """`layer(i, state)` for each layer of a run, the last first."""
         lengths = {self.stages.lengths[s][r] for s in program.stages}
         length = lengths.pop() if len(lengths) == 1 else get(f"length{r}")
-        return self._repeat(program, r, get, lambda i, state: layer(length - 1 - i, state), state)
+        return self._repeat(
+            program, r, get, lambda i, state: layer(length - 1 - i, state), state
+        )
 
     def _forward(self, program: Program, get: Callable, lane: int, carry: dict):
         collect = self.schedule.forward_only
@@ -364,17 +503,27 @@ class _Device:
 
         def run(buffers):
             x = self._stage_inputs(program, carry, get)
-            y, rings = self._run_layers(program, carry, get, buffers.get("rings", {}), x, stash)
+            y, rings = self._run_layers(
+                program, carry, get, buffers.get("rings", {}), x, stash
+            )
             if "rings" in buffers:
                 buffers = {**buffers, "rings": rings}
 
             def at_end(buffers):
                 if collect:
                     at = get("microbatch")
-                    rows = [lax.dynamic_update_index_in_dim(o, v, at, 0) for o, v in zip(buffers["outputs"], y)]
+                    rows = [
+                        lax.dynamic_update_index_in_dim(o, v, at, 0)
+                        for o, v in zip(buffers["outputs"], y)
+                    ]
                     return {**buffers, "outputs": rows}
                 (value,), rings = self._loss(program, buffers["rings"], get, y, stash)
-                return {**buffers, "rings": rings, "loss": buffers["loss"] + value[None], "count": buffers["count"] + 1}
+                return {
+                    **buffers,
+                    "rings": rings,
+                    "loss": buffers["loss"] + value[None],
+                    "count": buffers["count"] + 1,
+                }
 
             def elsewhere(buffers):
                 places = self._message_places(program, 0, self.stages.activations)
@@ -382,7 +531,11 @@ class _Device:
                 return {**buffers, "sent": _replaced(buffers["sent"], lane, message)}
 
             return self._by_end(
-                program, self.last, get("last"), lambda: at_end(buffers), lambda: elsewhere(buffers)
+                program,
+                self.last,
+                get("last"),
+                lambda: at_end(buffers),
+                lambda: elsewhere(buffers),
             )
 
         return writes, run
@@ -392,7 +545,9 @@ class _Device:
         if not stash:
             return self.stages.loss.forward([], y, batch), rings
         value, kept = self.stages.loss.forward_and_stash([], y, batch)
-        return value, self._write_stash(rings, "input_stash", program.loss_stash, get, kept)
+        return value, self._write_stash(
+            rings, "input_stash", program.loss_stash, get, kept
+        )
 
     def _backward(self, program: Program, get: Callable, lane: int, carry: dict):
         split = self.schedule.splits_backward
@@ -404,17 +559,29 @@ class _Device:
             if self.engine.recompute:
                 x = self._stage_inputs(program, carry, get)
                 y, rings = self._run_layers(program, carry, get, rings, x, True)
-                again = lambda: self._loss(program, rings, get, y, True)[1]  # noqa: E731
-                rings = self._by_end(program, self.last, get("last"), again, lambda: rings)
+                rings = self._by_end(
+                    program,
+                    self.last,
+                    get("last"),
+                    lambda: self._loss(program, rings, get, y, True)[1],
+                    lambda: rings,
+                )
 
             def from_loss():
-                stash = packing.read_all(rings["input_stash"], program.loss_stash, [get("input_stash")])
-                one = jnp.ones((), self.stages.loss.outputs[0].dtype) / self.schedule.num_microbatches
+                stash = packing.read_all(
+                    rings["input_stash"], program.loss_stash, [get("input_stash")]
+                )
+                one = (
+                    jnp.ones((), self.stages.loss.outputs[0].dtype)
+                    / self.schedule.num_microbatches
+                )
                 return self.stages.loss.backward([], stash, [one])[1]
 
             def from_inbox():
                 places = self._message_places(program, 0, self.stages.gradients)
-                return packing.read_all(carry["inbox"]["gradient"], places, [get("gradient")])
+                return packing.read_all(
+                    carry["inbox"]["gradient"], places, [get("gradient")]
+                )
 
             gy = self._by_end(program, self.last, get("last"), from_loss, from_inbox)
             gradients = buffers.get("gradients")
@@ -427,23 +594,28 @@ class _Device:
                     stash = self._read_stash(rings, layer_run, kind, get, i)
                     if split:
                         gx, crossing = kind.input_grad(parameters, stash, gy)
-                        rings = self._write_stash(rings, "crossing", layer_run.crossing, get, crossing, i)
+                        rings = self._write_stash(
+                            rings, "crossing", layer_run.crossing, get, crossing, i
+                        )
                     else:
                         gp, gx = kind.backward(parameters, stash, gy)
                         gradients = _accumulate(gradients, layer_run, get, gp, i)
                     return gx, rings, gradients
 
-                gy, rings, gradients = self._reverse(program, r, get, layer, (gy, rings, gradients))
+                gy, rings, gradients = self._reverse(
+                    program, r, get, layer, (gy, rings, gradients)
+                )
             buffers = {**buffers, "rings": rings}
             if not split:
                 buffers["gradients"] = gradients
-            if program.stages == (0,):
-                return buffers
-            places = self._message_places(program, -1, self.stages.gradients)
-            message = lambda: packing.write_all(buffers["sent"][at], places, [], gy)  # noqa: E731
             at = self.lowered.operations["forward"].num_lanes + lane
-            message = self._by_end(program, 0, get("first"), lambda: buffers["sent"][at], message)
-            return {**buffers, "sent": _replaced(buffers["sent"], at, message)}
+
+            def elsewhere():
+                places = self._message_places(program, -1, self.stages.gradients)
+                message = packing.write_all(buffers["sent"][at], places, [], gy)
+                return {**buffers, "sent": _replaced(buffers["sent"], at, message)}
+
+            return self._by_end(program, 0, get("first"), lambda: buffers, elsewhere)
 
         return writes, run
 
@@ -457,13 +629,29 @@ class _Device:
                     parameters = self._parameters(carry, layer_run, get, i)
                     stash = [None] * len(kind.stash)
                     for j, place in zip(kind.weight_stash, layer_run.weight_stash):
-                        stash[j] = packing.read(carry["rings"]["weight_stash"], place, [get("weight_stash")], i)
+                        stash[j] = packing.read(
+                            carry["rings"]["weight_stash"],
+                            place,
+                            [get("weight_stash")],
+                            i,
+                        )
                     crossing = (
-                        packing.read_all(carry["rings"]["crossing"], layer_run.crossing, [get("crossing")], i)
+                        packing.read_all(
+                            carry["rings"]["crossing"],
+                            layer_run.crossing,
+                            [get("crossing")],
+                            i,
+                        )
                         if layer_run.crossing
                         else []
                     )
-                    return _accumulate(gradients, layer_run, get, kind.weight_grad(parameters, stash, crossing), i)
+                    return _accumulate(
+                        gradients,
+                        layer_run,
+                        get,
+                        kind.weight_grad(parameters, stash, crossing),
+                        i,
+                    )
 
                 gradients = self._repeat(program, r, get, layer, gradients)
             return {"gradients": gradients}
@@ -480,24 +668,45 @@ class _Device:
         """
         lanes = range(self.lowered.operations["update"].num_lanes)
         chunks = jnp.arange(self.lowered.num_chunks, dtype=jnp.int32)
-        squares = [jnp.sum(jnp.square(a.astype(jnp.float32)), axis=tuple(range(1, a.ndim))) for a in carry["gradients"].values()]
-        squares = functools.reduce(jnp.add, squares, jnp.zeros(len(chunks), jnp.float32))
+        squares = [
+            jnp.sum(jnp.square(a.astype(jnp.float32)), axis=tuple(range(1, a.ndim)))
+            for a in carry["gradients"].values()
+        ]
+        squares = functools.reduce(
+            jnp.add, squares, jnp.zeros(len(chunks), jnp.float32)
+        )
         version = jnp.full(len(chunks), -1, jnp.int32)
+
+        def get(lane, field):
+            return self.row(row, f"update{lane}.{field}")
+
         for lane in lanes:
-            get = lambda field, lane=lane: self.row(row, f"update{lane}.{field}")  # noqa: E731
-            version = jnp.where((chunks == get("chunk")) & (get("program") >= 0), get("absolute_version"), version)
+            mine = (chunks == get(lane, "chunk")) & (get(lane, "program") >= 0)
+            version = jnp.where(mine, get(lane, "absolute_version"), version)
         latest = jnp.where(version >= 0, squares, carry["squared_norm"])
         all_latest, all_versions = lax.all_gather((latest, version), AXIS)
         broken = ~jnp.isfinite(all_latest) & (all_versions >= 0)
         global_norm = jnp.sqrt(jnp.sum(all_latest))
         carry = {**carry, "squared_norm": latest}
         for lane in lanes:
-            get = lambda field, lane=lane: self.row(row, f"update{lane}.{field}")  # noqa: E731
-            skip = jnp.any(broken & (all_versions == get("absolute_version")))
+            skip = jnp.any(broken & (all_versions == get(lane, "absolute_version")))
             for u, update in enumerate(self.engine.updates.programs):
-                run = functools.partial(self._apply, update, get, skip, global_norm)
-                buffers = {name: carry[name] for name in ("parameters", "optimizer_state", "gradients", "skipped")}
-                carry = {**carry, **lax.cond(get("program") == u, run, lambda b: b, buffers)}
+                run = functools.partial(
+                    self._apply, update, functools.partial(get, lane), skip, global_norm
+                )
+                buffers = {
+                    name: carry[name]
+                    for name in (
+                        "parameters",
+                        "optimizer_state",
+                        "gradients",
+                        "skipped",
+                    )
+                }
+                carry = {
+                    **carry,
+                    **lax.cond(get(lane, "program") == u, run, lambda b: b, buffers),
+                }
         return carry
 
     def _apply(self, update, get: Callable, skip, global_norm, buffers: dict) -> dict:
@@ -505,28 +714,49 @@ class _Device:
         chunk = get("chunk")
 
         def apply(parameters, state):
-            values = [packing.read(parameters, place, [old, chunk], i) for place, i in update.parameters]
-            gradients = [packing.read(buffers["gradients"], place, [chunk], i) for place, i in update.parameters]
+            values = [
+                packing.read(parameters, place, [old, chunk], i)
+                for place, i in update.parameters
+            ]
+            gradients = [
+                packing.read(buffers["gradients"], place, [chunk], i)
+                for place, i in update.parameters
+            ]
             inner = packing.read_all(state, update.state, [chunk])
             delay = get("delay").astype(jnp.float32)
-            values, inner = update.function(values, gradients, inner, delay, global_norm)
+            values, inner = update.function(
+                values, gradients, inner, delay, global_norm
+            )
             for (place, i), value in zip(update.parameters, values, strict=True):
-                parameters = packing.write(parameters, place, [get("version"), chunk], value, i)
+                parameters = packing.write(
+                    parameters, place, [get("version"), chunk], value, i
+                )
             return parameters, packing.write_all(state, update.state, [chunk], inner)
 
         def keep(parameters, state):
             for place, i in update.parameters if self.lowered.num_versions > 1 else ():
                 value = packing.read(parameters, place, [old, chunk], i)
-                parameters = packing.write(parameters, place, [get("version"), chunk], value, i)
+                parameters = packing.write(
+                    parameters, place, [get("version"), chunk], value, i
+                )
             return parameters, state
 
-        parameters, state = lax.cond(skip, keep, apply, buffers["parameters"], buffers["optimizer_state"])
+        parameters, state = lax.cond(
+            skip, keep, apply, buffers["parameters"], buffers["optimizer_state"]
+        )
         gradients = {
-            name: lax.dynamic_update_index_in_dim(a, jnp.zeros(a.shape[1:], a.dtype), chunk, 0)
+            name: lax.dynamic_update_index_in_dim(
+                a, jnp.zeros(a.shape[1:], a.dtype), chunk, 0
+            )
             for name, a in buffers["gradients"].items()
         }
         skipped = buffers["skipped"].at[chunk].add(skip.astype(jnp.int32))
-        return dict(parameters=parameters, optimizer_state=state, gradients=gradients, skipped=skipped)
+        return dict(
+            parameters=parameters,
+            optimizer_state=state,
+            gradients=gradients,
+            skipped=skipped,
+        )
 
 
 def _replaced(values: Sequence, at: int, value) -> list:

@@ -47,6 +47,7 @@ class Channel:
       pairs: (source, target) devices; None: a device hands a message to itself.
       sends: bool `[T]`: whether anybody sends.
       lane: int32 `[T, D]`: which output a device sends: forward lanes first, then backward lanes.
+      lanes: the outputs it ever sends.
       activation, gradient: int32 `[T, D, 2]`: the stage and position whose inbox the message read at the
         *start* of tick t goes to; stage -1: none.
       carries: which of "activation" and "gradient" it ever carries.
@@ -55,6 +56,7 @@ class Channel:
     pairs: tuple[tuple[int, int], ...] | None
     sends: np.ndarray
     lane: np.ndarray
+    lanes: tuple[int, ...]
     activation: np.ndarray
     gradient: np.ndarray
     carries: tuple[str, ...]
@@ -85,7 +87,9 @@ class Lowered:
     num_versions: int
 
 
-def lower(schedule: Schedule, recompute: bool = False, share_channels: bool = True) -> Lowered:
+def lower(
+    schedule: Schedule, recompute: bool = False, share_channels: bool = True
+) -> Lowered:
     """Lowers a legal table.
 
     Args:
@@ -97,9 +101,19 @@ def lower(schedule: Schedule, recompute: bool = False, share_channels: bool = Tr
     chunk = _chunks(schedule)
     position = _positions(schedule)
     operations = {
-        "forward": _operations(schedule, schedule.forward, schedule.forward_version, chunk, position),
-        "backward": _operations(schedule, schedule.backward, schedule.backward_version, chunk, position),
-        "weight_grad": _operations(schedule, schedule.weight_grad, _weight_grad_version(schedule), chunk, position),
+        "forward": _operations(
+            schedule, schedule.forward, schedule.forward_version, chunk, position
+        ),
+        "backward": _operations(
+            schedule, schedule.backward, schedule.backward_version, chunk, position
+        ),
+        "weight_grad": _operations(
+            schedule,
+            schedule.weight_grad,
+            _weight_grad_version(schedule),
+            chunk,
+            position,
+        ),
         "update": _operations(schedule, schedule.update, schedule.update, chunk, None),
     }
     depth = {ring: np.zeros(schedule.num_stages, int) for ring in RINGS}
@@ -107,11 +121,15 @@ def lower(schedule: Schedule, recompute: bool = False, share_channels: bool = Tr
         for c in range(schedule.num_columns):
             alive = (first[:, c] != IDLE) & (last[:, c] != IDLE)
             if alive.any():
-                depth[ring][schedule.stage[c]] = _least_modulus(schedule, position[alive, c], first[alive, c], last[alive, c])
+                depth[ring][schedule.stage[c]] = _least_modulus(
+                    schedule, position[alive, c], first[alive, c], last[alive, c]
+                )
     num_chunks = int(chunk.max()) + 1
     offset, num_slots = {}, {}
     for ring in RINGS:
-        per_chunk = [max(depth[ring][schedule.stage[chunk == j]]) for j in range(num_chunks)]
+        per_chunk = [
+            max(depth[ring][schedule.stage[chunk == j]]) for j in range(num_chunks)
+        ]
         starts = np.concatenate([[0], np.cumsum(per_chunk)])
         offset[ring] = starts[chunk[column_of]]
         num_slots[ring] = int(starts[-1])
@@ -147,7 +165,9 @@ def _weight_grad_version(schedule: Schedule) -> np.ndarray:
     version = np.full(schedule.weight_grad.shape, IDLE, np.int64)
     read = schedule.backward_versions()
     t, c = np.nonzero(schedule.weight_grad != IDLE)
-    k, m = np.divmod(schedule.weight_grad[t, c].astype(np.int64), schedule.num_microbatches)
+    k, m = np.divmod(
+        schedule.weight_grad[t, c].astype(np.int64), schedule.num_microbatches
+    )
     version[t, c] = read[m, c] + k
     return version
 
@@ -155,23 +175,45 @@ def _weight_grad_version(schedule: Schedule) -> np.ndarray:
 def _operations(schedule, cells, version, chunk, position) -> Operations:
     """Gathers a table's cells into lanes. `position` None: an update, which has no microbatch."""
     T, D, N = schedule.num_ticks, schedule.num_devices, schedule.num_microbatches
-    found = [[[c for c in np.flatnonzero(schedule.device == d) if cells[t, c] != IDLE] for d in range(D)] for t in range(T)]
+    found = [
+        [
+            [c for c in np.flatnonzero(schedule.device == d) if cells[t, c] != IDLE]
+            for d in range(D)
+        ]
+        for t in range(T)
+    ]
     lanes = max(len(columns) for row in found for columns in row)
-    fields = {name: np.full((T, D, lanes), -1 if name == "stage" else 0, np.int32) for name in Operations.__annotations__}
+    fields = {
+        name: np.full((T, D, lanes), -1 if name == "stage" else 0, np.int32)
+        for name in Operations.__annotations__
+    }
     for t, d in np.ndindex(T, D):
         for lane, c in enumerate(found[t][d]):
             at = t, d, lane
-            fields["stage"][at], fields["chunk"][at], fields["version"][at] = schedule.stage[c], chunk[c], version[t, c]
+            fields["stage"][at], fields["chunk"][at], fields["version"][at] = (
+                schedule.stage[c],
+                chunk[c],
+                version[t, c],
+            )
             if position is not None:
                 k, m = divmod(int(cells[t, c]), N)
-                fields["microbatch"][at], fields["position"][at] = cells[t, c], position[m, c] + N * k
+                fields["microbatch"][at], fields["position"][at] = (
+                    cells[t, c],
+                    position[m, c] + N * k,
+                )
     return Operations(**fields)
 
 
-def _lifetimes(schedule: Schedule, column_of: np.ndarray, recompute: bool) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def _lifetimes(
+    schedule: Schedule, column_of: np.ndarray, recompute: bool
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Ring -> first and last tick `[N, C]` that a microbatch's slot is in use, `IDLE` where it never is."""
     never = np.full((schedule.num_microbatches, schedule.num_columns), IDLE, np.int64)
-    forward, backward, weight = schedule.forward_ticks(), schedule.backward_ticks(), schedule.weight_grad_ticks()
+    forward, backward, weight = (
+        schedule.forward_ticks(),
+        schedule.backward_ticks(),
+        schedule.weight_grad_ticks(),
+    )
 
     def arrival(sent: np.ndarray, step: int) -> np.ndarray:
         """The tick a message from the neighbouring stage is first readable; `IDLE` if there is no such stage."""
@@ -182,7 +224,9 @@ def _lifetimes(schedule: Schedule, column_of: np.ndarray, recompute: bool) -> di
                 out[:, c] = np.where(source == IDLE, IDLE, source + 1)
         return out
 
-    lifetimes = {"activation": (arrival(forward, -1), backward if recompute else forward)}
+    lifetimes = {
+        "activation": (arrival(forward, -1), backward if recompute else forward)
+    }
     if schedule.forward_only:
         return {"activation": (arrival(forward, -1), forward)}
     kept_from = backward if recompute else forward
@@ -198,7 +242,9 @@ def _least_modulus(schedule: Schedule, position, first, last) -> int:
     """The least K at which microbatches whose positions agree modulo K are never alive together."""
     N, T = schedule.num_microbatches, schedule.num_ticks
     rounds = 1
-    if not schedule.synchronous:  # the round repeats every T ticks: unroll until lifetimes cannot meet
+    if (
+        not schedule.synchronous
+    ):  # the round repeats every T ticks: unroll until lifetimes cannot meet
         rounds += int((last - first).max()) // T + 1
     position = np.concatenate([position + N * r for r in range(rounds)])
     first = np.concatenate([first + T * r for r in range(rounds)])
@@ -212,10 +258,14 @@ def _least_modulus(schedule: Schedule, position, first, last) -> int:
     return modulus
 
 
-def _channels(schedule: Schedule, column_of, position, operations, share: bool) -> tuple[Channel, ...]:
+def _channels(
+    schedule: Schedule, column_of, position, operations, share: bool
+) -> tuple[Channel, ...]:
     """Assigns every message to a channel, first fit."""
     T, D, N = schedule.num_ticks, schedule.num_devices, schedule.num_microbatches
-    drafts: list[dict] = []  # pairs, messages: (tick, source) -> lane, (tick, target) -> inbox
+    drafts: list[
+        dict
+    ] = []  # pairs, messages: (tick, source) -> lane, (tick, target) -> inbox
     kinds = [("forward", "activation", +1, 0)]
     kinds += [("backward", "gradient", -1, operations["forward"].num_lanes)]
     for operation, inbox, step, first_lane in kinds:
@@ -229,14 +279,28 @@ def _channels(schedule: Schedule, column_of, position, operations, share: bool) 
             k, m = divmod(int(ops.microbatch[t, d, lane]), N)
             to = (target_stage, int(position[m, c]) + N * k)
             for draft in drafts:
-                free = (t, d) not in draft["lanes"] and (t, target) not in draft["inboxes"]
-                if free and draft["local"] == (target == d) and (share or draft["inbox"] == inbox):
+                free = (t, d) not in draft["lanes"] and (t, target) not in draft[
+                    "inboxes"
+                ]
+                if (
+                    free
+                    and draft["local"] == (target == d)
+                    and (share or draft["inbox"] == inbox)
+                ):
                     fits = draft["pairs"].get(d, target) == target
-                    fits &= all(s == d for s, e in draft["pairs"].items() if e == target)
+                    fits &= all(
+                        s == d for s, e in draft["pairs"].items() if e == target
+                    )
                     if fits:
                         break
             else:
-                draft = {"local": target == d, "inbox": inbox, "pairs": {}, "lanes": {}, "inboxes": {}}
+                draft = {
+                    "local": target == d,
+                    "inbox": inbox,
+                    "pairs": {},
+                    "lanes": {},
+                    "inboxes": {},
+                }
                 drafts.append(draft)
             draft["pairs"][d] = target
             draft["lanes"][t, d] = first_lane + lane
@@ -244,7 +308,10 @@ def _channels(schedule: Schedule, column_of, position, operations, share: bool) 
     channels = []
     for draft in drafts:
         sends, lane = np.zeros(T, bool), np.zeros((T, D), np.int32)
-        inboxes = {inbox: np.full((T, D, 2), -1, np.int32) for inbox in ("activation", "gradient")}
+        inboxes = {
+            inbox: np.full((T, D, 2), -1, np.int32)
+            for inbox in ("activation", "gradient")
+        }
         for (t, d), value in draft["lanes"].items():
             sends[t], lane[t, d] = True, value
         for (t, d), (inbox, to) in draft["inboxes"].items():
@@ -252,7 +319,10 @@ def _channels(schedule: Schedule, column_of, position, operations, share: bool) 
             after, stage_position = (t + 1) % T, np.array(to)
             stage_position[1] -= N * ((t + 1) // T)
             inboxes[inbox][after, d] = stage_position
-        carries = tuple(inbox for inbox, rows in inboxes.items() if (rows[..., 0] >= 0).any())
+        carries = tuple(
+            inbox for inbox, rows in inboxes.items() if (rows[..., 0] >= 0).any()
+        )
         pairs = None if draft["local"] else tuple(sorted(draft["pairs"].items()))
-        channels.append(Channel(pairs, sends, lane, **inboxes, carries=carries))
+        lanes = tuple(sorted(set(draft["lanes"].values())))
+        channels.append(Channel(pairs, sends, lane, lanes, **inboxes, carries=carries))
     return tuple(channels)

@@ -56,7 +56,11 @@ class Packing:
     used_bytes: Sequence[int]
 
     @classmethod
-    def of(cls, owners: Sequence[Sequence[tuple[jax.ShapeDtypeStruct, int]]], occupancy: float = 0.5) -> "Packing":
+    def of(
+        cls,
+        owners: Sequence[Sequence[tuple[jax.ShapeDtypeStruct, int]]],
+        occupancy: float = 0.5,
+    ) -> "Packing":
         """Packs for each owner a list of `(aval, count)`.
 
         Args:
@@ -67,7 +71,11 @@ class Packing:
         for o, leaves in enumerate(owners):
             for aval, count in leaves:
                 counts[tuple(aval.shape), np.dtype(aval.dtype)][o] += count
-        pooled = {key for key, n in counts.items() if sum(n) >= occupancy * len(owners) * max(n)}
+        pooled = {
+            key
+            for key, n in counts.items()
+            if sum(n) >= occupancy * len(owners) * max(n)
+        }
         sizes: dict = collections.defaultdict(int)
         dtypes, places, used = {}, [], []
         for leaves in owners:
@@ -81,10 +89,18 @@ class Packing:
                 mine.append(Place(name, next_free[name], count, shape, flat))
                 next_free[name] += count * (math.prod(shape) if flat else 1)
             places.append(tuple(mine))
-            used.append(sum(count * math.prod(aval.shape) * np.dtype(aval.dtype).itemsize for aval, count in leaves))
+            used.append(
+                sum(
+                    count * math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
+                    for aval, count in leaves
+                )
+            )
             for name, size in next_free.items():
                 sizes[name] = max(sizes[name], size)
-        arrays = {name: jax.ShapeDtypeStruct((sizes[name], *dtypes[name][0]), dtypes[name][1]) for name in sorted(sizes)}
+        arrays = {
+            name: jax.ShapeDtypeStruct((sizes[name], *dtypes[name][0]), dtypes[name][1])
+            for name in sorted(sizes)
+        }
         return cls(arrays, tuple(places), tuple(used))
 
     @property
@@ -93,15 +109,21 @@ class Packing:
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.arrays.values())
 
 
-def read(arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, i=0) -> jax.Array:
+def read(
+    arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, i=0
+) -> jax.Array:
     """Leaf i at `place`, of arrays with leading axes indexed by `lead`."""
     array = arrays[place.array]
     rest = array.ndim - len(lead) - 1
     start = _int32([*lead, place.start(i), *[0] * rest])
-    return lax.dynamic_slice(array, start, [1] * len(lead) + list(place.block)).reshape(place.shape)
+    return lax.dynamic_slice(array, start, [1] * len(lead) + list(place.block)).reshape(
+        place.shape
+    )
 
 
-def write(arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, value: jax.Array, i=0) -> dict:
+def write(
+    arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, value: jax.Array, i=0
+) -> dict:
     """The arrays with leaf i at `place` replaced."""
     array = arrays[place.array]
     rest = array.ndim - len(lead) - 1
@@ -110,7 +132,9 @@ def write(arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, value: 
     return {**arrays, place.array: lax.dynamic_update_slice(array, block, start)}
 
 
-def add(arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, value: jax.Array, i=0) -> dict:
+def add(
+    arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, value: jax.Array, i=0
+) -> dict:
     """The arrays with `value` added to leaf i at `place`."""
     return write(arrays, place, lead, read(arrays, place, lead, i) + value, i)
 
@@ -120,7 +144,9 @@ def read_all(arrays, places: Sequence[Place], lead: Sequence, i=0) -> list[jax.A
     return [read(arrays, p, lead, i) for p in places]
 
 
-def write_all(arrays, places: Sequence[Place], lead: Sequence, values: Sequence[jax.Array], i=0) -> dict:
+def write_all(
+    arrays, places: Sequence[Place], lead: Sequence, values: Sequence[jax.Array], i=0
+) -> dict:
     """`write` of every place."""
     for place, value in zip(places, values, strict=True):
         arrays = write(arrays, place, lead, value, i)

@@ -1,7 +1,6 @@
 """The face of the library: `Pipeline(...)`, its training state, and `make_mesh`."""
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +76,8 @@ class StageRecord(NamedTuple):
       stage: its number; device: the device it runs on, as a position along the axis "stage".
       layers: (first, one past the last); names: of the layers.
       num_parameters: how many numbers; parameter_bytes: their bytes.
-      flops: compiled floating-point operations of forward and backward of one microbatch.
+      flops: floating-point operations, as XLA counts them, of forward and backward of
+        one microbatch.
     """
 
     stage: int
@@ -126,7 +126,7 @@ class Pipeline:
       optimizer: any Optax chain that treats each layer by itself. It is called with the extra arguments `delay`, the
         stage's forward delay in optimizer steps, and `global_norm`, the norm of the gradient over all stages.
       schedule: one of `jpipe.schedules`, or a table of your own.
-      boundaries: the layer index at which each stage after the first begins; None balances by compiled FLOPs.
+      boundaries: the layer index at which each stage after the first begins; None balances by FLOPs.
       mesh: has an axis "stage" of as many devices as the schedule; see `jpipe.make_mesh`. None makes it.
       recompute: "none", or "full": a stage keeps only its inputs, and runs its forward again before its backward.
 
@@ -169,20 +169,41 @@ class Pipeline:
         schedule.check()
         if schedule.forward_only or not schedule.synchronous:
             kind = "forward-only" if schedule.forward_only else "asynchronous"
-            raise ValueError(f"`schedule` {schedule.name!r} is {kind}: training needs a synchronous one for now.")
+            raise ValueError(
+                f"`schedule` {schedule.name!r} is {kind}: training needs a synchronous one for now."
+            )
         if not callable(loss):
-            raise ValueError(f"`loss` must be a function `(outputs, batch) -> scalar`, got {type(loss).__name__}.")
+            raise ValueError(
+                f"`loss` must be a function `(outputs, batch) -> scalar`, got {type(loss).__name__}."
+            )
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
-            raise ValueError(f"`optimizer` must be an Optax transformation, got {type(optimizer).__name__}.")
+            raise ValueError(
+                f"`optimizer` must be an Optax transformation, got {type(optimizer).__name__}."
+            )
         if recompute not in ("none", "full"):
-            raise ValueError(f'`recompute` must be "none" or "full", got {recompute!r}.')
+            raise ValueError(
+                f'`recompute` must be "none" or "full", got {recompute!r}.'
+            )
         self.layers = as_layers(layers)
-        self.schedule, self.loss, self.optimizer, self.recompute = schedule, loss, optimizer, recompute
-        self._starts = check_boundaries(boundaries, len(self.layers), schedule.num_stages)
-        self.mesh = _check_mesh(make_mesh(stage=schedule.num_devices) if mesh is None else mesh, schedule)
+        self.schedule, self.loss, self.optimizer, self.recompute = (
+            schedule,
+            loss,
+            optimizer,
+            recompute,
+        )
+        self._starts = check_boundaries(
+            boundaries, len(self.layers), schedule.num_stages
+        )
+        self.mesh = _check_mesh(
+            make_mesh(stage=schedule.num_devices) if mesh is None else mesh, schedule
+        )
         self._plans: dict = {}
-        split, whole = (NamedSharding(self.mesh, PartitionSpec(*axis)) for axis in ([AXIS], []))
-        self._step = jax.jit(self._run_step, donate_argnums=0, out_shardings=(split, whole))
+        split, whole = (
+            NamedSharding(self.mesh, PartitionSpec(*axis)) for axis in ([AXIS], [])
+        )
+        self._step = jax.jit(
+            self._run_step, donate_argnums=0, out_shardings=(split, whole)
+        )
         self._predict = jax.jit(self._run_predict)
 
     # -- Plans -------------------------------------------------------------------------------------------------
@@ -196,7 +217,9 @@ class Pipeline:
             stages = cut(self.layers, traced, self._starts, self.schedule.num_stages)
             self._starts = list(stages.starts)
             updates = make_updates(stages, self.optimizer)
-            engine = Engine(self.schedule, stages, updates, self.mesh, self.recompute == "full")
+            engine = Engine(
+                self.schedule, stages, updates, self.mesh, self.recompute == "full"
+            )
             self._plans[key] = _Plan(traced, stages, engine)
         return self._plans[key]
 
@@ -215,15 +238,21 @@ class Pipeline:
         """The abstract microbatch of `batch`, or a clear error."""
         if not isinstance(batch, Mapping) or "inputs" not in batch:
             got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-            raise ValueError(f'`batch` must be a dict of arrays with an entry "inputs", which feeds layer 0, got {got}.')
+            raise ValueError(
+                f'`batch` must be a dict of arrays with an entry "inputs", which feeds layer 0, got {got}.'
+            )
         N, sizes = self.schedule.num_microbatches, {}
         for path, leaf in jax.tree.leaves_with_path(batch):
             name = f"batch{jax.tree_util.keystr(path)}"
             if not hasattr(leaf, "shape") or len(leaf.shape) == 0:
-                raise ValueError(f"`{name}` must be an array with a leading minibatch axis, got {leaf!r}.")
+                raise ValueError(
+                    f"`{name}` must be an array with a leading minibatch axis, got {leaf!r}."
+                )
             sizes[name] = leaf.shape[0]
         if len(set(sizes.values())) > 1:
-            raise ValueError(f"every entry of `batch` must have the same leading axis, the minibatch, got {sizes}.")
+            raise ValueError(
+                f"every entry of `batch` must have the same leading axis, the minibatch, got {sizes}."
+            )
         size = next(iter(sizes.values()))
         if size % N or size == 0:
             nearest = [n for n in (size // N * N, (size // N + 1) * N) if n]
@@ -232,17 +261,23 @@ class Pipeline:
                 f"{' or '.join(map(str, nearest))}, or a schedule whose `num_microbatches` divides {size}."
             )
         return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((a.shape[0] // N, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)),
+            lambda a: jax.ShapeDtypeStruct(
+                (a.shape[0] // N, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)
+            ),
             dict(batch),
         )
 
     def _cut_batch(self, batch: Any) -> Any:
         N = self.schedule.num_microbatches
-        return jax.tree.map(lambda a: jnp.reshape(a, (N, a.shape[0] // N, *a.shape[1:])), batch)
+        return jax.tree.map(
+            lambda a: jnp.reshape(a, (N, a.shape[0] // N, *a.shape[1:])), batch
+        )
 
     # -- Training ----------------------------------------------------------------------------------------------
 
-    def init(self, key: jax.Array, batch: Any, params: Sequence | None = None) -> PipelineState:
+    def init(
+        self, key: jax.Array, batch: Any, params: Sequence | None = None
+    ) -> PipelineState:
         """Makes the training state.
 
         A factory's layer number i is initialised from `jax.random.fold_in(key, i)` on the device of its own stage, so
@@ -263,9 +298,15 @@ class Pipeline:
         if params is not None:
             self._check_params(params)
         engine, stages = plan.engine, plan.stages
-        init_layer = _shared_jit()
-        shapes = {"parameters": engine.parameter_shapes(), "optimizer_state": engine.optimizer_shapes()}
-        local = [jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes) for _ in range(self.schedule.num_devices)]
+        init_layer = _shared_jit(self.mesh.devices.flat[0].platform)
+        shapes = {
+            "parameters": engine.parameter_shapes(),
+            "optimizer_state": engine.optimizer_shapes(),
+        }
+        local = [
+            jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
+            for _ in range(self.schedule.num_devices)
+        ]
         for s in range(stages.num_stages):
             d, chunk = self._home(s)
             device = self.mesh.devices.flat[d]
@@ -280,15 +321,23 @@ class Pipeline:
                     elif layer.given is not None:
                         per_layer[i] = layer.given
                     else:
-                        per_layer[i] = init_layer(layer.init, jax.random.fold_in(key, i))
+                        per_layer[i] = init_layer(
+                            layer.init, jax.random.fold_in(key, i)
+                        )
                 inner = jax.jit(self.optimizer.init)(stage_tree(stages, s, per_layer))
             arrays = local[d]["parameters"]
             for i, places, row in stages.layer_places(s):
-                for place, leaf in zip(places, jax.tree.leaves(per_layer[i]), strict=True):
-                    arrays[place.array][(slice(None), chunk, *_where(place, row))] = np.asarray(leaf).reshape(place.block)
+                for place, leaf in zip(
+                    places, jax.tree.leaves(per_layer[i]), strict=True
+                ):
+                    arrays[place.array][(slice(None), chunk, *_where(place, row))] = (
+                        np.asarray(leaf).reshape(place.block)
+                    )
             update = engine.updates.programs[engine.updates.program_of_stage[s]]
             for place, leaf in zip(update.state, jax.tree.leaves(inner), strict=True):
-                local[d]["optimizer_state"][place.array][(chunk, *_where(place, 0))] = np.asarray(leaf).reshape(place.block)
+                local[d]["optimizer_state"][place.array][(chunk, *_where(place, 0))] = (
+                    np.asarray(leaf).reshape(place.block)
+                )
         packed = jax.tree.map(self._from_local, *local)
         zeros = engine.globally(
             {
@@ -303,7 +352,9 @@ class Pipeline:
         )()
         return PipelineState(**packed, **zeros, boundaries=tuple(stages.starts[1:-1]))
 
-    def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict[str, jax.Array]]:
+    def step(
+        self, state: PipelineState, batch: Any
+    ) -> tuple[PipelineState, dict[str, jax.Array]]:
         """One minibatch: every microbatch forward and backward, and one optimizer update on every stage.
 
         Args:
@@ -320,20 +371,40 @@ class Pipeline:
     def _run_step(self, state: PipelineState, batch):
         engine = self._plan(self._microbatch(batch)).engine
         parameters, gradients, optimizer_state, buffers, results = engine.run(
-            state.parameters, state.gradients, state.optimizer_state, state.buffers, state.round, self._cut_batch(batch)
+            state.parameters,
+            state.gradients,
+            state.optimizer_state,
+            state.buffers,
+            state.round,
+            self._cut_batch(batch),
         )
         count = results["count"].sum()
-        loss = results["loss"].sum() / jnp.maximum(count, 1).astype(results["loss"].dtype)
+        loss = results["loss"].sum() / jnp.maximum(count, 1).astype(
+            results["loss"].dtype
+        )
         homes = np.array([self._home(s) for s in range(self.schedule.num_stages)])
-        skipped = results["skipped"][homes[:, 0] * engine.lowered.num_chunks + homes[:, 1]]
+        skipped = results["skipped"][
+            homes[:, 0] * engine.lowered.num_chunks + homes[:, 1]
+        ]
         metrics = {"loss": loss, "num_microbatches": count, "skipped_updates": skipped}
-        return PipelineState(parameters, optimizer_state, gradients, buffers, state.round + 1, state.boundaries), metrics
+        return PipelineState(
+            parameters,
+            optimizer_state,
+            gradients,
+            buffers,
+            state.round + 1,
+            state.boundaries,
+        ), metrics
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
         """Completes what is in flight: nothing, in a synchronous schedule."""
         self._check_state(state)
         zero = jnp.zeros((), jnp.int32)
-        return state, {"loss": jnp.zeros(()), "num_microbatches": zero, "skipped_updates": jnp.zeros(self.schedule.num_stages, jnp.int32)}
+        return state, {
+            "loss": jnp.zeros(()),
+            "num_microbatches": zero,
+            "skipped_updates": jnp.zeros(self.schedule.num_stages, jnp.int32),
+        }
 
     def predict(self, state: PipelineState, batch: Any) -> Any:
         """The last layer's outputs, forward only, through the pipeline.
@@ -347,13 +418,17 @@ class Pipeline:
         """
         self._check_state(state)
         if not isinstance(batch, Mapping) or "inputs" not in batch:
-            raise ValueError('`batch` must be a dict with an entry "inputs", which feeds layer 0.')
+            raise ValueError(
+                '`batch` must be a dict with an entry "inputs", which feeds layer 0.'
+            )
         inputs = batch["inputs"]
         size = jax.tree.leaves(inputs)[0].shape[0]
         padding = -size % self.schedule.num_microbatches
         if padding:
-            pad = lambda a: np.concatenate([np.asarray(a), np.repeat(np.asarray(a)[-1:], padding, axis=0)])  # noqa: E731
-            inputs = jax.tree.map(pad, inputs)
+            inputs = jax.tree.map(
+                lambda a: np.concatenate([a, np.repeat(a[-1:], padding, axis=0)]),
+                inputs,
+            )
         outputs = self._predict(state.parameters, state.round, {"inputs": inputs})
         return jax.tree.map(lambda a: a[:size], outputs) if padding else outputs
 
@@ -361,9 +436,14 @@ class Pipeline:
         engine = self._predictor(self._microbatch(batch))
         shapes = engine.globally(engine.buffer_shapes())
         buffers = jax.tree.map(
-            lambda a: jax.lax.with_sharding_constraint(jnp.zeros(a.shape, a.dtype), a.sharding), shapes
+            lambda a: jax.lax.with_sharding_constraint(
+                jnp.zeros(a.shape, a.dtype), a.sharding
+            ),
+            shapes,
         )
-        outputs = engine.run(parameters, {}, {}, buffers, round_, self._cut_batch(batch))
+        outputs = engine.run(
+            parameters, {}, {}, buffers, round_, self._cut_batch(batch)
+        )
         N, stages = self.schedule.num_microbatches, engine.stages
         d, _ = self._home(stages.num_stages - 1)
         flat = [y[d * N : (d + 1) * N].reshape(-1, *y.shape[2:]) for y in outputs]
@@ -375,15 +455,22 @@ class Pipeline:
         _, stages, engine = self._any_plan()
         V = engine.lowered.num_versions
         newest = int(self._to_local(state.round)[0][0]) % V
-        local = {name: self._to_local(array) for name, array in state.parameters.items()}
+        local = {
+            name: self._to_local(array) for name, array in state.parameters.items()
+        }
         per_layer: list = [None] * len(self.layers)
         for s in range(stages.num_stages):
             d, chunk = self._home(s)
             for i, places, row in stages.layer_places(s):
                 leaves = [
-                    local[p.array][d][(newest, chunk, *_where(p, row))].reshape(p.shape).copy() for p in places
+                    local[p.array][d][(newest, chunk, *_where(p, row))]
+                    .reshape(p.shape)
+                    .copy()
+                    for p in places
                 ]
-                per_layer[i] = jax.tree.structure(self.layers[i].parameters).unflatten(leaves)
+                per_layer[i] = jax.tree.structure(self.layers[i].parameters).unflatten(
+                    leaves
+                )
         return per_layer
 
     # -- What it costs -----------------------------------------------------------------------------------------
@@ -394,7 +481,9 @@ class Pipeline:
         records = []
         for s in range(plan.stages.num_stages):
             layers = plan.stages.layers_of(s)
-            leaves = [a for i in layers for a in jax.tree.leaves(self.layers[i].parameters)]
+            leaves = [
+                a for i in layers for a in jax.tree.leaves(self.layers[i].parameters)
+            ]
             records.append(
                 StageRecord(
                     stage=s,
@@ -402,7 +491,9 @@ class Pipeline:
                     layers=(layers.start, layers.stop),
                     names=tuple(self.layers[i].name for i in layers),
                     num_parameters=sum(math.prod(a.shape) for a in leaves),
-                    parameter_bytes=sum(math.prod(a.shape) * a.dtype.itemsize for a in leaves),
+                    parameter_bytes=sum(
+                        math.prod(a.shape) * a.dtype.itemsize for a in leaves
+                    ),
                     flops=sum(plan.traced.flops[i] for i in layers),
                 )
             )
@@ -411,8 +502,16 @@ class Pipeline:
     def memory(self, batch: Any) -> Memory:
         """Bytes a device for minibatches shaped like `batch`. Compiles the step if it has not been."""
         engine = self._plan(self._microbatch(batch)).engine
-        size = lambda shapes: sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(shapes))  # noqa: E731
-        weights, optimizer = size(engine.parameter_shapes()), size(engine.optimizer_shapes())
+
+        def size(shapes) -> int:
+            return sum(
+                math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(shapes)
+            )
+
+        weights, optimizer = (
+            size(engine.parameter_shapes()),
+            size(engine.optimizer_shapes()),
+        )
         gradients = size(engine.gradient_shapes())
         stages, updates = engine.stages, engine.updates
         columns = self.schedule.num_devices
@@ -426,7 +525,12 @@ class Pipeline:
             activations=size(engine.buffer_shapes()),
             batch=size(jax.tree.map(_abstract, dict(batch))),
             temporaries=int(self.compile(batch).memory_analysis().temp_size_in_bytes),
-            padding=round(weights + optimizer + gradients - (used * (V + 1) + used_state) / columns),
+            padding=round(
+                weights
+                + optimizer
+                + gradients
+                - (used * (V + 1) + used_state) / columns
+            ),
         )
 
     def compile(self, batch: Any) -> jax.stages.Compiled:
@@ -449,7 +553,9 @@ class Pipeline:
 
     def _any_plan(self) -> _Plan:
         if not self._plans:
-            raise ValueError("this pipeline has not seen a batch: call `init` first, which fixes its shapes.")
+            raise ValueError(
+                "this pipeline has not seen a batch: call `init` first, which fixes its shapes."
+            )
         return next(iter(self._plans.values()))
 
     def _home(self, stage: int) -> tuple[int, int]:
@@ -463,16 +569,26 @@ class Pipeline:
         shape = (len(per_device) * per_device[0].shape[0], *per_device[0].shape[1:])
         sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
         rows = per_device[0].shape[0]
-        return jax.make_array_from_callback(shape, sharding, lambda at: per_device[(at[0].start or 0) // rows])
+        return jax.make_array_from_callback(
+            shape, sharding, lambda at: per_device[(at[0].start or 0) // rows]
+        )
 
     def _to_local(self, array: jax.Array) -> list[np.ndarray]:
-        shards = {s.index[0].start or 0: np.asarray(s.data) for s in array.addressable_shards}
+        shards = {
+            s.index[0].start or 0: np.asarray(s.data) for s in array.addressable_shards
+        }
         return [shards[start] for start in sorted(shards)]
 
     def _check_state(self, state: Any) -> None:
         if not isinstance(state, PipelineState):
-            raise ValueError(f"`state` must be the state that `init` or `step` returned, got {type(state).__name__}.")
-        if any(a.is_deleted() for a in jax.tree.leaves(state) if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer)):
+            raise ValueError(
+                f"`state` must be the state that `init` or `step` returned, got {type(state).__name__}."
+            )
+        if any(
+            a.is_deleted()
+            for a in jax.tree.leaves(state)
+            if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer)
+        ):
             raise ValueError(
                 "`state` was donated to an earlier `step` and its arrays are gone. Keep the state that step returned: "
                 "`state, metrics = pipe.step(state, batch)`."
@@ -485,28 +601,39 @@ class Pipeline:
 
     def _check_params(self, params: Sequence) -> None:
         if len(params) != len(self.layers):
-            raise ValueError(f"`params` must hold one entry a layer ({len(self.layers)}), got {len(params)}.")
+            raise ValueError(
+                f"`params` must hold one entry a layer ({len(self.layers)}), got {len(params)}."
+            )
         for i, (given, layer) in enumerate(zip(params, self.layers)):
             want, got = (
-                {jax.tree_util.keystr(p): f"{a.dtype}{list(a.shape)}" for p, a in jax.tree.leaves_with_path(t)}
+                {
+                    jax.tree_util.keystr(p): f"{a.dtype}{list(a.shape)}"
+                    for p, a in jax.tree.leaves_with_path(t)
+                }
                 for t in (layer.parameters, given)
             )
             if want != got:
-                path = next(p for p in itertools.chain(want, got) if want.get(p) != got.get(p))
+                path = next(
+                    p for p in itertools.chain(want, got) if want.get(p) != got.get(p)
+                )
                 raise ValueError(
                     f"`params` of layer {i} ({layer.name}) do not fit: {path} should be {want.get(path, 'absent')}, got "
                     f"{got.get(path, 'nothing')}. Pass what `get_params` of the same layers returned."
                 )
 
 
-def _shared_jit() -> Callable:
+def _shared_jit(platform: str) -> Callable:
     """Calls `function(key)` compiled, once for all functions that trace to the same program."""
     compiled: dict[str, Callable] = {}
+    # Random initialisers take XLA:CPU up to ten times longer to optimise than to run unoptimised.
+    options = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
 
     def call(function: Callable, key: jax.Array):
         shape = jax.eval_shape(function, key)
         text = f"{shape}{jaxpr_text(lambda k: jax.tree.leaves(function(k)), key)}"
-        return compiled.setdefault(text, jax.jit(function))(key)
+        return compiled.setdefault(text, jax.jit(function, compiler_options=options))(
+            key
+        )
 
     return call
 
@@ -524,12 +651,16 @@ def _abstract(a) -> jax.ShapeDtypeStruct:
 def _check_mesh(mesh: Mesh, schedule: Schedule) -> Mesh:
     sizes = dict(mesh.shape)
     if AXIS not in sizes:
-        raise ValueError(f'`mesh` must have an axis "stage", got axes {sizes}. Make it with `jpipe.make_mesh`.')
+        raise ValueError(
+            f'`mesh` must have an axis "stage", got axes {sizes}. Make it with `jpipe.make_mesh`.'
+        )
     if sizes[AXIS] != schedule.num_devices:
         raise ValueError(
             f'the axis "stage" of `mesh` must have the {schedule.num_devices} devices of schedule {schedule.name!r}, got '
             f"{sizes[AXIS]}. Use `jpipe.make_mesh(stage={schedule.num_devices})`, or a schedule for {sizes[AXIS]} devices."
         )
     if math.prod(sizes.values()) != sizes[AXIS]:
-        raise ValueError(f'`mesh` may have no axis beside "stage" for now, got {sizes}.')
+        raise ValueError(
+            f'`mesh` may have no axis beside "stage" for now, got {sizes}.'
+        )
     return mesh

@@ -34,10 +34,25 @@ class Reference:
       0.0
     """
 
-    def __init__(self, layers: Sequence, loss, optimizer, schedule: Schedule, *, params: Sequence, boundaries=None):
-        self.layers, self.loss, self.schedule = as_layers(layers), loss, schedule.check()
+    def __init__(
+        self,
+        layers: Sequence,
+        loss,
+        optimizer,
+        schedule: Schedule,
+        *,
+        params: Sequence,
+        boundaries=None,
+    ):
+        self.layers, self.loss, self.schedule = (
+            as_layers(layers),
+            loss,
+            schedule.check(),
+        )
         self.optimizer = optax.with_extra_args_support(optimizer)
-        self.starts = check_boundaries(boundaries, len(self.layers), schedule.num_stages)
+        self.starts = check_boundaries(
+            boundaries, len(self.layers), schedule.num_stages
+        )
         self.round = 0
         S = schedule.num_stages
         self.weights = {}  # (stage, version) -> flat parameters of each layer, None for other stages' layers
@@ -53,20 +68,30 @@ class Reference:
         self.stages = cut(self.layers, traced, self.starts, self.schedule.num_stages)
         for s in range(self.schedule.num_stages):
             tree = stage_tree(self.stages, s, self.params)
-            for version in range(-self.schedule.num_microbatches * 4 * self.schedule.num_stages, 1):
-                self.weights[s, version] = tree
+            self.weights[s, 0] = tree
             self.optimizer_state[s] = self.optimizer.init(tree)
             self.gradients[s] = jax.tree.map(np.zeros_like, tree)
 
     def step(self, batch: Any) -> float | None:
         """One pass over the table. Returns the mean loss of the microbatches that finished, None if none did."""
         N = self.schedule.num_microbatches
-        cut_batch = jax.tree.map(lambda a: np.asarray(a).reshape(N, len(a) // N, *a.shape[1:]), batch)
+        cut_batch = jax.tree.map(
+            lambda a: np.asarray(a).reshape(N, len(a) // N, *a.shape[1:]), batch
+        )
         for m in range(N):
-            self.batches[self.round * N + m] = jax.tree.map(lambda a, m=m: a[m], cut_batch)
+            self.batches[self.round * N + m] = jax.tree.map(
+                lambda a, m=m: a[m], cut_batch
+            )
         if self.stages is None:
             first = self.batches[0]
-            self._start(jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype)), first))
+            self._start(
+                jax.tree.map(
+                    lambda a: jax.ShapeDtypeStruct(
+                        a.shape, jax.dtypes.canonicalize_dtype(a.dtype)
+                    ),
+                    first,
+                )
+            )
         losses: list[float] = []
         for t in range(self.schedule.num_ticks):
             arriving: dict = {}
@@ -78,8 +103,13 @@ class Reference:
 
     def get_params(self) -> list:
         """The newest weights, one nested dict a layer."""
-        newest = [max(v for s, v in self.weights if s == stage) for stage in range(self.schedule.num_stages)]
-        stage_of = [s for s in range(self.schedule.num_stages) for _ in self.stages.layers_of(s)]
+        newest = [
+            max(v for s, v in self.weights if s == stage)
+            for stage in range(self.schedule.num_stages)
+        ]
+        stage_of = [
+            s for s in range(self.schedule.num_stages) for _ in self.stages.layers_of(s)
+        ]
         return [self.weights[s, newest[s]][i] for i, s in enumerate(stage_of)]
 
     def _cell(self, t: int, c: int, arriving: dict, losses: list) -> None:
@@ -90,8 +120,9 @@ class Reference:
             value = int(getattr(table, field)[t, c])
             if value == IDLE:
                 return None
-            versions = field.endswith("version") or field == "update"
-            return value + self.round * (1 if versions else N)
+            if field.endswith("version"):  # before the first update there is version 0
+                return max(value + self.round, 0)
+            return value + self.round * (1 if field == "update" else N)
 
         m = cell("forward")
         if m is not None and m >= 0:
@@ -103,7 +134,9 @@ class Reference:
         if m is not None and m >= 0:
             for i, weights, values in self.crossing.pop((s, m)):
                 stash = self.stash[i, m]
-                self._accumulate(s, i, self._kind(i).weight_grad(weights, stash, values))
+                self._accumulate(
+                    s, i, self._kind(i).weight_grad(weights, stash, values)
+                )
         version = cell("update")
         if version is not None and version >= 1:
             tree = self.weights[s, version - 1]
@@ -116,17 +149,31 @@ class Reference:
     def _kind(self, layer: int):
         return self.stages.kinds[self.stages.kind_of_layer[layer]]
 
-    def _forward(self, s: int, m: int, version: int, arriving: dict, losses: list) -> None:
-        x = jax.tree.leaves(self.batches[m]["inputs"]) if s == 0 else self.inbox.pop((s, m, "activation"))
+    def _forward(
+        self, s: int, m: int, version: int, arriving: dict, losses: list
+    ) -> None:
+        x = (
+            jax.tree.leaves(self.batches[m]["inputs"])
+            if s == 0
+            else self.inbox.pop((s, m, "activation"))
+        )
         for i in self.stages.layers_of(s):
-            x, self.stash[i, m] = self._kind(i).forward_and_stash(jax.tree.leaves(self.weights[s, version][i]), x)
+            x, self.stash[i, m] = self._kind(i).forward_and_stash(
+                jax.tree.leaves(self.weights[s, version][i]), x
+            )
         if s < self.schedule.num_stages - 1:
             arriving[s + 1, m, "activation"] = x
         else:
-            (value,), stash = self.stages.loss.forward_and_stash([], x, jax.tree.leaves(self.batches[m]))
+            (value,), stash = self.stages.loss.forward_and_stash(
+                [], x, jax.tree.leaves(self.batches[m])
+            )
             losses.append(float(value))
-            one = np.ones((), value.dtype) / np.asarray(self.schedule.num_microbatches, value.dtype)
-            self.inbox[s, m, "gradient"] = self.stages.loss.backward([], stash, [one])[1]
+            one = np.ones((), value.dtype) / np.asarray(
+                self.schedule.num_microbatches, value.dtype
+            )
+            self.inbox[s, m, "gradient"] = self.stages.loss.backward([], stash, [one])[
+                1
+            ]
 
     def _backward(self, s: int, m: int, version: int, arriving: dict) -> None:
         gy, later = self.inbox.pop((s, m, "gradient")), []
@@ -142,9 +189,13 @@ class Reference:
         if later:
             self.crossing[s, m] = later
         if s > 0:
-            assert len(gy) == sum(is_inexact(a) for a in self._kind(self.stages.starts[s]).inputs)
+            assert len(gy) == sum(
+                is_inexact(a) for a in self._kind(self.stages.starts[s]).inputs
+            )
             arriving[s - 1, m, "gradient"] = gy
 
     def _accumulate(self, s: int, layer: int, values: Sequence) -> None:
         leaves, tree = jax.tree.flatten(self.gradients[s][layer])
-        self.gradients[s][layer] = tree.unflatten([a + np.asarray(v) for a, v in zip(leaves, values, strict=True)])
+        self.gradients[s][layer] = tree.unflatten(
+            [a + np.asarray(v) for a, v in zip(leaves, values, strict=True)]
+        )

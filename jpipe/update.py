@@ -65,33 +65,56 @@ def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Upd
     for s in range(stages.num_stages):
         tree = stage_tree(stages, s, [layer.parameters for layer in stages.layers])
         leaves, treedef = jax.tree.flatten(tree)
-        state_leaves, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, tree))
+        state_leaves, state_tree = jax.tree.flatten(
+            jax.eval_shape(optimizer.init, tree)
+        )
         num_p, num_s = len(leaves), len(state_leaves)
 
-        def flat(*args, treedef=treedef, state_tree=state_tree, num_p=num_p, num_s=num_s):
-            parameters, gradients = treedef.unflatten(args[:num_p]), treedef.unflatten(args[num_p : 2 * num_p])
+        def flat(
+            *args, treedef=treedef, state_tree=state_tree, num_p=num_p, num_s=num_s
+        ):
+            parameters, gradients = (
+                treedef.unflatten(args[:num_p]),
+                treedef.unflatten(args[num_p : 2 * num_p]),
+            )
             state = state_tree.unflatten(args[2 * num_p : 2 * num_p + num_s])
             delay, global_norm = args[2 * num_p + num_s :]
-            updates, state = optimizer.update(gradients, state, parameters, delay=delay, global_norm=global_norm)
-            return [*jax.tree.leaves(optax.apply_updates(parameters, updates)), *jax.tree.leaves(state)]
+            updates, state = optimizer.update(
+                gradients, state, parameters, delay=delay, global_norm=global_norm
+            )
+            return [
+                *jax.tree.leaves(optax.apply_updates(parameters, updates)),
+                *jax.tree.leaves(state),
+            ]
 
         avals = [*leaves, *leaves, *state_leaves, scalar, scalar]
         if stages.num_stages > 1:
             layer = [i for i, t in enumerate(tree) for _ in jax.tree.leaves(t)]
             everyone = [-1] * num_s
-            if mixes(flat, avals, [*[-1] * num_p, *layer, *everyone, -1, -1], [*layer, *everyone]):
+            if mixes(
+                flat,
+                avals,
+                [*[-1] * num_p, *layer, *everyone, -1, -1],
+                [*layer, *everyone],
+            ):
                 raise ValueError(
                     "`optimizer` lets the update of one layer depend on the gradients of others, as "
                     "`optax.clip_by_global_norm` does: each stage would see only its own layers and compute something "
                     "else than on one device. Use transforms that treat each parameter by itself."
                 )
-        places = [(place, row) for _, places, row in stages.layer_places(s) for place in places]
+        places = [
+            (place, row)
+            for _, places, row in stages.layer_places(s)
+            for place in places
+        ]
         key = (stages.program_of_stage[s], tuple(places), jaxpr_text(flat, *avals))
         if key not in texts:
             texts[key] = len(drafts)
             drafts.append((flat, places, state_leaves))
         program_of_stage.append(texts[key])
-    packing = Packing.of([[(leaf, 1) for leaf in state_leaves] for _, _, state_leaves in drafts])
+    packing = Packing.of(
+        [[(leaf, 1) for leaf in state_leaves] for _, _, state_leaves in drafts]
+    )
     programs = []
     for (flat, places, _), state_places in zip(drafts, packing.places):
 

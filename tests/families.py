@@ -14,7 +14,9 @@ from models import MLP, ResNet, Transformer
 
 
 def cross_entropy(outputs, batch):
-    return optax.softmax_cross_entropy_with_integer_labels(outputs, batch["labels"]).mean()
+    return optax.softmax_cross_entropy_with_integer_labels(
+        outputs, batch["labels"]
+    ).mean()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,20 +34,28 @@ class Family:
         def cast(make, rngs):
             module = make(rngs=rngs)
             for _, part in nnx.iter_graph(module):
-                if isinstance(part, nnx.Embed):  # looks its rows up in a dtype of its own
+                if isinstance(
+                    part, nnx.Embed
+                ):  # looks its rows up in a dtype of its own
                     part.dtype = dtype
             graph, state = nnx.split(module)
             return nnx.merge(graph, jax.tree.map(lambda a: a.astype(dtype), state))
 
-        return dataclasses.replace(self, layers=[functools.partial(cast, make) for make in self.layers])
+        return dataclasses.replace(
+            self, layers=[functools.partial(cast, make) for make in self.layers]
+        )
 
     def batches(self, count: int, size: int, dtype=np.float32) -> list[dict[str, Any]]:
         rng = np.random.default_rng(0)
         out = []
         for _ in range(count):
             if self.num_tokens:
-                x = rng.integers(0, self.num_tokens, (size, *self.example), dtype=np.int32)
-                y = rng.integers(0, self.num_tokens, (size, *self.example), dtype=np.int32)
+                x = rng.integers(
+                    0, self.num_tokens, (size, *self.example), dtype=np.int32
+                )
+                y = rng.integers(
+                    0, self.num_tokens, (size, *self.example), dtype=np.int32
+                )
             else:
                 x = rng.normal(size=(size, *self.example)).astype(dtype)
                 y = rng.integers(0, self.num_classes, size, dtype=np.int32)
@@ -56,10 +66,21 @@ class Family:
 FAMILIES = {
     "mlp": Family(MLP(num_inputs=6, widths=(8,) * 5, num_outputs=5).layers(), (6,)),
     "resnet": Family(
-        ResNet(num_channels=1, widths=(8, 16), num_blocks=(1, 1), group_size=4, num_classes=5).layers(), (8, 8, 1)
+        ResNet(
+            num_channels=1,
+            widths=(8, 16),
+            num_blocks=(1, 1),
+            group_size=4,
+            num_classes=5,
+        ).layers(),
+        (8, 8, 1),
     ),
     "transformer": Family(
-        Transformer(vocab_size=11, seq_len=6, dim=8, num_heads=2, num_blocks=4).layers(), (6,), num_tokens=11
+        Transformer(
+            vocab_size=11, seq_len=6, dim=8, num_heads=2, num_blocks=4
+        ).layers(),
+        (6,),
+        num_tokens=11,
     ),
 }
 
@@ -81,14 +102,21 @@ def two_columns_a_device(num_microbatches: int, ticks_apart: int = 2) -> jpipe.S
     """Four stages on two devices, in turn: a device runs up to two columns in a tick."""
     s, m = np.arange(4), np.arange(num_microbatches)[:, None]
     forward = ticks_apart * m + s
-    return jpipe.Schedule.from_ticks("two-columns", forward, forward[-1:] + 1 + 2 * m + 2 * (3 - s), device=[0, 1, 0, 1])
+    return jpipe.Schedule.from_ticks(
+        "two-columns",
+        forward,
+        forward[-1:] + 1 + 2 * m + 2 * (3 - s),
+        device=[0, 1, 0, 1],
+    )
 
 
 def v_placement(num_microbatches: int) -> jpipe.Schedule:
     """Four stages on two devices, down and up again: the turn stays on its device."""
     s, m = np.arange(4), np.arange(num_microbatches)[:, None]
     backward = m + 8 - s
-    return jpipe.Schedule.from_ticks("v", m + s, backward, backward + 1, device=[0, 1, 1, 0])
+    return jpipe.Schedule.from_ticks(
+        "v", m + s, backward, backward + 1, device=[0, 1, 1, 0]
+    )
 
 
 def schedule_named(name: str, num_stages: int, num_microbatches: int) -> jpipe.Schedule:
@@ -99,4 +127,6 @@ def schedule_named(name: str, num_stages: int, num_microbatches: int) -> jpipe.S
     if name == "v":
         return v_placement(num_microbatches)
     name, _, ticks = name.partition("/")
-    return getattr(jpipe.schedules, name)(num_stages, num_microbatches, **({"ticks": ticks} if ticks else {}))
+    return getattr(jpipe.schedules, name)(
+        num_stages, num_microbatches, **({"ticks": ticks} if ticks else {})
+    )

@@ -46,7 +46,11 @@ def with_nan_buffers(state):
     """The state with everything in flight, and every idle and unused slot, not a number."""
 
     def nan(a):
-        return jax.device_put(np.full(a.shape, np.nan, a.dtype), a.sharding) if a.dtype.kind == "f" else a
+        return (
+            jax.device_put(np.full(a.shape, np.nan, a.dtype), a.sharding)
+            if a.dtype.kind == "f"
+            else a
+        )
 
     return dataclasses.replace(state, buffers=jax.tree.map(nan, state.buffers))
 
@@ -57,7 +61,11 @@ def assert_close(got, want, dtype):
     paths = jax.tree.leaves_with_path(want)
     for (path, b), a in zip(paths, jax.tree.leaves(got), strict=True):
         np.testing.assert_allclose(
-            a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1e-30), err_msg=jax.tree_util.keystr(path)
+            a,
+            b,
+            rtol=0,
+            atol=tolerance * max(np.abs(b).max(), 1e-30),
+            err_msg=jax.tree_util.keystr(path),
         )
 
 
@@ -69,29 +77,48 @@ def test_equals_the_plain_model(family, schedule, S, N, recompute, boundaries, d
         table = schedule_named(schedule, S, N)
         plain = oracles.PlainModel(family.layers, jax.random.key(7))
         batches = family.batches(3, 2 * N, dtype)
-        arguments = dict(loss=cross_entropy, schedule=table, boundaries=boundaries, recompute=recompute)
+        arguments = dict(
+            loss=cross_entropy,
+            schedule=table,
+            boundaries=boundaries,
+            recompute=recompute,
+        )
 
-        if dtype == "float32":  # rounding of weight minus weight would hide the gradient's
-            pipe = jpipe.Pipeline(family.layers, optimizer=optax.scale(SCALE), **arguments)
+        if (
+            dtype == "float32"
+        ):  # rounding of weight minus weight would hide the gradient's
+            pipe = jpipe.Pipeline(
+                family.layers, optimizer=optax.scale(SCALE), **arguments
+            )
             state = pipe.init(jax.random.key(7), batches[0], params=plain.params)
             state, _ = pipe.step(with_nan_buffers(state), batches[0])
-            moved = jax.tree.map(lambda a, b: (a - b) / SCALE, pipe.get_params(state), plain.params)
-            _, gradients, _ = oracles.train(plain, plain.params, cross_entropy, optax.sgd(0.0), batches[:1])
+            moved = jax.tree.map(
+                lambda a, b: (a - b) / SCALE, pipe.get_params(state), plain.params
+            )
+            _, gradients, _ = oracles.train(
+                plain, plain.params, cross_entropy, optax.sgd(0.0), batches[:1]
+            )
             assert_close(moved, gradients[0], dtype)
 
         optimizer = optax.sgd(1.0, momentum=0.5)
         pipe = jpipe.Pipeline(family.layers, optimizer=optimizer, **arguments)
         state = pipe.init(jax.random.key(7), batches[0], params=plain.params)
-        losses, gradients, params = oracles.train(plain, plain.params, cross_entropy, optimizer, batches)
+        losses, gradients, params = oracles.train(
+            plain, plain.params, cross_entropy, optimizer, batches
+        )
         for step, (batch, loss) in enumerate(zip(batches, losses)):
             state, metrics = pipe.step(with_nan_buffers(state), batch)
             assert_close(metrics["loss"], np.asarray(loss), dtype)
             assert int(metrics["num_microbatches"]) == N
             if step == 0 and dtype == "float64":
-                moved = jax.tree.map(lambda a, b: b - a, pipe.get_params(state), plain.params)
+                moved = jax.tree.map(
+                    lambda a, b: b - a, pipe.get_params(state), plain.params
+                )
                 assert_close(moved, gradients[0], dtype)
         assert_close(pipe.get_params(state), params, dtype)
-        np.testing.assert_array_equal(metrics["skipped_updates"], np.zeros(table.num_stages))
+        np.testing.assert_array_equal(
+            metrics["skipped_updates"], np.zeros(table.num_stages)
+        )
 
         inputs = batches[0]["inputs"][: 2 * N - 1]  # not a multiple of N
         outputs = pipe.predict(state, {"inputs": inputs})
@@ -105,8 +132,17 @@ def test_initial_weights_depend_on_the_seed_alone():
     params = []
     for num_stages in (1, 2, 5):
         schedule = jpipe.schedules.gpipe(num_stages, 5)
-        pipe = jpipe.Pipeline(family.layers, loss=cross_entropy, optimizer=optax.sgd(0.1), schedule=schedule)
+        pipe = jpipe.Pipeline(
+            family.layers,
+            loss=cross_entropy,
+            optimizer=optax.sgd(0.1),
+            schedule=schedule,
+        )
         params.append(pipe.get_params(pipe.init(jax.random.key(3), batch)))
     for other in params[1:]:
         jax.tree.map(np.testing.assert_array_equal, other, params[0])
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), params[0], plain.params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6),
+        params[0],
+        plain.params,
+    )

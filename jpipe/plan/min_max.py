@@ -30,9 +30,13 @@ def min_max(costs: Sequence[float], num_stages: int) -> list[int]:
     costs = np.asarray(costs, np.float64)
     num_layers = len(costs)
     if not 1 <= num_stages <= num_layers:
-        raise ValueError(f"`num_stages` must be in 1..{num_layers}, the number of layers, got {num_stages}.")
+        raise ValueError(
+            f"`num_stages` must be in 1..{num_layers}, the number of layers, got {num_stages}."
+        )
     if not (np.isfinite(costs).all() and (costs >= 0).all()):
-        raise ValueError(f"`costs` must be finite and not negative, got {costs.tolist()}.")
+        raise ValueError(
+            f"`costs` must be finite and not negative, got {costs.tolist()}."
+        )
     before = np.concatenate([[0.0], np.cumsum(costs)])
     stage_cost = before[None, :] - before[:, None]  # [i, j]: layers i..j-1
     stage_cost[np.tril_indices(num_layers + 1)] = np.inf  # no empty stage
@@ -49,5 +53,7 @@ def min_max(costs: Sequence[float], num_stages: int) -> list[int]:
         total = best[:, None] + squares
         choices.append(total.argmin(axis=0))
         best = total.min(axis=0)
-    stops = itertools.accumulate(reversed(choices), lambda stop, choice: int(choice[stop]), initial=num_layers)
+    stops = itertools.accumulate(
+        reversed(choices), lambda stop, choice: int(choice[stop]), initial=num_layers
+    )
     return list(stops)[:0:-1]

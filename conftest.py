@@ -1,0 +1,24 @@
+"""Eight CPU devices and strict numerics for every test.
+
+XLA reads its flags when JAX first runs, so they are set while this file is imported.
+"""
+
+import os
+
+_FLAGS = os.environ.get("XLA_FLAGS", "")
+# A test that deadlocks should die in seconds, not in XLA's minute.
+for _flag, _seconds in (
+    ("xla_cpu_collective_call_warn_stuck_timeout_seconds", 20),
+    ("xla_cpu_collective_call_terminate_timeout_seconds", 60),
+):
+    if _flag not in _FLAGS:
+        _FLAGS += f" --{_flag}={_seconds}"
+os.environ["XLA_FLAGS"] = _FLAGS.strip()
+
+import jax  # noqa: E402
+
+if "xla_force_host_platform_device_count" not in _FLAGS:
+    jax.config.update("jax_num_cpu_devices", 8)  # it would override the user's number
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# Strict dtype promotion would be good too, but Optax's Adam does not run under it:
+# its bias correction raises a Python float to an int32 power.

@@ -1,0 +1,273 @@
+"""The data: what is read, in what order, and what is said of files that are wrong."""
+
+import gzip
+import itertools
+import os
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+from train import mnist
+from train.data import in_order, shuffled
+from train.mnist import MNIST
+from train.text import Text, Windows
+
+
+class Numbers:
+    """Examples that are their own numbers, varied by a fraction."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def batch(self, indices, rng):
+        noise = 0 if rng is None else rng.random(len(indices))
+        return {"inputs": indices + noise}
+
+
+def shared(name):
+    """A directory of real data that is too large for the project, or a skip."""
+    directory = pathlib.Path(os.environ.get("JPIPE_DATA", "unset")) / name
+    if not directory.is_dir():
+        pytest.skip(f"set JPIPE_DATA to a directory with {name}/ in it")
+    return directory
+
+
+# -- Order ------------------------------------------------------------------------------
+
+
+def first(count, *args, **kwargs):
+    return [b["inputs"] for b in itertools.islice(shuffled(*args, **kwargs), count)]
+
+
+def test_an_epoch_has_every_example_at_most_once():
+    batches = np.floor(first(6, Numbers(14), 4, seed=0)).astype(int)
+    for epoch in (batches[:3].ravel(), batches[3:].ravel()):
+        assert len(set(epoch)) == 12
+    assert set(batches.ravel()) == set(range(14))  # each epoch leaves out others
+    assert not np.array_equal(batches[:3], batches[3:])
+
+
+def test_order_and_variation_depend_on_the_seed_alone():
+    np.testing.assert_array_equal(
+        first(9, Numbers(14), 4, seed=3), first(9, Numbers(14), 4, seed=3)
+    )
+    a, b = first(1, Numbers(14), 4, seed=3), first(1, Numbers(14), 4, seed=4)
+    assert not np.array_equal(a, b)
+    noise = np.modf(first(9, Numbers(14), 4, seed=3))[0].ravel()
+    assert len(set(noise)) == noise.size  # nothing is drawn twice
+
+
+@pytest.mark.parametrize("start", [0, 1, 2, 3, 7])
+def test_going_on_from_a_batch_gives_the_same_batches(start):
+    np.testing.assert_array_equal(
+        first(5, Numbers(14), 4, seed=0, first=start),
+        first(5 + start, Numbers(14), 4, seed=0)[start:],
+    )
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(ValueError, match="Use a `batch_size` of at most 3"):
+        next(shuffled(Numbers(3), 4, seed=0))
+
+
+@pytest.mark.parametrize("size", [1, 4, 9, 12])
+def test_in_order_has_every_example_once_in_batches_of_one_size(size):
+    seen = []
+    for batch, num_valid in in_order(Numbers(size), 4):
+        assert len(batch["inputs"]) == 4
+        seen.extend(batch["inputs"][:num_valid])
+    assert seen == list(range(size))
+
+
+# -- MNIST ------------------------------------------------------------------------------
+
+
+def test_the_shipped_digits_are_real_and_normalised():
+    data = MNIST().load()
+    assert (len(data.train), len(data.test), data.unit) == (8572, 2000, "images")
+    batch = data.train.batch(np.arange(8572), None)
+    assert batch["inputs"].shape == (8572, 28, 28, 1)
+    assert batch["inputs"].dtype == np.float32 and batch["labels"].dtype == np.int32
+    assert abs(batch["inputs"].mean()) < 0.01
+    assert abs(batch["inputs"].std() - 1) < 0.01
+    for examples, fewest in ((data.train, 771), (data.test, 158)):
+        counts = np.bincount(examples.labels, minlength=10)
+        assert counts.min() == fewest and len(counts) == 10
+
+
+def test_images_move_by_whole_pixels_and_nothing_wraps():
+    image = np.zeros((1, 28, 28), np.uint8)
+    image[0, 0, 27] = 255
+    examples = mnist.Images(image, np.zeros(1, np.uint8), max_shift=2)
+    rng = np.random.default_rng(0)
+    places, black = set(), examples.batch(np.zeros(1, int), None)["inputs"].min()
+    for _ in range(300):
+        moved = examples.batch(np.zeros(1, int), rng)["inputs"][0, :, :, 0]
+        lit = np.argwhere(moved > black)
+        assert len(lit) <= 1
+        places.update(map(tuple, lit))
+    assert places == {(row, column) for row in range(3) for column in (25, 26, 27)}
+
+
+def test_without_variation_images_stay():
+    data = MNIST(max_shift=3).load()
+    batch = data.train.batch(np.arange(5), None)
+    np.testing.assert_array_equal(
+        batch["inputs"], MNIST().load().train.batch(np.arange(5), None)["inputs"]
+    )
+
+
+def test_the_official_files(tmp_path):
+    directory = shared("mnist")
+    data = MNIST(dir=str(directory)).load()
+    assert (len(data.train), len(data.test)) == (60000, 10000)
+    # Not packed they read the same, and the shipped part is made of them.
+    for path in directory.glob("*.gz"):
+        (tmp_path / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+    arrays = mnist.read_official(str(tmp_path))
+    small = MNIST().load()
+    for part, expected in zip(
+        (arrays[0][::7], arrays[1][::7], arrays[2][::5], arrays[3][::5]),
+        (small.train.images, small.train.labels, small.test.images, small.test.labels),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(part, expected)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError) as caught:
+        MNIST(dir=str(tmp_path)).load()
+    assert "`train-images-idx3-ubyte` or `train-images-idx3-ubyte.gz`" in str(
+        caught.value
+    )
+    assert "leave `data.dir` out" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("train-images-idx3-ubyte", b"short", "sha256 of its 5 bytes"),
+        ("train-images-idx3-ubyte.gz", b"not packed", "cannot be unpacked"),
+        ("train-images-idx3-ubyte.gz", gzip.compress(b"x" * 99)[:-9], "is damaged"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError) as caught:
+        MNIST(dir=str(tmp_path)).load()
+    assert message in str(caught.value)
+    assert str(tmp_path / name) in str(caught.value)
+    assert "Fetch it again" in str(caught.value)
+
+
+def test_shipped_digits_that_were_changed_are_refused(tmp_path, monkeypatch):
+    path = tmp_path / "digits.npz"
+    monkeypatch.setattr(mnist, "_SMALL", path)
+    with pytest.raises(FileNotFoundError, match="digits that ship"):
+        MNIST().load()
+    path.write_bytes(b"changed")
+    with pytest.raises(ValueError, match="sha256 of its 7 bytes"):
+        MNIST().load()
+
+
+def test_a_shift_out_of_the_image_is_refused():
+    with pytest.raises(ValueError, match="from 0 to 27 pixels, got 28"):
+        MNIST(max_shift=28)
+
+
+# -- Text -------------------------------------------------------------------------------
+
+
+def test_labels_are_the_bytes_after_the_inputs(tmp_path):
+    text = bytes(range(256)) * 2
+    (tmp_path / "a.txt").write_bytes(text)
+    data = Text(path=str(tmp_path / "a.txt"), seq_len=10, test_fraction=0.25).load()
+    assert data.unit == "bytes"
+    assert len(data.train.text) + len(data.test.text) == len(text)
+    assert bytes(data.train.text) + bytes(data.test.text) == text
+    for examples in (data.train, data.test):
+        for rng in (None, np.random.default_rng(0)):
+            batch = examples.batch(np.arange(len(examples)), rng)
+            assert batch["inputs"].shape == (len(examples), 10)
+            assert batch["inputs"].dtype == batch["labels"].dtype == np.int32
+            np.testing.assert_array_equal((batch["inputs"] + 1) % 256, batch["labels"])
+
+
+def test_windows_cover_the_text_and_start_anywhere_while_training():
+    text = bytes(np.arange(35, dtype=np.uint8))
+    windows = Windows(text, 5)
+    assert len(windows) == 6
+    still = windows.batch(np.arange(6), None)
+    np.testing.assert_array_equal(still["inputs"].ravel(), np.arange(30))
+    rng = np.random.default_rng(0)
+    drawn = [windows.batch(np.arange(6), rng) for _ in range(200)]
+    starts = {int(start) for batch in drawn for start in batch["inputs"][:, 0]}
+    assert starts == set(range(30))
+    assert max(batch["labels"].max() for batch in drawn) == 34
+
+
+def test_files_packed_and_not_and_directories(tmp_path):
+    (tmp_path / "b.txt").write_bytes(b"second " * 9)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"first " * 9))
+    (tmp_path / "c.md").write_bytes(b"ignored")
+    data = Text(path=str(tmp_path), seq_len=4).load()
+    whole = bytes(data.train.text) + bytes(data.test.text)
+    assert whole == b"first " * 9 + b"\n" + b"second " * 9
+    separate = Text(
+        path=str(tmp_path / "b.txt"), test_path=str(tmp_path / "a.txt.gz"), seq_len=4
+    ).load()
+    assert bytes(separate.train.text) == b"second " * 9
+    assert bytes(separate.test.text) == b"first " * 9
+
+
+def test_the_text_that_ships_with_python():
+    data = Text().load()
+    assert len(data.train.text) > 300_000
+    assert b'The "assert" statement' in bytes(data.train.text)
+
+
+def test_a_large_text():
+    directory = shared("text")
+    data = Text(
+        path=str(directory / "sotu_train.txt.gz"),
+        test_path=str(directory / "sotu_valid.txt.gz"),
+    ).load()
+    assert len(data.train.text) == 10_039_636
+    assert len(data.test.text) == 312_810
+
+
+@pytest.mark.parametrize(
+    "options, files, error, message",
+    [
+        ({"path": "no.txt"}, {}, FileNotFoundError, "no text file or directory"),
+        ({"path": "."}, {"a.md": b"x"}, FileNotFoundError, "no text in the directory"),
+        ({"path": "a.txt.gz"}, {"a.txt.gz": b"x"}, ValueError, "cannot be unpacked"),
+        ({"path": "a.txt"}, {"a.txt": b"short"}, ValueError, "`seq_len` = 128 bytes"),
+        ({"path": "a.txt"}, {"a.txt": b"x" * 200}, ValueError, "the held-out text"),
+    ],
+)
+def test_messages(tmp_path, monkeypatch, options, files, error, message):
+    monkeypatch.chdir(tmp_path)
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(error) as caught:
+        Text(**options).load()
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("options", [{"seq_len": 0}, {"test_fraction": 1.0}])
+def test_bad_options_are_refused(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"`{name}` must"):
+        Text(**options)
+
+
+def test_a_python_without_its_reference(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
+    with pytest.raises(FileNotFoundError, match="Name a text of your own"):
+        Text().load()

@@ -1,0 +1,136 @@
+"""Packing: every leaf comes back from where it was put, and bytes are counted."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jpipe import packing
+from jpipe.packing import Packing
+
+
+def aval(*shape, dtype=np.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# Two owners: what both have is pooled, what one has is flat.
+OWNERS = [
+    [(aval(3, 2), 2), (aval(), 1), (aval(7), 1), (aval(5, dtype=np.int32), 1)],
+    [(aval(3, 2), 3), (aval(), 1), (aval(3, 2), 1), (aval(2, 2), 1), (aval(2, 2), 2)],
+]
+
+
+def arrays_of(pack, *lead, fill=0):
+    return {
+        name: jnp.full((*lead, *a.shape), fill, a.dtype)
+        for name, a in pack.arrays.items()
+    }
+
+
+def leaf(j, i, place, dtype):
+    """Numbers that no other leaf has."""
+    size = int(np.prod(place.shape))
+    return (100 * j + 10 * i + np.arange(size)).astype(dtype).reshape(place.shape)
+
+
+@pytest.mark.parametrize("occupancy", [0.0, 0.5, np.inf])  # all pools, some, none
+@pytest.mark.parametrize("owner", [0, 1])
+def test_every_leaf_comes_back(owner, occupancy):
+    pack = Packing.of(OWNERS, occupancy)
+    places = pack.places[owner]
+    want = {
+        (j, i): leaf(j, i, place, pack.arrays[place.array].dtype)
+        for j, place in enumerate(places)
+        for i in range(place.count)
+    }
+    arrays = arrays_of(pack, 2, 3)
+    for (j, i), value in want.items():
+        arrays = packing.write(arrays, places[j], [1, 2], jnp.asarray(value), i)
+    for (j, i), value in want.items():
+        got = packing.read(arrays, places[j], [1, 2], i)
+        assert got.dtype == value.dtype
+        np.testing.assert_array_equal(got, value)
+    for array in arrays.values():  # other rows were left alone
+        assert not np.asarray(array)[0].any() and not np.asarray(array)[1, :2].any()
+
+
+def test_pools_hold_what_most_owners_have():
+    pack = Packing.of(OWNERS)
+    flat = [[place.flat for place in places] for places in pack.places]
+    # [7] and the integers are owner 0's alone: half of two owners, so still pooled;
+    # among three owners a third of the pool would be used.
+    assert flat == [[False] * 4, [False] * 5]
+    pack = Packing.of([*OWNERS, [(aval(3, 2), 4), (aval(), 1)]])
+    flat = [[place.flat for place in places] for places in pack.places]
+    assert flat == [[False, False, True, True], [False, False, False, True, True], [False] * 2]
+
+
+def test_a_pool_that_one_owner_fills_is_flat():
+    # 1 + 1 + 9 rows used of 3 x 9.
+    pack = Packing.of([[(aval(4), 1)], [(aval(4), 1)], [(aval(4), 9)]])
+    assert all(place.flat for places in pack.places for place in places)
+    assert pack.arrays["float32"].shape == (36,)
+
+
+def test_bytes_by_hand():
+    pack = Packing.of([*OWNERS, [(aval(3, 2), 4), (aval(), 1)]])
+    # Pools [3, 2] of 4 rows and [] of 1 row; vectors of max(7, 12, 0) and 5.
+    assert {name: a.shape for name, a in pack.arrays.items()} == {
+        "float32": (12,),
+        "float32[3, 2]": (4, 3, 2),
+        "float32[]": (1,),
+        "int32": (5,),
+    }
+    assert pack.num_bytes == 4 * (12 + 24 + 1 + 5)
+    assert list(pack.used_bytes) == [4 * (12 + 1 + 7 + 5), 4 * (24 + 1 + 4 + 8), 4 * 25]
+
+
+def test_bytes_of_mixed_dtypes():
+    pack = Packing.of([[(aval(3, dtype=np.float16), 2), (aval(3, dtype=np.int8), 1)]])
+    assert pack.num_bytes == 15 and list(pack.used_bytes) == [15]
+
+
+@pytest.mark.parametrize("occupancy", [0.0, np.inf])
+def test_rows_may_be_traced(occupancy):
+    pack = Packing.of(OWNERS, occupancy)
+    place = pack.places[1][0]
+
+    @jax.jit
+    def fill(arrays):
+        def body(i, arrays):
+            value = jnp.full(place.shape, i, jnp.float32)
+            return packing.write(arrays, place, [i % 2], value, i)
+
+        return jax.lax.fori_loop(0, place.count, body, arrays)
+
+    arrays = fill(arrays_of(pack, 2))
+    for i in range(place.count):
+        got = jax.jit(lambda a, i: packing.read(a, place, [i % 2], i))(arrays, i)
+        np.testing.assert_array_equal(got, np.full(place.shape, i))
+
+
+def test_add():
+    pack = Packing.of(OWNERS)
+    place, other = pack.places[1][0], pack.places[1][2]
+    arrays = arrays_of(pack, 1, fill=1)
+    arrays = packing.add(arrays, place, [0], jnp.full(place.shape, 2.0), 1)
+    np.testing.assert_array_equal(packing.read(arrays, place, [0], 1), np.full((3, 2), 3.0))
+    for p, i in ((place, 0), (place, 2), (other, 0)):
+        np.testing.assert_array_equal(packing.read(arrays, p, [0], i), np.ones((3, 2)))
+
+
+def test_read_all_and_write_all():
+    pack = Packing.of(OWNERS)
+    places = pack.places[1]
+    values = [jnp.asarray(leaf(j, 0, p, np.float32)) for j, p in enumerate(places)]
+    arrays = packing.write_all(arrays_of(pack), places, [], values)
+    for got, want in zip(packing.read_all(arrays, places, []), values, strict=True):
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="shorter"):
+        packing.write_all(arrays, places, [], values[:-1])
+
+
+def test_an_owner_of_nothing():
+    pack = Packing.of([[], []])
+    assert pack.num_bytes == 0 and list(pack.used_bytes) == [0, 0]
+    assert Packing.of([[], [(aval(2), 1)]]).places[0] == ()

@@ -1,0 +1,170 @@
+"""The optimizer on stages against the optimizer on the whole model."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jpipe.stages import as_layers, cut, trace_layers
+from jpipe.update import make_updates, stage_tree
+
+WIDTHS = [3, 4, 4, 4, 2]
+LAYERS = [
+    lambda rngs, n=n, m=m: nnx.Linear(n, m, rngs=rngs) for n, m in zip(WIDTHS, WIDTHS[1:])
+]
+
+
+@pytest.fixture(autouse=True)
+def as_optax_is_written():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def stages_of(num_stages, layers=LAYERS, width=WIDTHS[0]):
+    layers = as_layers(layers)
+    inputs = {"inputs": jax.ShapeDtypeStruct((2, width), np.float32)}
+    return cut(layers, trace_layers(layers, None, inputs), None, num_stages)
+
+
+def random_like(stages, seed):
+    rng = np.random.default_rng(seed)
+    return [
+        jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), layer.parameters)
+        for layer in stages.layers
+    ]
+
+
+def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
+    """Weights after one update a gradient, each stage by itself."""
+    updates, params = make_updates(stages, optimizer), list(params)
+    for s in range(stages.num_stages):
+        update = updates.programs[updates.program_of_stage[s]]
+        run, mine = jax.jit(update.function), list(stages.layers_of(s))
+        state = jax.tree.leaves(optimizer.init(stage_tree(stages, s, params)))
+        leaves, tree = jax.tree.flatten([params[i] for i in mine])
+        for gradient in gradients:
+            gradient = jax.tree.leaves([gradient[i] for i in mine])
+            leaves, state = run(leaves, gradient, state, delay, global_norm)
+        for i, layer in zip(mine, tree.unflatten(leaves), strict=True):
+            params[i] = layer
+    return params
+
+
+def on_one_device(optimizer, params, gradients):
+    state = optimizer.init(params)
+    for gradient in gradients:
+        updates, state = jax.jit(optimizer.update)(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def kernels(tree):
+    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", tree)
+
+
+def frozen_from_layer_two(tree):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "frozen" if path[0].idx >= 2 else "trained", tree
+    )
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "decay of kernels": optax.adamw(0.1, weight_decay=0.5, mask=kernels),
+    "labels": optax.multi_transform(
+        {"trained": optax.adam(0.1), "frozen": optax.set_to_zero()}, frozen_from_layer_two
+    ),
+    "learning-rate schedule": optax.sgd(optax.linear_schedule(1.0, 0.0, 4)),
+    "clipped": optax.chain(optax.clip(0.5), optax.clip_by_block_rms(0.3), optax.sgd(0.1)),
+}
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stages_update_as_one_device_does(name, num_stages):
+    stages, optimizer = stages_of(num_stages), OPTIMIZERS[name]
+    params = random_like(stages, 0)
+    gradients = [random_like(stages, 1 + k) for k in range(3)]
+    got = on_stages(stages, optimizer, params, gradients)
+    want = on_one_device(optimizer, params, gradients)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_the_chain_sees_none_for_layers_of_other_stages():
+    seen = []
+
+    def see(updates, state, params=None):
+        seen.append([[i for i, layer in enumerate(t) if layer is not None] for t in (updates, params)])
+        return updates, state
+
+    optimizer = optax.GradientTransformation(lambda params: (), see)
+    stages = stages_of(3)
+    make_updates(stages, optimizer)
+    mine = [list(stages.layers_of(s)) for s in range(3)]
+    assert sorted(sum(mine, [])) == [0, 1, 2, 3]
+    assert all(updates == params for updates, params in seen)
+    assert [m for m, _ in seen[:: len(seen) // 3]] == mine
+
+
+def test_stage_tree():
+    stages = stages_of(2)
+    trees = ["a", "b", "c", "d"]
+    first, second = (stage_tree(stages, s, trees) for s in range(2))
+    cut_at = stages.starts[1]
+    assert first == trees[:cut_at] + [None] * (4 - cut_at)
+    assert second == [None] * cut_at + trees[cut_at:]
+
+
+def test_delay_and_global_norm_reach_the_chain():
+    def update(updates, state, params=None, *, delay, global_norm, **extra):
+        return jax.tree.map(lambda g: -g * delay / global_norm, updates), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    stages = stages_of(2)
+    params, gradient = random_like(stages, 0), random_like(stages, 1)
+    chain = optax.chain(optax.clip(0.5), optimizer)  # passes them on
+    got = on_stages(stages, chain, params, [gradient], delay=jnp.float32(6), global_norm=jnp.float32(4))
+    want = jax.tree.map(lambda p, g: p - 1.5 * np.clip(g, -0.5, 0.5), params, gradient)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, want)
+
+
+MIXING = {
+    "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "clip after": optax.chain(optax.adam(0.1), optax.clip_by_global_norm(1.0)),
+    "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_optimizers_that_mix_layers_need_one_stage(name):
+    message = "`optimizer` lets the update of one layer depend on the gradients of others"
+    for num_stages in (2, 4):  # 4: a layer a stage
+        with pytest.raises(ValueError, match=message):
+            make_updates(stages_of(num_stages), MIXING[name])
+    stages = stages_of(1)
+    params, gradient = random_like(stages, 0), random_like(stages, 1)
+    got = on_stages(stages, MIXING[name], params, [gradient])
+    want = on_one_device(MIXING[name], params, [gradient])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+def test_equal_stages_share_an_update():
+    equal = [LAYERS[1]] * 4
+    assert len(make_updates(stages_of(4, equal, 4), optax.adam(0.1)).programs) == 1
+    # The label of a layer is part of its update.
+    assert make_updates(stages_of(4, equal, 4), OPTIMIZERS["labels"]).program_of_stage == [0, 0, 1, 1]
+    # Longer runs have more leaves.
+    assert len(make_updates(stages_of(3, equal, 4), optax.adam(0.1)).programs) == 2
+
+
+def test_state_packing_by_hand():
+    # Adam keeps a count and two moments: layers of 16, 20, 20 and 10 numbers, 2 a stage.
+    stages = stages_of(2)
+    assert stages.starts == [0, 2, 4]
+    state = make_updates(stages, optax.adam(0.1)).state
+    assert list(state.used_bytes) == [4 + 2 * 4 * 36, 4 + 2 * 4 * 30]
+    assert state.num_bytes >= max(state.used_bytes)
+    assert make_updates(stages, optax.sgd(0.1)).state.num_bytes == 0
