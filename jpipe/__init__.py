@@ -1,6 +1,6 @@
 """Pipeline-parallel training for JAX and Flax."""
 
-from jpipe import plan, schedules
+from jpipe import optim, plan, schedules
 from jpipe.pipeline import Memory, Pipeline, PipelineState, StageRecord, make_mesh
 from jpipe.schedule import IDLE, Schedule
 from jpipe.stages import Function
@@ -16,6 +16,7 @@ __all__ = [
     "Schedule",
     "StageRecord",
     "make_mesh",
+    "optim",
     "plan",
     "schedules",
 ]

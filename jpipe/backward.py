@@ -1,7 +1,7 @@
 """A layer's forward, input-gradient and weight-gradient programs, out of `jax.vjp`.
 
 A layer is traced once. Its forward and the backward that `jax.vjp` returns become two flat lists of
-equations (calls to jitted functions are inlined), and everything else is read off those lists:
+equations (calls are inlined), and everything else is read off those lists:
 
     parameters, inputs ──> forward ──> outputs
                               │ residuals
@@ -28,7 +28,14 @@ import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-_CALLS = ("jit", "pjit")
+# Calls, and the parameter that holds what they call. Nothing is differentiated after tracing, so custom
+# derivative rules, which name Python functions by their address, have done their work.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
 
 
 def is_inexact(aval) -> bool:
@@ -47,7 +54,7 @@ class _Equations:
 
     @classmethod
     def trace(cls, function: Callable, *avals) -> "_Equations":
-        """Traces `function`, of and to flat lists of arrays, with every jitted call inlined."""
+        """Traces `function`, of and to flat lists of arrays, with every call inlined."""
         closed = jax.make_jaxpr(function)(*avals)
         closed = jax.make_jaxpr(
             lambda *args: _inline(closed.jaxpr, closed.consts, args)
@@ -131,7 +138,7 @@ def _inline(jaxpr, constants: Sequence, args: Sequence) -> list:
     for eqn in jaxpr.eqns:
         values = [_read(env, v) for v in eqn.invars]
         if eqn.primitive.name in _CALLS:
-            inner = eqn.params["jaxpr"]
+            inner = eqn.params[_CALLS[eqn.primitive.name]]
             out = _inline(inner.jaxpr, inner.consts, values)
         else:
             out = _bind(eqn, values)

@@ -98,9 +98,12 @@ def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Upd
                 [*layer, *everyone],
             ):
                 raise ValueError(
-                    "`optimizer` lets the update of one layer depend on the gradients of others, as "
-                    "`optax.clip_by_global_norm` does: each stage would see only its own layers and compute something "
-                    "else than on one device. Use transforms that treat each parameter by itself."
+                    "`optimizer` lets the update of one layer depend on the gradients "
+                    "of others, as `optax.clip_by_global_norm` does: a stage sees "
+                    "its own layers only, so the result would depend on how the "
+                    "model is cut. Use `jpipe.optim.clip_by_global_norm` for the "
+                    "norm over all stages, and otherwise transforms that treat each "
+                    "layer by itself."
                 )
         places = [
             (place, row)
