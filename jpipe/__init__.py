@@ -1,9 +1,10 @@
 """Pipeline-parallel training for JAX and Flax."""
 
 from jpipe import optim, plan, schedules
-from jpipe.pipeline import Memory, Pipeline, PipelineState, StageRecord, make_mesh
+from jpipe.pipeline import Memory, Pipeline, StageRecord, make_mesh
 from jpipe.schedule import IDLE, Schedule
 from jpipe.stages import Function
+from jpipe.state import PipelineState
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,5 @@
 """The face of the library: `Pipeline(...)`, its training state, and `make_mesh`."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,13 +11,13 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jpipe import packing
 from jpipe.backward import jaxpr_text
 from jpipe.engine import AXIS, Engine
 from jpipe.schedule import Schedule
 from jpipe.schedules import forward_only
-from jpipe.stages import Stages, Traced, as_layers, check_boundaries, cut, trace_layers
-from jpipe.update import make_updates, stage_tree
+from jpipe.stages import as_layers, check_boundaries, cut, trace_layers
+from jpipe.state import PipelineState, Plan
+from jpipe.update import make_updates
 
 
 def make_mesh(*, stage: int, devices: Sequence | None = None) -> Mesh:
@@ -45,28 +44,6 @@ def make_mesh(*, stage: int, devices: Sequence | None = None) -> Mesh:
             f"`stage={stage}` needs {stage} devices, got {len(devices)} ({devices[0].platform}). {remedy}"
         )
     return Mesh(np.array(devices[:stage]), (AXIS,), axis_types=(AxisType.Auto,))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PipelineState:
-    """The training state. A pytree; every array is split over the devices along its first axis.
-
-    Attributes:
-      parameters: packed weights, `[D * V, R, ...]`; `Pipeline.get_params` unpacks them.
-      optimizer_state: packed state of the Optax chain, `[D * R, ...]`.
-      gradients: packed gradient accumulators, `[D * R, ...]`; zero between minibatches.
-      buffers: activations and gradients in flight.
-      round: int32 `[D]`, steps so far.
-      boundaries: where the layers were cut; static.
-    """
-
-    parameters: dict[str, jax.Array]
-    optimizer_state: dict[str, jax.Array]
-    gradients: dict[str, jax.Array]
-    buffers: Any
-    round: jax.Array
-    boundaries: tuple[int, ...] = dataclasses.field(metadata=dict(static=True))
 
 
 class StageRecord(NamedTuple):
@@ -108,14 +85,6 @@ class Memory(NamedTuple):
     padding: int
 
 
-class _Plan(NamedTuple):
-    """Everything derived from the shapes of a microbatch."""
-
-    traced: Traced
-    stages: Stages
-    engine: Engine
-
-
 class Pipeline:
     """Trains a model cut into stages over several devices, by a schedule.
 
@@ -129,6 +98,8 @@ class Pipeline:
       boundaries: the layer index at which each stage after the first begins; None balances by FLOPs.
       mesh: has an axis "stage" of as many devices as the schedule; see `jpipe.make_mesh`. None makes it.
       recompute: "none", or "full": a stage keeps only its inputs, and runs its forward again before its backward.
+      compute_dtype: cast weights and activations to it in every layer, for example `jnp.bfloat16`; the weights that
+        are kept, gradients and the outputs that the loss sees stay in the weights' own dtype. None casts nothing.
 
     Raises:
       ValueError: for any argument that cannot work, before anything is compiled.
@@ -160,6 +131,7 @@ class Pipeline:
         boundaries: Sequence[int] | None = None,
         mesh: Mesh | None = None,
         recompute: str = "none",
+        compute_dtype: Any = None,
     ):
         if not isinstance(schedule, Schedule):
             raise ValueError(
@@ -184,7 +156,14 @@ class Pipeline:
             raise ValueError(
                 f'`recompute` must be "none" or "full", got {recompute!r}.'
             )
+        if compute_dtype is not None and not jnp.issubdtype(
+            compute_dtype, jnp.floating
+        ):
+            raise ValueError(
+                f"`compute_dtype` must be a floating-point dtype or None, got {compute_dtype!r}."
+            )
         self.layers = as_layers(layers)
+        self.compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
         self.schedule, self.loss, self.optimizer, self.recompute = (
             schedule,
             loss,
@@ -208,23 +187,25 @@ class Pipeline:
 
     # -- Plans -------------------------------------------------------------------------------------------------
 
-    def _plan(self, microbatch: Any) -> _Plan:
+    def _plan(self, microbatch: Any) -> Plan:
         """The plan for an abstract microbatch, made once."""
         leaves, tree = jax.tree.flatten(microbatch)
         key = (tree, tuple((a.shape, np.dtype(a.dtype)) for a in leaves))
         if key not in self._plans:
-            traced = trace_layers(self.layers, self.loss, microbatch)
+            traced = trace_layers(
+                self.layers, self.loss, microbatch, self.compute_dtype
+            )
             stages = cut(self.layers, traced, self._starts, self.schedule.num_stages)
             self._starts = list(stages.starts)
             updates = make_updates(stages, self.optimizer)
             engine = Engine(
                 self.schedule, stages, updates, self.mesh, self.recompute == "full"
             )
-            self._plans[key] = _Plan(traced, stages, engine)
+            self._plans[key] = Plan(microbatch, traced, stages, engine, self.optimizer)
         return self._plans[key]
 
     def _predictor(self, microbatch: Any) -> Engine:
-        traced = trace_layers(self.layers, None, microbatch)
+        traced = trace_layers(self.layers, None, microbatch, self.compute_dtype)
         stages = cut(self.layers, traced, self._starts, self.schedule.num_stages)
         table = forward_only(
             self.schedule.num_stages,
@@ -297,48 +278,27 @@ class Pipeline:
         plan = self._plan(self._microbatch(batch))
         if params is not None:
             self._check_params(params)
-        engine, stages = plan.engine, plan.stages
         init_layer = _shared_jit(self.mesh.devices.flat[0].platform)
-        shapes = {
-            "parameters": engine.parameter_shapes(),
-            "optimizer_state": engine.optimizer_shapes(),
-        }
-        local = [
-            jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
-            for _ in range(self.schedule.num_devices)
-        ]
-        for s in range(stages.num_stages):
-            d, chunk = self._home(s)
-            device = self.mesh.devices.flat[d]
-            if device.process_index != jax.process_index():
-                continue
-            per_layer: list = [None] * len(self.layers)
-            with jax.default_device(device):
-                for i in stages.layers_of(s):
-                    layer = self.layers[i]
-                    if params is not None:
-                        per_layer[i] = jax.tree.map(np.asarray, params[i])
-                    elif layer.given is not None:
-                        per_layer[i] = layer.given
-                    else:
-                        per_layer[i] = init_layer(
-                            layer.init, jax.random.fold_in(key, i)
-                        )
-                inner = jax.jit(self.optimizer.init)(stage_tree(stages, s, per_layer))
-            arrays = local[d]["parameters"]
-            for i, places, row in stages.layer_places(s):
-                for place, leaf in zip(
-                    places, jax.tree.leaves(per_layer[i]), strict=True
-                ):
-                    arrays[place.array][(slice(None), chunk, *_where(place, row))] = (
-                        np.asarray(leaf).reshape(place.block)
-                    )
-            update = engine.updates.programs[engine.updates.program_of_stage[s]]
-            for place, leaf in zip(update.state, jax.tree.leaves(inner), strict=True):
-                local[d]["optimizer_state"][place.array][(chunk, *_where(place, 0))] = (
-                    np.asarray(leaf).reshape(place.block)
-                )
-        packed = jax.tree.map(self._from_local, *local)
+
+        def weights(i: int):
+            if params is not None:
+                return jax.tree.map(np.asarray, params[i])
+            if self.layers[i].given is not None:
+                return self.layers[i].given
+            return init_layer(self.layers[i].init, jax.random.fold_in(key, i))
+
+        def of_stage(s: int):
+            mine = plan.stages.layers_of(s)
+            per_layer = [
+                weights(i) if i in mine else None for i in range(len(self.layers))
+            ]
+            return per_layer, jax.jit(self.optimizer.init)(per_layer)
+
+        return self._new_state(plan, of_stage)
+
+    def _new_state(self, plan: Plan, of_stage: Callable) -> PipelineState:
+        """A state with nothing in flight."""
+        engine = plan.engine
         zeros = engine.globally(
             {
                 "gradients": engine.gradient_shapes(),
@@ -346,11 +306,49 @@ class Pipeline:
                 "round": jax.ShapeDtypeStruct((1,), jnp.int32),
             }
         )
-        zeros = jax.jit(
+        empty = jax.jit(
             lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), zeros),
             out_shardings=jax.tree.map(lambda a: a.sharding, zeros),
-        )()
-        return PipelineState(**packed, **zeros, boundaries=tuple(stages.starts[1:-1]))
+        )
+        return PipelineState(**plan.pack(of_stage), **empty(), plan=plan)
+
+    def adopt(self, state: PipelineState) -> PipelineState:
+        """The state of another pipeline of the same layers and optimizer, for this one to go on from.
+
+        Schedule, stages, boundaries, mesh and recompute may differ; the minibatch stays as it is. Weights and optimizer
+        state are kept.
+
+        Args:
+          state: of the other pipeline; not donated.
+
+        Raises:
+          ValueError: if the layers or the optimizer differ, or the minibatch cannot be cut into microbatches here.
+        """
+        _check_state(state)
+        source = state.plan
+        N = source.engine.schedule.num_microbatches
+        batch = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((N * a.shape[0], *a.shape[1:]), a.dtype),
+            source.microbatch,
+        )
+        params = source.parameters(state)
+        self._check_params(params)
+        plan, inner = self._plan(self._microbatch(batch)), source.optimizer_state(state)
+
+        def of_stage(s: int):
+            mine, leaves = plan.stages.layers_of(s), []
+            for path, want in plan.optimizer_paths(s).items():
+                if path not in inner or inner[path].shape != want.shape:
+                    raise ValueError(
+                        f"`state` comes from a pipeline with another optimizer: this one keeps {path} of shape "
+                        f"{want.shape}, which the state has not. Give both pipelines the same Optax chain."
+                    )
+                leaves.append(inner[path])
+            return [
+                params[i] if i in mine else None for i in range(len(self.layers))
+            ], leaves
+
+        return self._new_state(plan, of_stage)
 
     def step(
         self, state: PipelineState, batch: Any
@@ -364,12 +362,18 @@ class Pipeline:
         Returns: The new state and metrics: "loss", the mean over the microbatches; "num_microbatches", how many that
         were; "skipped_updates" int32 `[S]`, 1 where a gradient that is not finite made a stage keep its weights.
         """
-        self._check_state(state)
-        self._plan(self._microbatch(batch))
+        self._check_own(state)
+        microbatch = self._microbatch(batch)
+        if self._plan(microbatch) is not state.plan:
+            raise ValueError(
+                f"`state` was made for microbatches of {_shapes(state.plan.microbatch)}, got a batch whose microbatches are "
+                f"{_shapes(microbatch)}. Keep the shape of the batch, or make a state for it by "
+                "`init(key, batch, params=pipe.get_params(state))`."
+            )
         return self._step(state, dict(batch))
 
     def _run_step(self, state: PipelineState, batch):
-        engine = self._plan(self._microbatch(batch)).engine
+        plan, engine = state.plan, state.plan.engine
         parameters, gradients, optimizer_state, buffers, results = engine.run(
             state.parameters,
             state.gradients,
@@ -382,23 +386,19 @@ class Pipeline:
         loss = results["loss"].sum() / jnp.maximum(count, 1).astype(
             results["loss"].dtype
         )
-        homes = np.array([self._home(s) for s in range(self.schedule.num_stages)])
+        homes = np.array([plan.home(s) for s in range(self.schedule.num_stages)])
         skipped = results["skipped"][
             homes[:, 0] * engine.lowered.num_chunks + homes[:, 1]
         ]
         metrics = {"loss": loss, "num_microbatches": count, "skipped_updates": skipped}
-        return PipelineState(
-            parameters,
-            optimizer_state,
-            gradients,
-            buffers,
-            state.round + 1,
-            state.boundaries,
-        ), metrics
+        state = PipelineState(
+            parameters, optimizer_state, gradients, buffers, state.round + 1, plan
+        )
+        return state, metrics
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
         """Completes what is in flight: nothing, in a synchronous schedule."""
-        self._check_state(state)
+        self._check_own(state)
         zero = jnp.zeros((), jnp.int32)
         return state, {
             "loss": jnp.zeros(()),
@@ -416,7 +416,7 @@ class Pipeline:
 
         Returns: The outputs, `[batch, ...]`.
         """
-        self._check_state(state)
+        self._check_own(state)
         if not isinstance(batch, Mapping) or "inputs" not in batch:
             raise ValueError(
                 '`batch` must be a dict with an entry "inputs", which feeds layer 0.'
@@ -445,33 +445,14 @@ class Pipeline:
             parameters, {}, {}, buffers, round_, self._cut_batch(batch)
         )
         N, stages = self.schedule.num_microbatches, engine.stages
-        d, _ = self._home(stages.num_stages - 1)
+        d = int(self.schedule.device[self.schedule.stage == stages.num_stages - 1][0])
         flat = [y[d * N : (d + 1) * N].reshape(-1, *y.shape[2:]) for y in outputs]
         return stages.kinds[stages.kind_of_layer[-1]].output_tree.unflatten(flat)
 
     def get_params(self, state: PipelineState) -> list:
         """The newest weights: one nested dict a layer, by attribute names, of host arrays."""
-        self._check_state(state)
-        _, stages, engine = self._any_plan()
-        V = engine.lowered.num_versions
-        newest = int(self._to_local(state.round)[0][0]) % V
-        local = {
-            name: self._to_local(array) for name, array in state.parameters.items()
-        }
-        per_layer: list = [None] * len(self.layers)
-        for s in range(stages.num_stages):
-            d, chunk = self._home(s)
-            for i, places, row in stages.layer_places(s):
-                leaves = [
-                    local[p.array][d][(newest, chunk, *_where(p, row))]
-                    .reshape(p.shape)
-                    .copy()
-                    for p in places
-                ]
-                per_layer[i] = jax.tree.structure(self.layers[i].parameters).unflatten(
-                    leaves
-                )
-        return per_layer
+        self._check_own(state)
+        return state.plan.parameters(state)
 
     # -- What it costs -----------------------------------------------------------------------------------------
 
@@ -487,7 +468,7 @@ class Pipeline:
             records.append(
                 StageRecord(
                     stage=s,
-                    device=self._home(s)[0],
+                    device=plan.home(s)[0],
                     layers=(layers.start, layers.stop),
                     names=tuple(self.layers[i].name for i in layers),
                     num_parameters=sum(math.prod(a.shape) for a in leaves),
@@ -546,57 +527,17 @@ class Pipeline:
                 "round": jax.ShapeDtypeStruct((1,), jnp.int32),
             }
         )
-        state = PipelineState(**shapes, boundaries=tuple(plan.stages.starts[1:-1]))
+        state = PipelineState(**shapes, plan=plan)
         return self._step.lower(state, jax.tree.map(_abstract, dict(batch))).compile()
 
     # -- Odds and ends -----------------------------------------------------------------------------------------
 
-    def _any_plan(self) -> _Plan:
-        if not self._plans:
+    def _check_own(self, state: Any) -> None:
+        _check_state(state)
+        if not any(plan is state.plan for plan in self._plans.values()):
             raise ValueError(
-                "this pipeline has not seen a batch: call `init` first, which fixes its shapes."
-            )
-        return next(iter(self._plans.values()))
-
-    def _home(self, stage: int) -> tuple[int, int]:
-        """The device of a stage, and which of the device's columns it is."""
-        column = int(np.flatnonzero(self.schedule.stage == stage)[0])
-        device = int(self.schedule.device[column])
-        others = self.schedule.stage[self.schedule.device == device]
-        return device, int((others < stage).sum())
-
-    def _from_local(self, *per_device: np.ndarray) -> jax.Array:
-        shape = (len(per_device) * per_device[0].shape[0], *per_device[0].shape[1:])
-        sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
-        rows = per_device[0].shape[0]
-        return jax.make_array_from_callback(
-            shape, sharding, lambda at: per_device[(at[0].start or 0) // rows]
-        )
-
-    def _to_local(self, array: jax.Array) -> list[np.ndarray]:
-        shards = {
-            s.index[0].start or 0: np.asarray(s.data) for s in array.addressable_shards
-        }
-        return [shards[start] for start in sorted(shards)]
-
-    def _check_state(self, state: Any) -> None:
-        if not isinstance(state, PipelineState):
-            raise ValueError(
-                f"`state` must be the state that `init` or `step` returned, got {type(state).__name__}."
-            )
-        if any(
-            a.is_deleted()
-            for a in jax.tree.leaves(state)
-            if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer)
-        ):
-            raise ValueError(
-                "`state` was donated to an earlier `step` and its arrays are gone. Keep the state that step returned: "
-                "`state, metrics = pipe.step(state, batch)`."
-            )
-        if self._starts is not None and tuple(self._starts[1:-1]) != state.boundaries:
-            raise ValueError(
-                f"`state` was cut at layers {list(state.boundaries)}, this pipeline cuts at {self._starts[1:-1]}. "
-                "Give the pipeline those `boundaries`, or start from `init(key, batch, params=other.get_params(state))`."
+                "`state` was made by another pipeline, whose layout is another. Take it over with "
+                "`state = pipe.adopt(state)`."
             )
 
     def _check_params(self, params: Sequence) -> None:
@@ -638,10 +579,23 @@ def _shared_jit(platform: str) -> Callable:
     return call
 
 
-def _where(place: packing.Place, row: int) -> tuple[slice, ...]:
-    """The part of an array (behind its leading axes) that holds leaf `row` of `place`."""
-    start = place.start(row)
-    return (slice(start, start + place.block[0]),)
+def _check_state(state: Any) -> None:
+    if not isinstance(state, PipelineState):
+        raise ValueError(
+            f"`state` must be the state that `init` or `step` returned, got {type(state).__name__}."
+        )
+    if any(isinstance(a, jax.Array) and a.is_deleted() for a in jax.tree.leaves(state)):
+        raise ValueError(
+            "`state` was donated to an earlier `step` and its arrays are gone. Keep the state that step returned: "
+            "`state, metrics = pipe.step(state, batch)`."
+        )
+
+
+def _shapes(tree: Any) -> str:
+    return ", ".join(
+        f"{jax.tree_util.keystr(p)} {a.dtype}{list(a.shape)}"
+        for p, a in jax.tree.leaves_with_path(tree)
+    )
 
 
 def _abstract(a) -> jax.ShapeDtypeStruct:

@@ -258,47 +258,56 @@ class Traced:
 
 
 def trace_layers(
-    layers: Sequence[Layer], loss: Callable | None, microbatch: Any
+    layers: Sequence[Layer],
+    loss: Callable | None,
+    microbatch: Any,
+    compute_dtype: Any = None,
 ) -> Traced:
     """Traces every layer, and the loss unless it is None, for the abstract `microbatch`."""
-    inputs = microbatch["inputs"]
-    first_inputs = jax.tree.leaves(inputs)
+    x = inputs = microbatch["inputs"]
     kinds: list[LayerProgram] = []
     kind_of_layer: list[int] = []
     by_text: dict[str, int] = {}
-    x = inputs
-    for i, layer in enumerate(layers):
 
-        def function(parameters, inputs, _, layer=layer):
-            return layer.apply(parameters, inputs)
+    def trace(i: int, x, **options) -> LayerProgram:
+        layer = layers[i]
+
+        def function(parameters, inputs, _):
+            outputs = layer.apply(
+                _cast(parameters, compute_dtype), _cast(inputs, compute_dtype)
+            )
+            return outputs if i < len(layers) - 1 else _cast(outputs, output_dtype)
 
         try:
-            traced = trace_layer(function, layer.parameters, x)
+            return trace_layer(function, layer.parameters, x, **options)
         except Exception as error:
             shapes = jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", x)
             raise ValueError(
                 f"layer {i} ({layer.name}) cannot take {shapes}: {error}"
             ) from error
+
+    output_dtype = None
+    if compute_dtype is not None:
+        weights = [a for layer in layers for a in jax.tree.leaves(layer.parameters)]
+        output_dtype = np.result_type(np.float32, *(a.dtype for a in weights))
+    for i in range(len(layers)):
+        traced = trace(i, x)
         kind = by_text.setdefault(traced.text, len(kinds))
         if kind == len(kinds):
             kinds.append(traced)
         kind_of_layer.append(kind)
         x = traced.output_tree.unflatten(traced.outputs)
-    if (
-        kind_of_layer.count(kind_of_layer[0]) == 1
-    ):  # nobody needs the gradient of the model's inputs
-        kinds[0] = trace_layer(
-            lambda p, x, _: layers[0].apply(p, x),
-            layers[0].parameters,
-            inputs,
-            input_grads=False,
-        )
-    return Traced(
-        kinds,
-        kind_of_layer,
-        None if loss is None else _trace_loss(loss, x, microbatch),
-        first_inputs,
-    )
+    if kind_of_layer.count(0) == 1:  # nobody needs the gradient of the model's inputs
+        kinds[0] = trace(0, inputs, input_grads=False)
+    loss_program = None if loss is None else _trace_loss(loss, x, microbatch)
+    return Traced(kinds, kind_of_layer, loss_program, jax.tree.leaves(inputs))
+
+
+def _cast(tree: Any, dtype: Any) -> Any:
+    """`tree` with its inexact leaves in `dtype`; None casts nothing."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda a: a.astype(dtype) if is_inexact(a) else a, tree)
 
 
 def _trace_loss(loss: Callable, outputs, microbatch) -> LayerProgram:
