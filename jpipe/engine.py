@@ -45,6 +45,8 @@ class Engine:
       updates: the optimizer, or None for a forward-only table.
       mesh: has an axis "stage" of the schedule's number of devices.
       recompute: whether a stage keeps only its inputs from forward to backward.
+      microbatch: the abstract microbatch.
+      trained: the lowered table that trained the weights which a forward-only table reads.
     """
 
     schedule: Schedule
@@ -52,18 +54,25 @@ class Engine:
     updates: Updates | None
     mesh: Mesh
     recompute: bool = False
+    microbatch: Any = None
+    trained: Lowered | None = None
 
     @functools.cached_property
     def lowered(self) -> Lowered:
         share = self.stages.activations.arrays == self.stages.gradients.arrays
         return lower(self.schedule, self.recompute, share)
 
+    @property
+    def num_versions(self) -> int:
+        """V, weight versions that every device holds."""
+        return (self.trained or self.lowered).num_versions
+
     # -- Arrays of the training state ------------------------------------------------------------------------
 
     def parameter_shapes(self) -> dict:
         """Local shapes of the weights, `[V, R, ...]`."""
         return _leading(
-            self.stages.parameters, self.lowered.num_versions, self.lowered.num_chunks
+            self.stages.parameters, self.num_versions, self.lowered.num_chunks
         )
 
     def gradient_shapes(self) -> dict:
@@ -100,6 +109,12 @@ class Engine:
                 _leading(message[channel.carries[0]]) for channel in lowered.channels
             ],
         }
+        if lowered.num_batches > 1:
+            rows = lowered.num_batches * self.schedule.num_microbatches
+            shapes["batches"] = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct((rows, *a.shape), a.dtype),
+                self.microbatch,
+            )
         if not self.schedule.forward_only:
             # The latest squared gradient norm of each column, for norms over all stages.
             shapes["squared_norm"] = jax.ShapeDtypeStruct(
@@ -122,26 +137,28 @@ class Engine:
 
     # -- The step ----------------------------------------------------------------------------------------------
 
-    def run(self, parameters, gradients, optimizer_state, buffers, round_, batch):
+    def run(self, parameters, gradients, optimizer_state, buffers, round_, fed, batch):
         """One pass over the table.
 
         Args:
           parameters, gradients, optimizer_state, buffers: global arrays shaped as the methods above say.
           round_: int32 `[D]`: passes so far.
-          batch: pytree of `[N, microbatch, ...]` arrays, held by every device.
+          fed: int32 `[D]`: microbatches that have entered the pipe since round 0, this round's included. Cells of
+            others, before the first or after the last, do nothing.
+          batch: pytree of `[N, microbatch, ...]` arrays, held by every device; None if nothing enters.
 
         Returns: the first four, updated, and a dict of `[D, ...]` results: "loss" (sum), "count" and "skipped"; or
         `[D * N, microbatch, ...]` outputs if the table is forward-only.
         """
         split, whole = PartitionSpec(AXIS), PartitionSpec()
         body = jax.shard_map(
-            lambda *args: _Device(self, args[4][0], args[5]).run(*args[:4]),
+            lambda *args: _Device(self, args[4][0], args[5][0]).run(*args[:4], args[6]),
             mesh=self.mesh,
-            in_specs=(split, split, split, split, split, whole),
+            in_specs=(split, split, split, split, split, split, whole),
             out_specs=split,
             check_vma=False,
         )
-        return body(parameters, gradients, optimizer_state, buffers, round_, batch)
+        return body(parameters, gradients, optimizer_state, buffers, round_, fed, batch)
 
 
 def _leading(pack: packing.Packing, *lead: int) -> dict:
@@ -165,11 +182,10 @@ class _Row:
 class _Device:
     """What one device does: the body of the shard_map."""
 
-    def __init__(self, engine: Engine, round_, batch):
+    def __init__(self, engine: Engine, round_, fed):
         self.engine, self.stages, self.lowered = engine, engine.stages, engine.lowered
         self.schedule = engine.schedule
-        self.batch, self.batch_tree = jax.tree.flatten(batch)
-        self.inputs = jax.tree.leaves(batch["inputs"])
+        self.round, self.fed = round_, fed
         self.last = self.stages.num_stages - 1
         self.me = lax.axis_index(AXIS)
         self.columns: dict[str, jax.Array] = {}
@@ -233,7 +249,13 @@ class _Device:
                 of_stage[f"length{r}"] = np.array(
                     [n[r] if r < len(n) else 0 for n in self.stages.lengths]
                 )
-        busy = stage >= 0
+        N = self.schedule.num_microbatches
+        if name == "update":
+            first, last = round_ + version >= 1, (round_ + version) * N <= self.fed
+        else:
+            absolute = round_ * N + microbatch
+            first, last = absolute >= 0, absolute < self.fed
+        busy = (stage >= 0) & first & last
         for field, values in of_stage.items():
             values = jnp.asarray(np.asarray(values).astype(np.int32))[stage]
             self._put(
@@ -242,11 +264,16 @@ class _Device:
                 mine=True,
             )
         self._put(f"{lane_name}.chunk", chunk, mine=True)
-        self._put(f"{lane_name}.microbatch", microbatch, mine=True)
+        rows = self.lowered.num_batches * N
+        at = microbatch if rows == N else jnp.mod(round_ * N + microbatch, rows)
+        self._put(f"{lane_name}.microbatch", at, mine=True)
+        if self.engine.trained is not None:
+            newest = jnp.asarray(self.engine.trained.newest, jnp.int32)[stage]
+            version = jnp.maximum(round_ + newest, 0) - round_
         self._put(f"{lane_name}.absolute_version", round_ + version, mine=True)
         self._put(
             f"{lane_name}.version",
-            jnp.mod(round_ + version, self.lowered.num_versions),
+            jnp.mod(round_ + version, self.engine.num_versions),
             mine=True,
         )
         for ring, slots in self.lowered.num_slots.items():
@@ -259,13 +286,34 @@ class _Device:
 
     # -- The scan ----------------------------------------------------------------------------------------------
 
-    def run(self, parameters, gradients, optimizer_state, buffers):
+    def run(self, parameters, gradients, optimizer_state, buffers, batch):
         operations, lowered = self.lowered.operations, self.lowered
         carry = dict(
             parameters=parameters,
             gradients=gradients,
             optimizer_state=optimizer_state,
             **buffers,
+        )
+        if "batches" in buffers:  # keep the minibatches that are still in flight
+            if batch is not None:
+                at = jnp.mod(self.round, lowered.num_batches)
+                at = at * self.schedule.num_microbatches
+                carry["batches"] = jax.tree.map(
+                    lambda ring, new: lax.dynamic_update_slice_in_dim(ring, new, at, 0),
+                    buffers["batches"],
+                    batch,
+                )
+            batch = carry["batches"]
+        elif batch is None:
+            batch = jax.tree.map(
+                lambda a: jnp.zeros(
+                    (self.schedule.num_microbatches, *a.shape), a.dtype
+                ),
+                self.engine.microbatch,
+            )
+        self.batch, self.inputs = (
+            jax.tree.leaves(batch),
+            jax.tree.leaves(batch["inputs"]),
         )
         if self.schedule.forward_only:
             N = self.schedule.num_microbatches
@@ -710,7 +758,7 @@ class _Device:
         return carry
 
     def _apply(self, update, get: Callable, skip, global_norm, buffers: dict) -> dict:
-        old = jnp.mod(get("absolute_version") - 1, self.lowered.num_versions)
+        old = jnp.mod(get("absolute_version") - 1, self.engine.num_versions)
         chunk = get("chunk")
 
         def apply(parameters, state):
@@ -734,7 +782,7 @@ class _Device:
             return parameters, packing.write_all(state, update.state, [chunk], inner)
 
         def keep(parameters, state):
-            for place, i in update.parameters if self.lowered.num_versions > 1 else ():
+            for place, i in update.parameters if self.engine.num_versions > 1 else ():
                 value = packing.read(parameters, place, [old, chunk], i)
                 parameters = packing.write(
                     parameters, place, [get("version"), chunk], value, i

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jpipe.schedule import IDLE, Schedule
+from jpipe.schedule import IDLE, Schedule, newest_version
 
 RINGS = ("activation", "gradient", "input_stash", "weight_stash", "crossing")
 
@@ -74,7 +74,10 @@ class Lowered:
       offset: ring -> int `[S]`: its first slot among its device's.
       num_slots: ring -> slots that every device holds.
       num_chunks: columns a device, at most.
-      num_versions: weight versions that every device holds.
+      num_versions: V, weight versions that every device holds; version v lies in slot v modulo V.
+      newest: int `[S]`: the newest version of a stage between rounds, relative to the next round.
+      num_batches: how many of the latest minibatches are read, the one of this round included.
+      drain_rounds: rounds without new microbatches after which nothing is in flight.
     """
 
     schedule: Schedule
@@ -85,6 +88,9 @@ class Lowered:
     num_slots: Mapping[str, int]
     num_chunks: int
     num_versions: int
+    newest: np.ndarray
+    num_batches: int
+    drain_rounds: int
 
 
 def lower(
@@ -133,6 +139,12 @@ def lower(
         starts = np.concatenate([[0], np.cumsum(per_chunk)])
         offset[ring] = starts[chunk[column_of]]
         num_slots[ring] = int(starts[-1])
+    if schedule.forward_only:
+        newest, latest = np.zeros(schedule.num_columns, int), schedule.num_ticks - 1
+    else:
+        updated = schedule.update_ticks()
+        newest = newest_version(np.zeros_like(updated), updated, schedule.num_ticks)
+        latest = max(schedule.weight_grad_ticks().max(), updated.max())
     return Lowered(
         schedule=schedule,
         operations=operations,
@@ -141,8 +153,39 @@ def lower(
         offset=offset,
         num_slots=num_slots,
         num_chunks=num_chunks,
-        num_versions=int(max(schedule.facts().weight_versions)),
+        num_versions=_num_versions(schedule),
+        newest=newest[column_of],
+        num_batches=_num_batches(schedule, column_of, recompute),
+        drain_rounds=int(latest) // schedule.num_ticks,
     )
+
+
+def _num_versions(schedule: Schedule) -> int:
+    """The least V at which no version is overwritten, by the one V later, before it is last read."""
+    if schedule.forward_only:
+        return 1
+    updated, T, V = schedule.update_ticks(), schedule.num_ticks, 1
+    for ticks, versions in (
+        (schedule.forward_ticks(), schedule.forward_versions()),
+        (schedule.backward_ticks(), schedule.backward_versions()),
+        (schedule.weight_grad_ticks(), schedule.backward_versions()),
+    ):
+        written = -(
+            (updated - ticks) // T
+        )  # the newest version written before or in that tick's round
+        V = max(V, int((written - versions + 1).max()))
+    return V
+
+
+def _num_batches(schedule: Schedule, column_of: np.ndarray, recompute: bool) -> int:
+    """How many minibatches back the first and the last stage read, this round's included."""
+    ends, oldest = [column_of[0], column_of[-1]], 0
+    for cells in (
+        (schedule.forward, schedule.backward) if recompute else (schedule.forward,)
+    ):
+        read = cells[:, ends]
+        oldest = min(oldest, int(read[read != IDLE].min(initial=0)))
+    return 1 + -(oldest // schedule.num_microbatches)
 
 
 def _chunks(schedule: Schedule) -> np.ndarray:

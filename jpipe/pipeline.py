@@ -13,10 +13,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.backward import jaxpr_text
 from jpipe.engine import AXIS, Engine
+from jpipe.lower import Lowered
 from jpipe.schedule import Schedule
 from jpipe.schedules import forward_only
 from jpipe.stages import as_layers, check_boundaries, cut, trace_layers
-from jpipe.state import PipelineState, Plan
+from jpipe.state import PipelineState, Plan, rounds
 from jpipe.update import make_updates
 
 
@@ -139,10 +140,10 @@ class Pipeline:
                 "`jpipe.schedules.one_f_one_b(num_stages=4, num_microbatches=8)`."
             )
         schedule.check()
-        if schedule.forward_only or not schedule.synchronous:
-            kind = "forward-only" if schedule.forward_only else "asynchronous"
+        if schedule.forward_only:
             raise ValueError(
-                f"`schedule` {schedule.name!r} is {kind}: training needs a synchronous one for now."
+                f"`schedule` {schedule.name!r} is forward-only, and a pipeline trains. `Pipeline.predict` makes its own "
+                "forward-only table."
             )
         if not callable(loss):
             raise ValueError(
@@ -183,6 +184,9 @@ class Pipeline:
         self._step = jax.jit(
             self._run_step, donate_argnums=0, out_shardings=(split, whole)
         )
+        self._flush = jax.jit(
+            self._run_flush, donate_argnums=0, out_shardings=(split, whole)
+        )
         self._predict = jax.jit(self._run_predict)
 
     # -- Plans -------------------------------------------------------------------------------------------------
@@ -199,12 +203,17 @@ class Pipeline:
             self._starts = list(stages.starts)
             updates = make_updates(stages, self.optimizer)
             engine = Engine(
-                self.schedule, stages, updates, self.mesh, self.recompute == "full"
+                self.schedule,
+                stages,
+                updates,
+                self.mesh,
+                recompute=self.recompute == "full",
+                microbatch=microbatch,
             )
             self._plans[key] = Plan(microbatch, traced, stages, engine, self.optimizer)
         return self._plans[key]
 
-    def _predictor(self, microbatch: Any) -> Engine:
+    def _predictor(self, microbatch: Any, trained: Lowered) -> Engine:
         traced = trace_layers(self.layers, None, microbatch, self.compute_dtype)
         stages = cut(self.layers, traced, self._starts, self.schedule.num_stages)
         table = forward_only(
@@ -213,7 +222,7 @@ class Pipeline:
             stage=self.schedule.stage,
             device=self.schedule.device,
         )
-        return Engine(table, stages, None, self.mesh)
+        return Engine(table, stages, None, self.mesh, trained=trained)
 
     def _microbatch(self, batch: Any) -> Any:
         """The abstract microbatch of `batch`, or a clear error."""
@@ -331,6 +340,11 @@ class Pipeline:
             lambda a: jax.ShapeDtypeStruct((N * a.shape[0], *a.shape[1:]), a.dtype),
             source.microbatch,
         )
+        if not source.engine.schedule.synchronous and rounds(state):
+            raise ValueError(
+                "`state` has microbatches in flight that only its own pipeline can complete. Flush it first: "
+                "`state, metrics = other_pipe.flush(state)`."
+            )
         params = source.parameters(state)
         self._check_params(params)
         plan, inner = self._plan(self._microbatch(batch)), source.optimizer_state(state)
@@ -353,14 +367,18 @@ class Pipeline:
     def step(
         self, state: PipelineState, batch: Any
     ) -> tuple[PipelineState, dict[str, jax.Array]]:
-        """One minibatch: every microbatch forward and backward, and one optimizer update on every stage.
+        """One minibatch into the pipe, and one pass over the schedule's table.
+
+        In a synchronous schedule every microbatch runs forward and backward and every stage updates once. In an
+        asynchronous one microbatches of earlier minibatches finish while those of this one enter; nothing drains.
 
         Args:
           state: the training state; donated, so use the one returned from here on.
           batch: a minibatch: dict of arrays `[batch, ...]`; "inputs" feeds layer 0, the loss sees all.
 
-        Returns: The new state and metrics: "loss", the mean over the microbatches; "num_microbatches", how many that
-        were; "skipped_updates" int32 `[S]`, 1 where a gradient that is not finite made a stage keep its weights.
+        Returns: The new state and metrics: "loss", the mean over the microbatches whose loss was computed in this step, 0
+        if there were none; "num_microbatches", how many that were; "skipped_updates" int32 `[S]`, 1 where a gradient
+        that is not finite made a stage keep its weights.
         """
         self._check_own(state)
         microbatch = self._microbatch(batch)
@@ -373,6 +391,11 @@ class Pipeline:
         return self._step(state, dict(batch))
 
     def _run_step(self, state: PipelineState, batch):
+        fed = (state.round + 1) * self.schedule.num_microbatches
+        return self._pass(state, fed, self._cut_batch(batch))
+
+    def _pass(self, state: PipelineState, fed, batch):
+        """One pass over the table: the new state and metrics."""
         plan, engine = state.plan, state.plan.engine
         parameters, gradients, optimizer_state, buffers, results = engine.run(
             state.parameters,
@@ -380,31 +403,69 @@ class Pipeline:
             state.optimizer_state,
             state.buffers,
             state.round,
-            self._cut_batch(batch),
-        )
-        count = results["count"].sum()
-        loss = results["loss"].sum() / jnp.maximum(count, 1).astype(
-            results["loss"].dtype
+            fed,
+            batch,
         )
         homes = np.array([plan.home(s) for s in range(self.schedule.num_stages)])
-        skipped = results["skipped"][
-            homes[:, 0] * engine.lowered.num_chunks + homes[:, 1]
-        ]
-        metrics = {"loss": loss, "num_microbatches": count, "skipped_updates": skipped}
-        state = PipelineState(
-            parameters, optimizer_state, gradients, buffers, state.round + 1, plan
-        )
-        return state, metrics
+        columns = homes[:, 0] * engine.lowered.num_chunks + homes[:, 1]
+        count = results["count"].sum()
+        metrics = {
+            "loss": _mean(results["loss"].sum(), count),
+            "num_microbatches": count,
+            "skipped_updates": results["skipped"][columns],
+        }
+        arrays = (parameters, optimizer_state, gradients, buffers, state.round + 1)
+        return PipelineState(*arrays, plan), metrics
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
-        """Completes what is in flight: nothing, in a synchronous schedule."""
+        """Completes what is in flight, without new microbatches; nothing, in a synchronous schedule.
+
+        The count of rounds restarts: a flushed state is a fresh one with the weights and optimizer state it has.
+
+        Args:
+          state: the training state; donated if the schedule is asynchronous.
+
+        Returns: The new state, and metrics as of `step` over all that was in flight.
+        """
         self._check_own(state)
-        zero = jnp.zeros((), jnp.int32)
-        return state, {
-            "loss": jnp.zeros(()),
-            "num_microbatches": zero,
-            "skipped_updates": jnp.zeros(self.schedule.num_stages, jnp.int32),
+        if self.schedule.synchronous:
+            zero = jnp.zeros(self.schedule.num_stages, jnp.int32)
+            return state, {
+                "loss": jnp.zeros(()),
+                "num_microbatches": zero[0],
+                "skipped_updates": zero,
+            }
+        return self._flush(state)
+
+    def _run_flush(self, state: PipelineState):
+        lowered, newest = state.plan.engine.lowered, state.round[0]
+        fed = state.round * self.schedule.num_microbatches
+
+        def drain(state, _):
+            return self._pass(state, fed, None)
+
+        state, metrics = jax.lax.scan(drain, state, length=lowered.drain_rounds)
+        V, D = lowered.num_versions, self.schedule.num_devices
+
+        def newest_everywhere(a):
+            versions = a.reshape(D, V, *a.shape[1:])
+            latest = jnp.take(versions, newest[None] % V, axis=1)
+            return jnp.broadcast_to(latest, versions.shape).reshape(a.shape)
+
+        counts = metrics["num_microbatches"]
+        losses = metrics["loss"] * counts.astype(metrics["loss"].dtype)
+        metrics = {
+            "loss": _mean(losses.sum(), counts.sum()),
+            "num_microbatches": counts.sum(),
+            "skipped_updates": metrics["skipped_updates"].sum(axis=0),
         }
+        parameters = jax.tree.map(newest_everywhere, state.parameters)
+        empty = jax.tree.map(
+            jnp.zeros_like, (state.gradients, state.buffers, state.round)
+        )
+        return PipelineState(
+            parameters, state.optimizer_state, *empty, state.plan
+        ), metrics
 
     def predict(self, state: PipelineState, batch: Any) -> Any:
         """The last layer's outputs, forward only, through the pipeline.
@@ -429,11 +490,12 @@ class Pipeline:
                 lambda a: np.concatenate([a, np.repeat(a[-1:], padding, axis=0)]),
                 inputs,
             )
-        outputs = self._predict(state.parameters, state.round, {"inputs": inputs})
+        outputs = self._predict(state, {"inputs": inputs})
         return jax.tree.map(lambda a: a[:size], outputs) if padding else outputs
 
-    def _run_predict(self, parameters, round_, batch):
-        engine = self._predictor(self._microbatch(batch))
+    def _run_predict(self, state: PipelineState, batch):
+        trained = state.plan.engine.lowered
+        engine = self._predictor(self._microbatch(batch), trained)
         shapes = engine.globally(engine.buffer_shapes())
         buffers = jax.tree.map(
             lambda a: jax.lax.with_sharding_constraint(
@@ -441,10 +503,11 @@ class Pipeline:
             ),
             shapes,
         )
-        outputs = engine.run(
-            parameters, {}, {}, buffers, round_, self._cut_batch(batch)
-        )
         N, stages = self.schedule.num_microbatches, engine.stages
+        fed = (state.round + 1) * N
+        outputs = engine.run(
+            state.parameters, {}, {}, buffers, state.round, fed, self._cut_batch(batch)
+        )
         d = int(self.schedule.device[self.schedule.stage == stages.num_stages - 1][0])
         flat = [y[d * N : (d + 1) * N].reshape(-1, *y.shape[2:]) for y in outputs]
         return stages.kinds[stages.kind_of_layer[-1]].output_tree.unflatten(flat)
@@ -577,6 +640,10 @@ def _shared_jit(platform: str) -> Callable:
         )
 
     return call
+
+
+def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
+    return total / jnp.maximum(count, 1).astype(total.dtype)
 
 
 def _check_state(state: Any) -> None:

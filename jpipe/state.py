@@ -88,14 +88,15 @@ class Plan:
 
     def parameters(self, state: "PipelineState") -> list:
         """The newest weights: one nested dict a layer, of host arrays."""
-        newest = int(_local(state.round)[0][0]) % self.engine.lowered.num_versions
+        lowered = self.engine.lowered
+        newest = np.maximum(rounds(state) + lowered.newest, 0) % lowered.num_versions
         local = {name: _local(array) for name, array in state.parameters.items()}
         per_layer: list = [None] * len(self.stages.layers)
         for s in range(self.stages.num_stages):
             d, chunk = self.home(s)
             for i, places, row in self.stages.layer_places(s):
                 leaves = [
-                    local[p.array][d][newest, chunk, _rows(p, row)]
+                    local[p.array][d][newest[s], chunk, _rows(p, row)]
                     .reshape(p.shape)
                     .copy()
                     for p in places
@@ -149,7 +150,7 @@ class PipelineState:
       optimizer_state: packed state of the Optax chain, `[D * R, ...]`.
       gradients: packed gradient accumulators, `[D * R, ...]`; zero between minibatches.
       buffers: activations and gradients in flight.
-      round: int32 `[D]`, steps so far.
+      round: int32 `[D]`, steps since `init` or `flush`.
       plan: how all this is laid out; static.
     """
 
@@ -159,6 +160,11 @@ class PipelineState:
     buffers: Any
     round: jax.Array
     plan: Plan = dataclasses.field(metadata=dict(static=True))
+
+
+def rounds(state: PipelineState) -> int:
+    """Rounds since `init` or `flush`."""
+    return int(_local(state.round)[0][0])
 
 
 def _rows(place: Place, row: int = 0) -> slice:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import FAMILIES, cross_entropy, schedule_named
 from flax import nnx
 
 import jpipe
-from families import FAMILIES, cross_entropy, schedule_named
 
 WIDTH = 8
 TRUNK = [functools.partial(nnx.Linear, WIDTH, WIDTH)] * 4

@@ -5,13 +5,13 @@ import dataclasses
 import jax
 import numpy as np
 import optax
+import oracles
 import pytest
+from families import FAMILIES, cross_entropy, schedule_named
+from test_transparency import assert_close
 
 import jpipe
-import oracles
-from families import FAMILIES, cross_entropy, schedule_named
 from jpipe.reference import Reference
-from test_transparency import assert_close
 
 FAMILY, OPTIMIZER = FAMILIES["mlp"], optax.sgd(1.0, momentum=0.5)
 CASES = [

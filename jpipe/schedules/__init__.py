@@ -10,6 +10,9 @@ from jpipe.schedule import Schedule
 from jpipe.schedules.forward_only import forward_only as forward_only
 from jpipe.schedules.gpipe import gpipe as gpipe
 from jpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
+from jpipe.schedules.pipedream import pipedream as pipedream
+from jpipe.schedules.pipedream_2bw import pipedream_2bw as pipedream_2bw
+from jpipe.schedules.pipemare import pipemare as pipemare
 
 _BUILDERS = {
     name: value

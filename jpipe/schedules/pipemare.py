@@ -1,0 +1,41 @@
+"""PipeMare: no flush, one weight version."""
+
+from jpipe.schedule import Schedule
+from jpipe.schedules.steady import steady_ticks
+
+
+def pipemare(num_stages: int, num_microbatches: int, ticks: str = "paired") -> Schedule:
+    """PipeMare: forwards and backwards read whatever weights are in memory.
+
+    The pipe is never drained: this table is the round that repeats, and a microbatch with
+    a negative number entered in an earlier one. A stage updates when it has the gradients
+    of a minibatch; meanwhile later microbatches have read older weights, so a gradient is
+    applied `forward_delay` versions after the weights its forward read. Without PipeMare's
+    corrections, which are gradient transforms, this is naive asynchrony.
+
+    *Paired* ticks (the paper's accounting): the delay of stage s is
+    ceil((2 (S - 1 - s) + 1) / N). *Unit* ticks: at N = 1 it is S - 1 - s, about half.
+
+    Args:
+      num_stages: S, at least 1.
+      num_microbatches: N, microbatches to an update, at least 1.
+      ticks: "paired" or "unit".
+
+    Returns:
+      A `Schedule` of one round of T = N paired or 3 N unit ticks, without a bubble.
+
+    Raises:
+      ValueError: if either count is below 1, or `ticks` is neither of the two.
+
+    Example: Table 1 of the paper, S = 4, N = 2
+      >>> pipemare(4, 2).facts().forward_delay.tolist()
+      [4, 3, 2, 1]
+      >>> pipemare(4, 1, ticks="unit").facts().forward_delay.tolist()
+      [3, 2, 1, 0]
+
+    References:
+      Yang et al., MLSys 2021, arXiv:1910.05124, section 2 and Table 1.
+    """
+    return Schedule.from_ticks(
+        "pipemare", **steady_ticks(num_stages, num_microbatches, ticks)
+    )

@@ -1,0 +1,128 @@
+"""Asynchronous pipelines compute what their definitions say, with delays from formulas and every version kept."""
+
+import math
+
+import jax
+import numpy as np
+import optax
+import oracles
+import pytest
+from families import FAMILIES, cross_entropy
+from test_transparency import assert_close, with_nan_buffers
+
+import jpipe
+
+
+def paired_delay(S, N):
+    """PipeMare's: forward at slot k + s, backward 2 (S - 1 - s) + 1 later, an update when a minibatch is complete."""
+
+    def delay(s, j):
+        # Versions not yet written when microbatch j of its minibatch runs forward: those of backwards due later.
+        return (
+            math.ceil((2 * (S - 1 - s) + 1 - j) / N) if 2 * (S - 1 - s) + 1 > j else 0
+        )
+
+    return delay
+
+
+def unit_delay(S, N):
+    """Time-multiplexed: at N = 1 the gradient of microbatch k meets k - (S - 1 - s) updates (PipeDream's 1F1B)."""
+
+    def delay(s, j):
+        return math.ceil((S - 1 - s - j) / N) if S - 1 - s > j else 0
+
+    return delay
+
+
+def none(s, j):
+    return 0
+
+
+# schedule, family, S, N, ticks, options, optimizer, recompute
+CASES = [
+    ("pipedream", "mlp", 3, 1, "paired", {}, "momentum", "none"),
+    ("pipedream", "transformer", 2, 2, "paired", {}, "sgd", "full"),
+    ("pipedream", "transformer", 4, 1, "unit", {}, "sgd", "none"),
+    ("pipedream", "mlp", 3, 3, "unit", {}, "adamw", "full"),
+    ("pipedream", "mlp", 4, 1, "paired", {"vertical_sync": True}, "sgd", "none"),
+    ("pipedream_2bw", "mlp", 3, 5, "paired", {}, "momentum", "none"),
+    ("pipedream_2bw", "transformer", 4, 3, "unit", {}, "sgd", "none"),
+    ("pipedream_2bw", "mlp", 1, 1, "paired", {}, "sgd", "none"),
+    ("pipemare", "mlp", 3, 1, "paired", {}, "sgd", "none"),
+    ("pipemare", "mlp", 4, 2, "paired", {}, "momentum", "none"),
+    ("pipemare", "mlp", 4, 1, "unit", {}, "adamw", "none"),
+    ("pipemare", "mlp", 2, 4, "unit", {}, "sgd", "none"),
+]
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.2),
+    "momentum": optax.sgd(0.05, momentum=0.9),
+    "adamw": optax.adamw(1e-2),
+}
+ROUNDS = 6
+
+
+@pytest.mark.parametrize("name,family,S,N,ticks,options,optimizer,recompute", CASES)
+def test_equals_the_definition(
+    name, family, S, N, ticks, options, optimizer, recompute
+):
+    with jax.enable_x64(True):
+        family, optimizer = FAMILIES[family].in_dtype("float64"), OPTIMIZERS[optimizer]
+        plain = oracles.PlainModel(family.layers, jax.random.key(1))
+        microbatches = family.batches(ROUNDS * N, 2, np.float64)
+        batches = [
+            jax.tree.map(
+                lambda *rows: np.concatenate(rows), *microbatches[i * N : (i + 1) * N]
+            )
+            for i in range(ROUNDS)
+        ]
+        pipe = jpipe.Pipeline(
+            family.layers,
+            loss=cross_entropy,
+            optimizer=optimizer,
+            schedule=getattr(jpipe.schedules, name)(S, N, ticks=ticks, **options),
+            recompute=recompute,
+        )
+        stage_of_layer = [
+            r.stage for r in pipe.partition(batches[0]) for _ in range(*r.layers)
+        ]
+
+        delay = (paired_delay if ticks == "paired" else unit_delay)(S, N)
+        if name == "pipedream_2bw":
+            delay = lambda s, j: 1  # noqa: E731
+        elif options:
+            delay = lambda s, j, entry=delay: entry(0, j)  # noqa: E731
+        losses, params = oracles.train_with_delays(
+            plain,
+            stage_of_layer,
+            plain.params,
+            cross_entropy,
+            optimizer,
+            microbatches,
+            N,
+            delay,
+            none if name == "pipemare" else delay,
+        )
+
+        state = pipe.init(jax.random.key(0), batches[0], params=plain.params)
+        state = with_nan_buffers(state, all_but="squared_norm")
+        total, count = 0.0, 0
+        for batch in batches:
+            state, metrics = pipe.step(state, batch)
+            total += float(metrics["loss"]) * int(metrics["num_microbatches"])
+            count += int(metrics["num_microbatches"])
+        state, metrics = pipe.flush(state)
+        total += float(metrics["loss"]) * int(metrics["num_microbatches"])
+        count += int(metrics["num_microbatches"])
+        assert count == ROUNDS * N
+        np.testing.assert_allclose(total / count, np.mean(losses), rtol=1e-9)
+        assert_close(pipe.get_params(state), params, "float64")
+        assert pipe._step._cache_size() == 1
+
+        # A flushed state goes on like a fresh one.
+        state, _ = pipe.step(state, batches[0])
+        fresh = pipe.init(jax.random.key(0), batches[0], params=params)
+        assert jax.tree.structure(fresh) == jax.tree.structure(state)
+        outputs = pipe.predict(fresh, batches[0])
+        assert_close(
+            outputs, np.asarray(plain(params, batches[0]["inputs"])), "float64"
+        )
