@@ -83,15 +83,13 @@ def _as_layer(layer, index: int) -> Layer:
     if isinstance(layer, Function):
         name = getattr(layer.function, "__name__", "function")
         return Layer(name, lambda _, x: layer.function(x), lambda _: {}, {}, None)
+    make = None
     if isinstance(layer, nnx.Module):
-        graph, state = nnx.split(layer)
-        make = None
+        module = layer
     elif callable(layer):
         make = layer
         try:
-            graph, state = nnx.split(
-                nnx.eval_shape(lambda: _called(make, jax.random.key(0)))
-            )
+            module = nnx.eval_shape(lambda: _called(make, jax.random.key(0)))
         except TypeError as error:
             raise ValueError(
                 f"layer {index} could not be built by `factory(rngs=...)`: {error}"
@@ -103,7 +101,8 @@ def _as_layer(layer, index: int) -> Layer:
             f"layer {index} must be a Flax NNX module, a factory called as `factory(rngs=...)`, or "
             f"`jpipe.Function(f)` for a layer without parameters, got {type(layer).__name__}."
         )
-    name = getattr(graph, "type", type(layer)).__name__
+    graph, state = nnx.split(module)
+    name = type(module).__name__
     other = {
         type(v).__name__
         for _, v in nnx.to_flat_state(state)
