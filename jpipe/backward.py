@@ -182,6 +182,7 @@ def mixes(
     avals: Sequence,
     groups: Sequence[int],
     out_groups: Sequence[int],
+    carried: Sequence[tuple[int, int]] = (),
 ) -> bool:
     """Whether an output of one group depends on an input of another (group -1 belongs to all).
 
@@ -190,12 +191,19 @@ def mixes(
       avals: one abstract value an input.
       groups: the group of each input.
       out_groups: the group of each output.
+      carried: (input, output): what one call returns there is given to the next.
     """
     traced = _Equations.trace(function, *avals)
     for group in {g for g in groups if g >= 0}:
-        found = traced.depending_on(
-            [v for v, g in zip(traced.inputs, groups) if g == group]
-        )
+        inputs = {v for v, g in zip(traced.inputs, groups) if g == group}
+        while True:
+            found = traced.depending_on(inputs)
+            later = {
+                traced.inputs[i] for i, o in carried if _in(traced.outputs[o], found)
+            }
+            if later <= inputs:
+                break
+            inputs |= later
         for v, g in zip(traced.outputs, out_groups):
             if g >= 0 and g != group and _in(v, found):
                 return True

@@ -16,7 +16,13 @@ from jpipe.engine import AXIS, Engine
 from jpipe.lower import Lowered
 from jpipe.schedule import Schedule
 from jpipe.schedules import forward_only
-from jpipe.stages import as_layers, check_boundaries, cut, trace_layers
+from jpipe.stages import (
+    as_layers,
+    check_boundaries,
+    cut,
+    shapes_text,
+    trace_layers,
+)
 from jpipe.state import PipelineState, Plan, rounds
 from jpipe.update import make_updates
 
@@ -32,17 +38,20 @@ def make_mesh(*, stage: int, devices: Sequence | None = None) -> Mesh:
       ValueError: if there are too few devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    if stage < 1:
-        raise ValueError(f"`stage` must be at least 1, got {stage}.")
+    if not hasattr(stage, "__index__") or stage < 1:
+        raise ValueError(
+            f"`stage` must be a whole number of devices, at least 1, got {stage!r}."
+        )
     if len(devices) < stage:
+        platform = devices[0].platform if devices else "none"
         remedy = "Use fewer stages."
-        if devices[0].platform == "cpu":
+        if platform == "cpu":
             remedy = (
                 f"Set XLA_FLAGS=--xla_force_host_platform_device_count={stage} before JAX starts to fake them on CPU, "
                 "or use fewer stages."
             )
         raise ValueError(
-            f"`stage={stage}` needs {stage} devices, got {len(devices)} ({devices[0].platform}). {remedy}"
+            f"`stage={stage}` needs {stage} devices, got {len(devices)} ({platform}). {remedy}"
         )
     return Mesh(np.array(devices[:stage]), (AXIS,), axis_types=(AxisType.Auto,))
 
@@ -151,26 +160,15 @@ class Pipeline:
             )
         if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
             raise ValueError(
-                f"`optimizer` must be an Optax transformation, got {type(optimizer).__name__}."
+                f"`optimizer` must be an Optax transformation, such as `optax.sgd(0.1)`, got {type(optimizer).__name__}."
             )
         if recompute not in ("none", "full"):
             raise ValueError(
                 f'`recompute` must be "none" or "full", got {recompute!r}.'
             )
-        if compute_dtype is not None and not jnp.issubdtype(
-            compute_dtype, jnp.floating
-        ):
-            raise ValueError(
-                f"`compute_dtype` must be a floating-point dtype or None, got {compute_dtype!r}."
-            )
         self.layers = as_layers(layers)
-        self.compute_dtype = None if compute_dtype is None else jnp.dtype(compute_dtype)
-        self.schedule, self.loss, self.optimizer, self.recompute = (
-            schedule,
-            loss,
-            optimizer,
-            recompute,
-        )
+        self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
+        self.recompute, self.compute_dtype = recompute, _floating(compute_dtype)
         self._starts = check_boundaries(
             boundaries, len(self.layers), schedule.num_stages
         )
@@ -226,24 +224,7 @@ class Pipeline:
 
     def _microbatch(self, batch: Any) -> Any:
         """The abstract microbatch of `batch`, or a clear error."""
-        if not isinstance(batch, Mapping) or "inputs" not in batch:
-            got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
-            raise ValueError(
-                f'`batch` must be a dict of arrays with an entry "inputs", which feeds layer 0, got {got}.'
-            )
-        N, sizes = self.schedule.num_microbatches, {}
-        for path, leaf in jax.tree.leaves_with_path(batch):
-            name = f"batch{jax.tree_util.keystr(path)}"
-            if not hasattr(leaf, "shape") or len(leaf.shape) == 0:
-                raise ValueError(
-                    f"`{name}` must be an array with a leading minibatch axis, got {leaf!r}."
-                )
-            sizes[name] = leaf.shape[0]
-        if len(set(sizes.values())) > 1:
-            raise ValueError(
-                f"every entry of `batch` must have the same leading axis, the minibatch, got {sizes}."
-            )
-        size = next(iter(sizes.values()))
+        N, size = self.schedule.num_microbatches, _batch_size(batch)
         if size % N or size == 0:
             nearest = [n for n in (size // N * N, (size // N + 1) * N) if n]
             raise ValueError(
@@ -285,6 +266,7 @@ class Pipeline:
             scalar, or `params` do not fit the layers.
         """
         plan = self._plan(self._microbatch(batch))
+        _check_key(key)
         if params is not None:
             self._check_params(params)
         init_layer = _shared_jit(self.mesh.devices.flat[0].platform)
@@ -384,8 +366,8 @@ class Pipeline:
         microbatch = self._microbatch(batch)
         if self._plan(microbatch) is not state.plan:
             raise ValueError(
-                f"`state` was made for microbatches of {_shapes(state.plan.microbatch)}, got a batch whose microbatches are "
-                f"{_shapes(microbatch)}. Keep the shape of the batch, or make a state for it by "
+                f"`state` was made for microbatches of {shapes_text(state.plan.microbatch)}, got a batch whose microbatches are "
+                f"{shapes_text(microbatch)}. Keep the shape of the batch, or make a state for it by "
                 "`init(key, batch, params=pipe.get_params(state))`."
             )
         return self._step(state, dict(batch))
@@ -478,12 +460,12 @@ class Pipeline:
         Returns: The outputs, `[batch, ...]`.
         """
         self._check_own(state)
-        if not isinstance(batch, Mapping) or "inputs" not in batch:
-            raise ValueError(
-                '`batch` must be a dict with an entry "inputs", which feeds layer 0.'
-            )
-        inputs = batch["inputs"]
-        size = jax.tree.leaves(inputs)[0].shape[0]
+        only = (
+            {k: v for k, v in batch.items() if k == "inputs"}
+            if isinstance(batch, Mapping)
+            else batch
+        )
+        size, inputs = _batch_size(only), batch["inputs"]
         padding = -size % self.schedule.num_microbatches
         if padding:
             inputs = jax.tree.map(
@@ -557,9 +539,8 @@ class Pipeline:
             size(engine.optimizer_shapes()),
         )
         gradients = size(engine.gradient_shapes())
-        stages, updates = engine.stages, engine.updates
-        columns = self.schedule.num_devices
-        used = sum(stages.parameters.used_bytes[p] for p in stages.program_of_stage)
+        updates = engine.updates
+        used = size([layer.parameters for layer in self.layers])
         used_state = sum(updates.state.used_bytes[u] for u in updates.program_of_stage)
         V = engine.lowered.num_versions
         return Memory(
@@ -573,7 +554,7 @@ class Pipeline:
                 weights
                 + optimizer
                 + gradients
-                - (used * (V + 1) + used_state) / columns
+                - (used * (V + 1) + used_state) / self.schedule.num_devices
             ),
         )
 
@@ -604,14 +585,17 @@ class Pipeline:
             )
 
     def _check_params(self, params: Sequence) -> None:
-        if len(params) != len(self.layers):
+        if not isinstance(params, Sequence) or len(params) != len(self.layers):
+            got = len(params) if isinstance(params, Sequence) else type(params).__name__
             raise ValueError(
-                f"`params` must hold one entry a layer ({len(self.layers)}), got {len(params)}."
+                f"`params` must be a list with one entry a layer ({len(self.layers)}), got {got}."
             )
         for i, (given, layer) in enumerate(zip(params, self.layers)):
             want, got = (
                 {
-                    jax.tree_util.keystr(p): f"{a.dtype}{list(a.shape)}"
+                    jax.tree_util.keystr(
+                        p
+                    ): f"{getattr(a, 'dtype', type(a).__name__)}{list(np.shape(a))}"
                     for p, a in jax.tree.leaves_with_path(t)
                 }
                 for t in (layer.parameters, given)
@@ -658,18 +642,69 @@ def _check_state(state: Any) -> None:
         )
 
 
-def _shapes(tree: Any) -> str:
-    return ", ".join(
-        f"{jax.tree_util.keystr(p)} {a.dtype}{list(a.shape)}"
-        for p, a in jax.tree.leaves_with_path(tree)
-    )
-
-
 def _abstract(a) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))
 
 
+def _batch_size(batch: Any) -> int:
+    """The size of a minibatch, or a clear error."""
+    if not isinstance(batch, Mapping) or "inputs" not in batch:
+        got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(
+            '`batch` must be a dict of arrays with an entry "inputs", which feeds layer '
+            f"0, got {got}."
+        )
+    sizes = {}
+    for path, leaf in jax.tree.leaves_with_path(dict(batch)):
+        name = f"batch{jax.tree_util.keystr(path)}"
+        if len(getattr(leaf, "shape", ())) == 0:
+            raise ValueError(
+                f"`{name}` must be an array with a leading minibatch axis, got {leaf!r}."
+            )
+        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
+            raise ValueError(
+                f"`{name}` must hold numbers or truths, got dtype {leaf.dtype}. Leave out "
+                "what neither the model nor the loss reads."
+            )
+        sizes[name] = leaf.shape[0]
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            "every entry of `batch` must have the same leading axis, the minibatch, got "
+            f"{sizes}."
+        )
+    return next(iter(sizes.values()))
+
+
+def _floating(dtype: Any) -> np.dtype | None:
+    try:
+        found = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        found = np.dtype(object)
+    if found is not None and not jnp.issubdtype(found, jnp.floating):
+        raise ValueError(
+            "`compute_dtype` must be a floating-point dtype, such as `jnp.bfloat16`, or "
+            f"None, got {dtype!r}."
+        )
+    return found
+
+
+def _check_key(key: Any) -> None:
+    typed = isinstance(key, jax.Array) and (
+        jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape == (2,)
+    )
+    if not typed:
+        raise ValueError(
+            "`key` must be a key as `jax.random.key(seed)` makes it, got "
+            f"{key if isinstance(key, int) else type(key).__name__}."
+        )
+
+
 def _check_mesh(mesh: Mesh, schedule: Schedule) -> Mesh:
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"`mesh` must be a `jax.sharding.Mesh`, got {type(mesh).__name__}. Make it "
+            f"with `jpipe.make_mesh(stage={schedule.num_devices})`."
+        )
     sizes = dict(mesh.shape)
     if AXIS not in sizes:
         raise ValueError(

@@ -69,13 +69,18 @@ def as_layers(layers: Sequence) -> list[Layer]:
         )
     if not len(layers):
         raise ValueError("`layers` must hold at least one layer, got none.")
-    first_at: dict[int, int] = {}
+    owner: dict[int, int] = {}
     for i, layer in enumerate(layers):
-        if isinstance(layer, nnx.Module) and first_at.setdefault(id(layer), i) != i:
-            raise ValueError(
-                f"layer {i} is the same module object as layer {first_at[id(layer)]}: sharing weights between layers is "
-                "not supported. Give each layer its own module, or a factory."
-            )
+        parts = nnx.iter_graph(layer) if isinstance(layer, nnx.Module) else ()
+        for part in [v for _, v in parts if isinstance(v, nnx.Variable)]:
+            first = owner.setdefault(id(part), i)
+            if first != i:
+                same = layers[first] is layer
+                how = "is the same module object as" if same else "has weights of"
+                raise ValueError(
+                    f"layer {i} {how} layer {first}: sharing weights between layers is not "
+                    "supported. Give each layer its own module, or a factory."
+                )
     return [_as_layer(layer, i) for i, layer in enumerate(layers)]
 
 
@@ -92,7 +97,8 @@ def _as_layer(layer, index: int) -> Layer:
             module = nnx.eval_shape(lambda: _called(make, jax.random.key(0)))
         except TypeError as error:
             raise ValueError(
-                f"layer {index} could not be built by `factory(rngs=...)`: {error}"
+                f"layer {index} could not be built by `factory(rngs=...)`: {error}. A "
+                "function of the activation is given as `jpipe.Function(f)`."
             ) from error
         except ValueError as error:
             raise ValueError(f"layer {index}: {error}") from None
@@ -280,9 +286,8 @@ def trace_layers(
         try:
             return trace_layer(function, layer.parameters, x, **options)
         except Exception as error:
-            shapes = jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", x)
             raise ValueError(
-                f"layer {i} ({layer.name}) cannot take {shapes}: {error}"
+                f"layer {i} ({layer.name}) cannot take {shapes_text(x)}: {error}"
             ) from error
 
     output_dtype = None
@@ -309,8 +314,24 @@ def _cast(tree: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda a: a.astype(dtype) if is_inexact(a) else a, tree)
 
 
+def shapes_text(tree: Any) -> str:
+    """Shapes and dtypes of a pytree, for messages."""
+    leaves = jax.tree.leaves_with_path(tree)
+    texts = [
+        f"{jax.tree_util.keystr(path)} {a.dtype}{list(a.shape)}".strip()
+        for path, a in leaves
+    ]
+    return ", ".join(texts) or str(tree)
+
+
 def _trace_loss(loss: Callable, outputs, microbatch) -> LayerProgram:
-    value = jax.eval_shape(loss, outputs, microbatch)
+    try:
+        value = jax.eval_shape(loss, outputs, microbatch)
+    except Exception as error:
+        raise ValueError(
+            f"`loss` cannot take outputs of {shapes_text(outputs)} and a microbatch of "
+            f"{shapes_text(microbatch)}: {type(error).__name__}: {error}"
+        ) from error
     leaves = jax.tree.leaves(value)
     if (
         len(leaves) != 1
@@ -318,10 +339,9 @@ def _trace_loss(loss: Callable, outputs, microbatch) -> LayerProgram:
         or not is_inexact(leaves[0])
         or not hasattr(value, "shape")
     ):
-        got = jax.tree.map(lambda a: f"{a.dtype}{list(a.shape)}", value)
         raise ValueError(
-            f"`loss` must return a floating-point scalar, the mean over one microbatch, got {got}. "
-            "Take the mean of the losses of the samples."
+            "`loss` must return a floating-point scalar, the mean over one microbatch, "
+            f"got {shapes_text(value)}. Take the mean of the losses of the samples."
         )
     return trace_layer(
         lambda _, outputs, batch: loss(outputs, batch), (), outputs, microbatch
@@ -352,8 +372,18 @@ def check_boundaries(
         )
     if boundaries is None:
         return None
-    starts = [0, *(int(b) for b in boundaries), num_layers]
     want = "the layer index at which each stage after the first begins"
+    if isinstance(boundaries, str) or not hasattr(boundaries, "__iter__"):
+        boundaries_are_indices = False
+    else:
+        boundaries = list(boundaries)
+        boundaries_are_indices = all(hasattr(b, "__index__") for b in boundaries)
+    if not boundaries_are_indices:
+        raise ValueError(
+            f"`boundaries` must be a list of whole numbers ({want}) or None to balance by "
+            f"FLOPs, got {boundaries!r}."
+        )
+    starts = [0, *(int(b) for b in boundaries), num_layers]
     if len(starts) != num_stages + 1:
         raise ValueError(
             f"`boundaries` must hold {num_stages - 1} numbers for {num_stages} stages ({want}), got {list(boundaries)}."

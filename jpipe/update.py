@@ -52,6 +52,31 @@ def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> list:
     return [tree if i in mine else None for i, tree in enumerate(per_layer)]
 
 
+def _flat_update(optimizer, tree) -> tuple[Callable, list, int]:
+    """One update of `tree` from and to flat lists, its arguments, and how many of them are parameters."""
+    leaves, treedef = jax.tree.flatten(tree)
+    state_leaves, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, tree))
+    num_p, num_s = len(leaves), len(state_leaves)
+
+    def flat(*args):
+        parameters, gradients = (
+            treedef.unflatten(args[:num_p]),
+            treedef.unflatten(args[num_p : 2 * num_p]),
+        )
+        state = state_tree.unflatten(args[2 * num_p : 2 * num_p + num_s])
+        delay, global_norm = args[2 * num_p + num_s :]
+        updates, state = optimizer.update(
+            gradients, state, parameters, delay=delay, global_norm=global_norm
+        )
+        return [
+            *jax.tree.leaves(optax.apply_updates(parameters, updates)),
+            *jax.tree.leaves(state),
+        ]
+
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+    return flat, [*leaves, *leaves, *state_leaves, scalar, scalar], num_p
+
+
 def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Updates:
     """Traces the optimizer on every stage.
 
@@ -59,52 +84,27 @@ def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Upd
       ValueError: if an update of one layer depends on the gradient of another, which a stage cannot see whole.
     """
     optimizer = optax.with_extra_args_support(optimizer)
-    scalar = jax.ShapeDtypeStruct((), np.float32)
     texts: dict = {}
     drafts, program_of_stage = [], []
+    whole = [layer.parameters for layer in stages.layers]
+    if stages.num_stages > 1:
+        flat, avals, num_p = _flat_update(optimizer, whole)
+        layer = [i for i, t in enumerate(whole) for _ in jax.tree.leaves(t)]
+        everyone = [-1] * (len(avals) - 2 * num_p - 2)
+        carried = [(2 * num_p + i, num_p + i) for i in range(len(everyone))]
+        groups = [*[-1] * num_p, *layer, *everyone, -1, -1]
+        if mixes(flat, avals, groups, [*layer, *everyone], carried):
+            raise ValueError(
+                "`optimizer` lets the update of one layer depend on the gradients "
+                "of others, as `optax.clip_by_global_norm` does: a stage sees "
+                "its own layers only, so the result would depend on how the "
+                "model is cut. Use `jpipe.optim.clip_by_global_norm` for the "
+                "norm over all stages, and otherwise transforms that treat each "
+                "layer by itself."
+            )
     for s in range(stages.num_stages):
-        tree = stage_tree(stages, s, [layer.parameters for layer in stages.layers])
-        leaves, treedef = jax.tree.flatten(tree)
-        state_leaves, state_tree = jax.tree.flatten(
-            jax.eval_shape(optimizer.init, tree)
-        )
-        num_p, num_s = len(leaves), len(state_leaves)
-
-        def flat(
-            *args, treedef=treedef, state_tree=state_tree, num_p=num_p, num_s=num_s
-        ):
-            parameters, gradients = (
-                treedef.unflatten(args[:num_p]),
-                treedef.unflatten(args[num_p : 2 * num_p]),
-            )
-            state = state_tree.unflatten(args[2 * num_p : 2 * num_p + num_s])
-            delay, global_norm = args[2 * num_p + num_s :]
-            updates, state = optimizer.update(
-                gradients, state, parameters, delay=delay, global_norm=global_norm
-            )
-            return [
-                *jax.tree.leaves(optax.apply_updates(parameters, updates)),
-                *jax.tree.leaves(state),
-            ]
-
-        avals = [*leaves, *leaves, *state_leaves, scalar, scalar]
-        if stages.num_stages > 1:
-            layer = [i for i, t in enumerate(tree) for _ in jax.tree.leaves(t)]
-            everyone = [-1] * num_s
-            if mixes(
-                flat,
-                avals,
-                [*[-1] * num_p, *layer, *everyone, -1, -1],
-                [*layer, *everyone],
-            ):
-                raise ValueError(
-                    "`optimizer` lets the update of one layer depend on the gradients "
-                    "of others, as `optax.clip_by_global_norm` does: a stage sees "
-                    "its own layers only, so the result would depend on how the "
-                    "model is cut. Use `jpipe.optim.clip_by_global_norm` for the "
-                    "norm over all stages, and otherwise transforms that treat each "
-                    "layer by itself."
-                )
+        flat, avals, num_p = _flat_update(optimizer, stage_tree(stages, s, whole))
+        state_leaves = avals[2 * num_p : -2]
         places = [
             (place, row)
             for _, places, row in stages.layer_places(s)

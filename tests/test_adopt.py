@@ -18,12 +18,20 @@ def test_adopt_goes_on_as_if_nothing_had_happened():
     plain = oracles.PlainModel(family.layers, jax.random.key(0))
     batches = family.batches(4, 12)
     optimizer = optax.sgd(optax.linear_schedule(0.5, 0.0, 5), momentum=0.9)
-    losses, _, params = oracles.train(plain, plain.params, cross_entropy, optimizer, batches)
+    losses, _, params = oracles.train(
+        plain, plain.params, cross_entropy, optimizer, batches
+    )
 
     shared = dict(loss=cross_entropy, optimizer=optimizer)
-    first = jpipe.Pipeline(family.layers, schedule=SCHEDULES.one_f_one_b(2, 4), **shared)
+    first = jpipe.Pipeline(
+        family.layers, schedule=SCHEDULES.one_f_one_b(2, 4), **shared
+    )
     second = jpipe.Pipeline(
-        family.layers, schedule=SCHEDULES.gpipe(3, 6), boundaries=[1, 2], recompute="full", **shared
+        family.layers,
+        schedule=SCHEDULES.gpipe(3, 6),
+        boundaries=[1, 2],
+        recompute="full",
+        **shared,
     )
     state = first.init(jax.random.key(0), batches[0], params=plain.params)
     got = []
@@ -43,9 +51,14 @@ def test_adopt_goes_on_as_if_nothing_had_happened():
     with pytest.raises(ValueError, match="made by another pipeline.*adopt"):
         first.step(state, batches[0])
     third = jpipe.Pipeline(
-        family.layers, loss=cross_entropy, optimizer=optax.adam(0.1), schedule=SCHEDULES.gpipe(1, 3)
+        family.layers,
+        loss=cross_entropy,
+        optimizer=optax.adam(0.1),
+        schedule=SCHEDULES.gpipe(1, 3),
     )
-    with pytest.raises(ValueError, match="another optimizer: this one keeps .*(count|mu)"):
+    with pytest.raises(
+        ValueError, match="another optimizer: this one keeps .*(count|mu)"
+    ):
         third.adopt(state)
 
 
@@ -61,7 +74,9 @@ def test_compute_dtype_casts_every_layer_and_keeps_the_weights():
         def __call__(self, params, x):
             return plain(low(params), low(x)).astype(jnp.float32)
 
-    losses, _, params = oracles.train(LowPrecision(), plain.params, cross_entropy, optax.sgd(0.5), batches)
+    losses, _, params = oracles.train(
+        LowPrecision(), plain.params, cross_entropy, optax.sgd(0.5), batches
+    )
     pipe = jpipe.Pipeline(
         family.layers,
         loss=cross_entropy,
@@ -73,7 +88,9 @@ def test_compute_dtype_casts_every_layer_and_keeps_the_weights():
     for batch, loss in zip(batches, losses):
         state, metrics = pipe.step(state, batch)
         np.testing.assert_allclose(metrics["loss"], loss, rtol=2e-2)
-    for got, want in zip(jax.tree.leaves(pipe.get_params(state)), jax.tree.leaves(params), strict=True):
+    for got, want in zip(
+        jax.tree.leaves(pipe.get_params(state)), jax.tree.leaves(params), strict=True
+    ):
         assert got.dtype == np.float32
         np.testing.assert_allclose(got, want, atol=2e-2 * np.abs(want).max())
     assert state.plan.stages.activations.arrays.keys() == {"bfloat16[8, 8]"}
@@ -81,7 +98,9 @@ def test_compute_dtype_casts_every_layer_and_keeps_the_weights():
 
 
 def test_compute_dtype_must_be_floating():
-    with pytest.raises(ValueError, match="`compute_dtype` must be a floating-point dtype"):
+    with pytest.raises(
+        ValueError, match="`compute_dtype` must be a floating-point dtype"
+    ):
         jpipe.Pipeline(
             FAMILIES["mlp"].layers,
             loss=cross_entropy,

@@ -39,7 +39,10 @@ def two_dots(p, x, _):
 def with_passengers(p, x, _):
     """A tuple and a dict ride along, an integer among them, and one input comes out as it went in."""
     (h, step), info = x
-    return (jnp.tanh(h @ p) * info["scale"][:, None], step + 1), {"scale": info["scale"], "mask": h > 0}
+    return (jnp.tanh(h @ p) * info["scale"][:, None], step + 1), {
+        "scale": info["scale"],
+        "mask": h > 0,
+    }
 
 
 def unused_parameter(p, x, _):
@@ -52,18 +55,30 @@ def constant_of_parameters(p, x, _):
 
 LAYERS = {
     "mlp": lambda: of_module(functools.partial(Hidden, 6, 4), normal(3, 6)),
-    "transformer": lambda: of_module(functools.partial(Block, 8, 2, 4), normal(2, 5, 8)),
-    "resnet": lambda: of_module(functools.partial(BasicBlock, 4, 8, 2, 4), normal(2, 6, 6, 4)),
+    "transformer": lambda: of_module(
+        functools.partial(Block, 8, 2, 4), normal(2, 5, 8)
+    ),
+    "resnet": lambda: of_module(
+        functools.partial(BasicBlock, 4, 8, 2, 4), normal(2, 6, 6, 4)
+    ),
     "embedding": lambda: of_module(
         functools.partial(Embedding, 7, 5, 4), np.array([[1, 2, 2, 0, 6]], np.int32)
     ),
-    "two dots": lambda: (two_dots, {"a": normal(4, 4), "b": normal(4, 4, seed=1)}, normal(3, 4, seed=2)),
+    "two dots": lambda: (
+        two_dots,
+        {"a": normal(4, 4), "b": normal(4, 4, seed=1)},
+        normal(3, 4, seed=2),
+    ),
     "passengers": lambda: (
         with_passengers,
         normal(4, 4),
         ((normal(3, 4), np.arange(3, dtype=np.int32)), {"scale": normal(3, seed=3)}),
     ),
-    "unused": lambda: (unused_parameter, {"scale": np.float32(2), "idle": normal(3)}, normal(3, 4)),
+    "unused": lambda: (
+        unused_parameter,
+        {"scale": np.float32(2), "idle": normal(3)},
+        normal(3, 4),
+    ),
     "constant": lambda: (constant_of_parameters, normal(3), normal(2, 4)),
     "no parameters": lambda: (lambda p, x, _: jnp.sin(x), {}, normal(2, 4)),
     "identity": lambda: (lambda p, x, _: x, {}, normal(2, 4)),
@@ -74,7 +89,9 @@ every_layer = pytest.mark.parametrize("name", LAYERS)
 @functools.cache
 def traced(name, input_grads=True):
     function, parameters, inputs = LAYERS[name]()
-    return trace_layer(function, abstract(parameters), abstract(inputs), input_grads=input_grads)
+    return trace_layer(
+        function, abstract(parameters), abstract(inputs), input_grads=input_grads
+    )
 
 
 @functools.cache
@@ -97,16 +114,28 @@ def answers(name):
     @jax.jit
     def gradients(parameters, values, given):
         given = iter(given)
-        all_ = [next(given) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0) for y in outputs]
+        all_ = [
+            next(given) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
+            for y in outputs
+        ]
         return jax.vjp(of_inexact, parameters, values)[1](all_)
 
     of_parameters, of_inputs = gradients(parameters, values, given)
-    return jax.tree.leaves(parameters), leaves, outputs, given, jax.tree.leaves(of_parameters), of_inputs
+    return (
+        jax.tree.leaves(parameters),
+        leaves,
+        outputs,
+        given,
+        jax.tree.leaves(of_parameters),
+        of_inputs,
+    )
 
 
 def assert_equal(got, want):
     for a, b in zip(got, want, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-6 * max(np.abs(b).max(), 1e-30))
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=1e-6 * max(np.abs(b).max(), 1e-30)
+        )
 
 
 def shapes(arrays):
@@ -120,7 +149,9 @@ def test_forward(name):
     assert_equal(jax.jit(kind.forward)(parameters, inputs), outputs)
     kept, stash = jax.jit(kind.forward_and_stash)(parameters, inputs)
     assert_equal(kept, outputs)
-    assert shapes(kind.outputs) == shapes(outputs) and shapes(kind.stash) == shapes(stash)
+    assert shapes(kind.outputs) == shapes(outputs) and shapes(kind.stash) == shapes(
+        stash
+    )
 
 
 @every_layer
@@ -173,7 +204,9 @@ def test_no_work_is_done_twice(make, shape):
     avals = list(kind.parameters), list(kind.stash)
     gradients = [y for y in kind.outputs if is_inexact(y)]
     whole = flops(kind.backward, *avals, gradients)
-    halves = flops(kind.input_grad, *avals, gradients) + flops(kind.weight_grad, *avals, list(kind.crossing))
+    halves = flops(kind.input_grad, *avals, gradients) + flops(
+        kind.weight_grad, *avals, list(kind.crossing)
+    )
     np.testing.assert_allclose(halves, whole, rtol=0.01)
 
 
@@ -193,7 +226,9 @@ def test_residuals_of_parameters_alone_are_rebuilt_from_the_weights_given():
     for backward in (kind.backward, lambda *args: halves(kind, *args)):
         (of_p,), (of_x,) = backward([other], stash, [gy])
         np.testing.assert_allclose(of_x, gy @ np.log1p(np.exp(other)).T, rtol=1e-5)
-        np.testing.assert_allclose(of_p, x.T @ gy / (1 + np.exp(-other)), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            of_p, x.T @ gy / (1 + np.exp(-other)), rtol=1e-5, atol=1e-6
+        )
 
 
 def halves(kind, parameters, stash, output_grads):
@@ -211,7 +246,9 @@ def test_each_variable_is_stashed_once():
 
 
 def test_what_each_half_of_a_linear_layer_reads():
-    kind = trace_layer(lambda p, x, _: jnp.tanh(x @ p), abstract(normal(4, 3)), abstract(normal(2, 4)))
+    kind = trace_layer(
+        lambda p, x, _: jnp.tanh(x @ p), abstract(normal(4, 3)), abstract(normal(2, 4))
+    )
     shape_of = lambda which: sorted(kind.stash[i].shape for i in which)  # noqa: E731
     assert shape_of(kind.weight_stash) == [(2, 4)]  # x
     assert set(shape_of(kind.input_stash)) == {(2, 3)}  # of tanh
@@ -221,7 +258,9 @@ def test_what_each_half_of_a_linear_layer_reads():
 def test_an_embedding_has_an_empty_input_gradient():
     kind = traced("embedding")
     assert kind.input_stash == ()
-    of_inputs, crossing = kind.input_grad([None] * 2, [None] * len(kind.stash), [normal(1, 5, 4)])
+    of_inputs, crossing = kind.input_grad(
+        [None] * 2, [None] * len(kind.stash), [normal(1, 5, 4)]
+    )
     assert of_inputs == [] and len(crossing) == 1
 
 
@@ -229,11 +268,16 @@ def test_extra_inputs_are_not_differentiated():
     def loss(_, outputs, batch):
         return jnp.mean((outputs - batch["targets"]) ** 2 * batch["weight"])
 
-    y, batch = normal(3, 2), {"targets": normal(3, 2, seed=1), "weight": normal(3, 2, seed=2)}
+    y, batch = (
+        normal(3, 2),
+        {"targets": normal(3, 2, seed=1), "weight": normal(3, 2, seed=2)},
+    )
     kind = trace_layer(loss, (), abstract(y), abstract(batch))
     value, stash = kind.forward_and_stash([], [y], jax.tree.leaves(batch))
     difference = y - batch["targets"]
-    np.testing.assert_allclose(value[0], np.mean(difference**2 * batch["weight"]), rtol=1e-6)
+    np.testing.assert_allclose(
+        value[0], np.mean(difference**2 * batch["weight"]), rtol=1e-6
+    )
     ((), (of_y,)) = kind.backward([], stash, [np.float32(1)])
     np.testing.assert_allclose(of_y, 2 * difference * batch["weight"] / 6, rtol=1e-5)
 
@@ -283,8 +327,12 @@ def test_equal_modules_have_equal_text():
 def test_jaxpr_text_ignores_the_names_of_jitted_calls():
     x = abstract(normal(3))
     by_name = jax.jit(lambda x: jnp.sin(x) + 1)
-    assert jaxpr_text(lambda x: [by_name(x)], x) == jaxpr_text(lambda x: [jnp.sin(x) + 1], x)
-    assert jaxpr_text(lambda x: [jnp.sin(x) + 2], x) != jaxpr_text(lambda x: [jnp.sin(x) + 1], x)
+    assert jaxpr_text(lambda x: [by_name(x)], x) == jaxpr_text(
+        lambda x: [jnp.sin(x) + 1], x
+    )
+    assert jaxpr_text(lambda x: [jnp.sin(x) + 2], x) != jaxpr_text(
+        lambda x: [jnp.sin(x) + 1], x
+    )
 
 
 # -- Which optimizers mix -------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+
 from train import mnist
 from train.data import in_order, shuffled
 from train.mnist import MNIST

@@ -22,13 +22,17 @@ def squares(outputs, batch):
     return jnp.mean((outputs - batch["targets"]) ** 2)
 
 
-def of_trunk(schedule, optimizer=optax.sgd(0.1, momentum=0.9), **options):
-    return jpipe.Pipeline(TRUNK, loss=squares, optimizer=optimizer, schedule=schedule, **options)
+def of_trunk(schedule):
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    return jpipe.Pipeline(TRUNK, loss=squares, optimizer=optimizer, schedule=schedule)
 
 
 def trunk_batch(size, seed=0):
     rng = np.random.default_rng(seed)
-    return {k: rng.normal(size=(size, WIDTH)).astype(np.float32) for k in ("inputs", "targets")}
+    return {
+        k: rng.normal(size=(size, WIDTH)).astype(np.float32)
+        for k in ("inputs", "targets")
+    }
 
 
 def num_bytes(tree):
@@ -40,11 +44,20 @@ def trained(request):
     """A pipeline after two steps: the state before each, its bytes, and the state after."""
     if request.param == "unlike stages":
         layers, batch = FAMILIES["mlp"].layers, FAMILIES["mlp"].batches(1, 6)[0]
-        options = dict(loss=cross_entropy, optimizer=optax.sgd(0.1, momentum=0.9), boundaries=[1, 5])
-        pipe = jpipe.Pipeline(layers, schedule=schedule_named("one_f_one_b/unit", 3, 3), **options)
+        options = dict(
+            loss=cross_entropy,
+            optimizer=optax.sgd(0.1, momentum=0.9),
+            boundaries=[1, 5],
+        )
+        pipe = jpipe.Pipeline(
+            layers, schedule=schedule_named("one_f_one_b/unit", 3, 3), **options
+        )
     else:
         num_stages = 1 if request.param == "one stage" else 2
-        pipe, batch = of_trunk(schedule_named("one_f_one_b/paired", num_stages, 4)), trunk_batch(8)
+        pipe, batch = (
+            of_trunk(schedule_named("one_f_one_b/paired", num_stages, 4)),
+            trunk_batch(8),
+        )
     state, states = pipe.init(jax.random.key(0), batch), []
     for _ in range(2):
         states.append(state)
@@ -62,12 +75,17 @@ def test_state_is_donated(trained):
     assert all(a.is_deleted() for old in states for a in jax.tree.leaves(old))
     assert not any(a.is_deleted() for a in jax.tree.leaves(state))
     memory = pipe.compile(batch).memory_analysis()
-    assert memory.alias_size_in_bytes >= 0.99 * num_bytes(state) / len(pipe.mesh.devices)
+    assert memory.alias_size_in_bytes >= 0.99 * num_bytes(state) / len(
+        pipe.mesh.devices
+    )
 
 
 def test_the_kind_of_state_stays(trained):
     _, _, states, state = trained
-    kinds = [jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), s) for s in (*states, state)]
+    kinds = [
+        jax.tree.map(lambda a: (a.shape, a.dtype, a.sharding), s)
+        for s in (*states, state)
+    ]
     assert kinds[0] == kinds[1] == kinds[2]
 
 
@@ -94,12 +112,22 @@ def test_the_search_for_copies_finds_one():
 @pytest.mark.parametrize("model", ["trunk", "transformer"])
 def test_no_ring_is_copied(model, ticks):
     if model == "trunk":
-        pipe, batch = of_trunk(schedule_named(f"one_f_one_b/{ticks}", 2, 4)), trunk_batch(12)
+        pipe, batch = (
+            of_trunk(schedule_named(f"one_f_one_b/{ticks}", 2, 4)),
+            trunk_batch(12),
+        )
     else:
         family = FAMILIES["transformer"]
         schedule = schedule_named(f"one_f_one_b/{ticks}", 3, 4)
-        options = dict(loss=cross_entropy, optimizer=optax.sgd(0.1, momentum=0.9), boundaries=[1, 5])
-        pipe, batch = jpipe.Pipeline(family.layers, schedule=schedule, **options), family.batches(1, 12)[0]
+        options = dict(
+            loss=cross_entropy,
+            optimizer=optax.sgd(0.1, momentum=0.9),
+            boundaries=[1, 5],
+        )
+        pipe, batch = (
+            jpipe.Pipeline(family.layers, schedule=schedule, **options),
+            family.batches(1, 12)[0],
+        )
     text = pipe.compile(batch).as_text()
     rings = pipe._plan(pipe._microbatch(batch)).engine.buffer_shapes()["rings"]
     assert not copies(text, {a.shape for a in jax.tree.leaves(rings)})
@@ -111,12 +139,21 @@ def test_no_ring_is_copied(model, ticks):
 def bytes_beside_the_batch(name, num_microbatches):
     """At 64 rows of 256 numbers a microbatch, so that arrays outweigh the table."""
     layers = [functools.partial(nnx.Linear, 256, 256)] * 4
-    schedule, array = schedule_named(name, 2, num_microbatches), (64 * num_microbatches, 256)
+    schedule, array = (
+        schedule_named(name, 2, num_microbatches),
+        (64 * num_microbatches, 256),
+    )
     array = jax.ShapeDtypeStruct(array, np.float32)
     options = dict(loss=squares, optimizer=optax.sgd(0.1), boundaries=[2])
     pipe = jpipe.Pipeline(layers, schedule=schedule, **options)
     memory = pipe.memory({"inputs": array, "targets": array})
-    return memory.weights + memory.optimizer + memory.gradients + memory.activations + memory.temporaries
+    return (
+        memory.weights
+        + memory.optimizer
+        + memory.gradients
+        + memory.activations
+        + memory.temporaries
+    )
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b/paired", "one_f_one_b/unit"])
@@ -152,11 +189,16 @@ def overflow_on_the_first_stage(batch):
     batch["inputs"][:], batch["targets"][:] = 3e38, 1e4
 
 
-@pytest.mark.parametrize("poison", [a_row_that_is_not_a_number, overflow_on_the_first_stage])
+@pytest.mark.parametrize(
+    "poison", [a_row_that_is_not_a_number, overflow_on_the_first_stage]
+)
 def test_a_gradient_that_is_not_finite_skips_the_update_of_all_stages(of_two, poison):
     good, bad = trunk_batch(8), trunk_batch(8)
     poison(bad)
-    params = [{"kernel": np.eye(WIDTH, dtype=np.float32), "bias": np.ones(WIDTH, np.float32)} for _ in TRUNK]
+    params = [
+        {"kernel": np.eye(WIDTH, dtype=np.float32), "bias": np.ones(WIDTH, np.float32)}
+        for _ in TRUNK
+    ]
     params[0]["kernel"] = np.zeros_like(params[0]["kernel"])
 
     state = of_two.init(jax.random.key(0), good, params=params)
@@ -167,9 +209,17 @@ def test_a_gradient_that_is_not_finite_skips_the_update_of_all_stages(of_two, po
     jax.tree.map(np.testing.assert_array_equal, weights_and_optimizer(state), before)
 
     state, metrics = of_two.step(state, good)  # as if nothing had been
-    want, want_metrics = of_two.step(of_two.init(jax.random.key(0), good, params=params), good)
+    want, want_metrics = of_two.step(
+        of_two.init(jax.random.key(0), good, params=params), good
+    )
     np.testing.assert_array_equal(metrics["skipped_updates"], [0, 0])
     np.testing.assert_array_equal(metrics["loss"], want_metrics["loss"])
-    jax.tree.map(np.testing.assert_array_equal, weights_and_optimizer(state), weights_and_optimizer(want))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        weights_and_optimizer(state),
+        weights_and_optimizer(want),
+    )
     with pytest.raises(AssertionError):  # and it does learn
-        jax.tree.map(np.testing.assert_array_equal, weights_and_optimizer(state), before)
+        jax.tree.map(
+            np.testing.assert_array_equal, weights_and_optimizer(state), before
+        )

@@ -44,7 +44,11 @@ def irregular(seed, synchronous):
     def no_earlier_than(first):
         """`[N, S]` ticks in order of microbatch, each after its input from before."""
         for m, s in np.ndindex(N, S):
-            after = [first[m, s], first[m - 1, s] + 1 if m else 0, first[m, s - 1] + 1 if s else 0]
+            after = [
+                first[m, s],
+                first[m - 1, s] + 1 if m else 0,
+                first[m, s - 1] + 1 if s else 0,
+            ]
             first[m, s] = max(after) + rng.integers(0, 3)
         return first
 
@@ -52,9 +56,13 @@ def irregular(seed, synchronous):
     backward = no_earlier_than(forward[:, ::-1] + (np.arange(S) > 0))[:, ::-1]
     weight = no_earlier_than(backward * 1) if seed % 2 else None
     ticks = [at for at in (forward, backward, weight) if at is not None]
-    period = None if synchronous else max(int((at[-1] - at[0]).max()) for at in ticks) + 1
+    period = (
+        None if synchronous else max(int((at[-1] - at[0]).max()) for at in ticks) + 1
+    )
     device = rng.permutation(S) % rng.integers(1, S + 1)
-    return Schedule.from_ticks(f"irregular{seed}", *ticks, num_ticks=period, device=device)
+    return Schedule.from_ticks(
+        f"irregular{seed}", *ticks, num_ticks=period, device=device
+    )
 
 
 def tables():
@@ -81,13 +89,18 @@ def tables():
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", ".*bubble")
     TABLES = list(tables())
-every_table = pytest.mark.parametrize("table", TABLES, ids=lambda t: f"{t.name}-{t.num_stages}-{t.num_microbatches}")
+every_table = pytest.mark.parametrize(
+    "table", TABLES, ids=lambda t: f"{t.name}-{t.num_stages}-{t.num_microbatches}"
+)
 
 
 def operations_at(operations, t, r, N):
     """(device, lane, stage, microbatch, position) of what runs at tick t of round r."""
     for d, lane in np.argwhere(operations.stage[t] >= 0).tolist():
-        m, p = (int(getattr(operations, f)[t, d, lane]) + N * r for f in ("microbatch", "position"))
+        m, p = (
+            int(getattr(operations, f)[t, d, lane]) + N * r
+            for f in ("microbatch", "position")
+        )
         if m >= 0:  # else of a minibatch before the first
             yield d, lane, int(operations.stage[t, d, lane]), m, p
 
@@ -100,7 +113,10 @@ class Slots:
 
     def _slot(self, ring, stage, position):
         device = self.lowered.schedule.device[self.lowered.schedule.stage == stage][0]
-        slot = self.lowered.offset[ring][stage] + position % self.lowered.depth[ring][stage]
+        slot = (
+            self.lowered.offset[ring][stage]
+            + position % self.lowered.depth[ring][stage]
+        )
         assert slot < self.lowered.num_slots[ring]
         return ring, device, slot
 
@@ -111,7 +127,9 @@ class Slots:
 
     def read(self, ring, stage, microbatch, position, last=True):
         slot = self._slot(ring, stage, position)
-        assert self.alive.get(slot) == (stage, microbatch), f"{slot} holds {self.alive.get(slot)}"
+        assert self.alive.get(slot) == (stage, microbatch), (
+            f"{slot} holds {self.alive.get(slot)}"
+        )
         if last:
             del self.alive[slot]
 
@@ -151,7 +169,11 @@ def replay(lowered, recompute, num_rounds):
             if table.splits_backward:
                 slots.write("crossing", *what)
             if what[0] > 0:
-                sent[d, ops["forward"].num_lanes + lane] = "gradient", what[0] - 1, what[1]
+                sent[d, ops["forward"].num_lanes + lane] = (
+                    "gradient",
+                    what[0] - 1,
+                    what[1],
+                )
         for _, _, *what in operations_at(ops["weight_grad"], t, r, N):
             slots.read("weight_stash", *what)
             slots.read("crossing", *what)
@@ -161,7 +183,10 @@ def replay(lowered, recompute, num_rounds):
             after = (t + 1) % table.num_ticks
             for source, target in pairs if channel.sends[t] else ():
                 message = sent.get((source, int(channel.lane[t, source])))
-                if message and any(getattr(channel, kind)[after, target, 0] >= 0 for kind in channel.carries):
+                if message and any(
+                    getattr(channel, kind)[after, target, 0] >= 0
+                    for kind in channel.carries
+                ):
                     received[i, target] = message
         assert sorted(received.values()) == sorted(sent.values())
     if table.synchronous:
@@ -193,7 +218,10 @@ def test_no_depth_is_more_than_needed(table):
 @every_table
 def test_operations_say_what_the_table_says(table):
     lowered = lower(table)
-    chunk = [sorted(table.stage[table.device == d]).index(s) for s, d in zip(table.stage, table.device)]
+    chunk = [
+        sorted(table.stage[table.device == d]).index(s)
+        for s, d in zip(table.stage, table.device)
+    ]
     for name, operations in lowered.operations.items():
         microbatch, version = (np.full(table.forward.shape, IDLE) for _ in range(2))
         for t, d, lane in np.argwhere(operations.stage >= 0):
@@ -202,7 +230,9 @@ def test_operations_say_what_the_table_says(table):
             assert operations.chunk[t, d, lane] == chunk[c]
             microbatch[t, c] = operations.microbatch[t, d, lane]
             version[t, c] = operations.version[t, d, lane]
-        np.testing.assert_array_equal(version if name == "update" else microbatch, getattr(table, name))
+        np.testing.assert_array_equal(
+            version if name == "update" else microbatch, getattr(table, name)
+        )
         if name in ("forward", "backward"):
             np.testing.assert_array_equal(version, getattr(table, f"{name}_version"))
 
@@ -214,9 +244,15 @@ def test_a_weight_gradient_reads_the_version_of_its_input_gradient():
     for r, t in itertools.product(range(8), range(T)):
         for name in ("backward", "weight_grad"):
             version = lowered.operations[name].version[t] + r
-            for d, lane, stage, m, _ in operations_at(lowered.operations[name], t, r, N):
+            for d, lane, stage, m, _ in operations_at(
+                lowered.operations[name], t, r, N
+            ):
                 read[name, stage, m] = version[d, lane]
-    both = [(v, read["backward", *rest]) for (name, *rest), v in read.items() if name == "weight_grad"]
+    both = [
+        (v, read["backward", *rest])
+        for (name, *rest), v in read.items()
+        if name == "weight_grad"
+    ]
     assert len(both) > 20 and all(w == b for w, b in both)
     assert len({v for v, _ in both}) > 3  # and those are different versions
 
@@ -231,12 +267,17 @@ def test_channels_are_permutations(table):
             assert share or len(channel.carries) == 1
             if channel.pairs is not None:
                 sources, targets = zip(*channel.pairs, strict=True)
-                assert len(set(sources)) == len(sources) and len(set(targets)) == len(targets)
+                assert len(set(sources)) == len(sources) and len(set(targets)) == len(
+                    targets
+                )
                 assert all(s != d for s, d in channel.pairs)
 
 
 def pairs(table, share_channels=True):
-    return [channel.pairs for channel in lower(table, share_channels=share_channels).channels]
+    return [
+        channel.pairs
+        for channel in lower(table, share_channels=share_channels).channels
+    ]
 
 
 @pytest.mark.parametrize("make", [gpipe, one_f_one_b, unit_round, late_weight_grads])
@@ -272,7 +313,9 @@ def test_channels_rest_when_nobody_sends():
 @pytest.mark.parametrize(("S", "N"), [(1, 3), (2, 4), (4, 6), (3, 8)])
 def test_stashes_are_as_deep_as_what_is_in_flight(make, S, N):
     table = make(S, N)
-    np.testing.assert_array_equal(lower(table).depth["weight_stash"], table.facts().in_flight)
+    np.testing.assert_array_equal(
+        lower(table).depth["weight_stash"], table.facts().in_flight
+    )
 
 
 def test_depths_of_unit_ticks():
@@ -284,7 +327,9 @@ def test_depths_of_unit_ticks():
 
 
 def test_depths_of_gpipe_with_and_without_recomputation():
-    keep, again = (lower(gpipe(3, 5), recompute=recompute).depth for recompute in (False, True))
+    keep, again = (
+        lower(gpipe(3, 5), recompute=recompute).depth for recompute in (False, True)
+    )
     assert keep["activation"].tolist() == [0, 1, 1]
     assert again["activation"].tolist() == [0, 5, 5]
     for ring in ("input_stash", "weight_stash"):

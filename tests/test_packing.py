@@ -62,7 +62,11 @@ def test_pools_hold_what_most_owners_have():
     assert flat == [[False] * 4, [False] * 5]
     pack = Packing.of([*OWNERS, [(aval(3, 2), 4), (aval(), 1)]])
     flat = [[place.flat for place in places] for places in pack.places]
-    assert flat == [[False, False, True, True], [False, False, False, True, True], [False] * 2]
+    assert flat == [
+        [False, False, True, True],
+        [False, False, False, True, True],
+        [False] * 2,
+    ]
 
 
 def test_a_pool_that_one_owner_fills_is_flat():
@@ -114,7 +118,9 @@ def test_add():
     place, other = pack.places[1][0], pack.places[1][2]
     arrays = arrays_of(pack, 1, fill=1)
     arrays = packing.add(arrays, place, [0], jnp.full(place.shape, 2.0), 1)
-    np.testing.assert_array_equal(packing.read(arrays, place, [0], 1), np.full((3, 2), 3.0))
+    np.testing.assert_array_equal(
+        packing.read(arrays, place, [0], 1), np.full((3, 2), 3.0)
+    )
     for p, i in ((place, 0), (place, 2), (other, 0)):
         np.testing.assert_array_equal(packing.read(arrays, p, [0], i), np.ones((3, 2)))
 

@@ -14,7 +14,8 @@ from jpipe.update import make_updates, stage_tree
 
 WIDTHS = [3, 4, 4, 4, 2]
 LAYERS = [
-    lambda rngs, n=n, m=m: nnx.Linear(n, m, rngs=rngs) for n, m in zip(WIDTHS, WIDTHS[1:])
+    lambda rngs, n=n, m=m: nnx.Linear(n, m, rngs=rngs)
+    for n, m in zip(WIDTHS, WIDTHS[1:])
 ]
 
 
@@ -33,7 +34,9 @@ def stages_of(num_stages, layers=LAYERS, width=WIDTHS[0]):
 def random_like(stages, seed):
     rng = np.random.default_rng(seed)
     return [
-        jax.tree.map(lambda a: rng.normal(size=a.shape).astype(np.float32), layer.parameters)
+        jax.tree.map(
+            lambda a: rng.normal(size=a.shape).astype(np.float32), layer.parameters
+        )
         for layer in stages.layers
     ]
 
@@ -63,7 +66,9 @@ def on_one_device(optimizer, params, gradients):
 
 
 def kernels(tree):
-    return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key == "kernel", tree)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key == "kernel", tree
+    )
 
 
 def frozen_from_layer_two(tree):
@@ -77,10 +82,13 @@ OPTIMIZERS = {
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "decay of kernels": optax.adamw(0.1, weight_decay=0.5, mask=kernels),
     "labels": optax.multi_transform(
-        {"trained": optax.adam(0.1), "frozen": optax.set_to_zero()}, frozen_from_layer_two
+        {"trained": optax.adam(0.1), "frozen": optax.set_to_zero()},
+        frozen_from_layer_two,
     ),
     "learning-rate schedule": optax.sgd(optax.linear_schedule(1.0, 0.0, 4)),
-    "clipped": optax.chain(optax.clip(0.5), optax.clip_by_block_rms(0.3), optax.sgd(0.1)),
+    "clipped": optax.chain(
+        optax.clip(0.5), optax.clip_by_block_rms(0.3), optax.sgd(0.1)
+    ),
 }
 
 
@@ -92,14 +100,21 @@ def test_stages_update_as_one_device_does(name, num_stages):
     gradients = [random_like(stages, 1 + k) for k in range(3)]
     got = on_stages(stages, optimizer, params, gradients)
     want = on_one_device(optimizer, params, gradients)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want
+    )
 
 
 def test_the_chain_sees_none_for_layers_of_other_stages():
     seen = []
 
     def see(updates, state, params=None):
-        seen.append([[i for i, layer in enumerate(t) if layer is not None] for t in (updates, params)])
+        seen.append(
+            [
+                [i for i, layer in enumerate(t) if layer is not None]
+                for t in (updates, params)
+            ]
+        )
         return updates, state
 
     optimizer = optax.GradientTransformation(lambda params: (), see)
@@ -130,9 +145,18 @@ def test_delay_and_global_norm_reach_the_chain():
     stages = stages_of(2)
     params, gradient = random_like(stages, 0), random_like(stages, 1)
     chain = optax.chain(optax.clip(0.5), optimizer)  # passes them on
-    got = on_stages(stages, chain, params, [gradient], delay=jnp.float32(6), global_norm=jnp.float32(4))
+    got = on_stages(
+        stages,
+        chain,
+        params,
+        [gradient],
+        delay=jnp.float32(6),
+        global_norm=jnp.float32(4),
+    )
     want = jax.tree.map(lambda p, g: p - 1.5 * np.clip(g, -0.5, 0.5), params, gradient)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, want)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, want
+    )
 
 
 def scale_by_last_norm():
@@ -156,7 +180,9 @@ MIXING = {
 @pytest.mark.parametrize("num_stages", [2, 4])  # 4: a layer a stage
 @pytest.mark.parametrize("name", MIXING)
 def test_optimizers_that_mix_layers_are_refused(name, num_stages):
-    message = "`optimizer` lets the update of one layer depend on the gradients of others"
+    message = (
+        "`optimizer` lets the update of one layer depend on the gradients of others"
+    )
     with pytest.raises(ValueError, match=message):
         make_updates(stages_of(num_stages), MIXING[name])
 
@@ -174,7 +200,9 @@ def test_equal_stages_share_an_update():
     equal = [LAYERS[1]] * 4
     assert len(make_updates(stages_of(4, equal, 4), optax.adam(0.1)).programs) == 1
     # The label of a layer is part of its update.
-    assert make_updates(stages_of(4, equal, 4), OPTIMIZERS["labels"]).program_of_stage == [0, 0, 1, 1]
+    assert make_updates(
+        stages_of(4, equal, 4), OPTIMIZERS["labels"]
+    ).program_of_stage == [0, 0, 1, 1]
     # Longer runs have more leaves.
     assert len(make_updates(stages_of(3, equal, 4), optax.adam(0.1)).programs) == 2
 

@@ -96,10 +96,18 @@ def test_vertical_sync_reads_what_the_first_stage_read():
 
 
 @pytest.mark.parametrize(("S", "N"), GRID)
-@pytest.mark.parametrize(("ticks", "least"), [("paired", lambda S: 2 * S - 1), ("unit", lambda S: max(S - 1, 1))])
-def test_2bw_has_two_versions_and_a_delay_of_one_or_says_what_it_needs(S, N, ticks, least):
+@pytest.mark.parametrize(
+    ("ticks", "least"),
+    [("paired", lambda S: 2 * S - 1), ("unit", lambda S: max(S - 1, 1))],
+)
+def test_2bw_has_two_versions_and_a_delay_of_one_or_says_what_it_needs(
+    S, N, ticks, least
+):
     if N < least(S):
-        with pytest.raises(ValueError, match=f"must be at least {least(S)} for {S} stages in {ticks} ticks, got {N}"):
+        with pytest.raises(
+            ValueError,
+            match=f"must be at least {least(S)} for {S} stages in {ticks} ticks, got {N}",
+        ):
             schedules.pipedream_2bw(S, N, ticks=ticks)
         return
     facts = schedules.pipedream_2bw(S, N, ticks=ticks).facts()
@@ -110,13 +118,22 @@ def test_2bw_has_two_versions_and_a_delay_of_one_or_says_what_it_needs(S, N, tic
 def test_2bw_versions_of_the_paper():
     """Microbatch k, from 1, reads version max((k - 1) // N - 1, 0): N = 4, section 3.1."""
     schedule = schedules.pipedream_2bw(2, 4)
-    versions = schedule.forward_versions() + np.arange(5)[:, None, None]  # [minibatch, N, C]
-    assert np.maximum(versions[..., 0], 0).ravel()[:16].tolist() == [0] * 8 + [1] * 4 + [2] * 4
+    versions = (
+        schedule.forward_versions() + np.arange(5)[:, None, None]
+    )  # [minibatch, N, C]
+    assert (
+        np.maximum(versions[..., 0], 0).ravel()[:16].tolist()
+        == [0] * 8 + [1] * 4 + [2] * 4
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_arguments(name):
-    with pytest.raises(ValueError, match="`num_stages` must be an integer of at least 1, got 0"):
+    with pytest.raises(
+        ValueError, match="`num_stages` must be an integer of at least 1, got 0"
+    ):
         schedules.get(name)(0, 4)
-    with pytest.raises(ValueError, match='`ticks` must be "paired" or "unit", got \'half\''):
+    with pytest.raises(
+        ValueError, match='`ticks` must be "paired" or "unit", got \'half\''
+    ):
         schedules.get(name)(2, 4, ticks="half")

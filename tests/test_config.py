@@ -1,0 +1,339 @@
+"""Configuration: what the command line changes, and what it says of mistakes."""
+
+import dataclasses
+import json
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from models import MLP, ResNet
+from train import flags
+from train.config import OptimizerConfig, PipelineConfig, TrainConfig
+from train.mnist import MNIST
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    """A section."""
+
+    low: int = 1
+    """The lower end."""
+    high: int = 2
+    """The upper end, above `low`."""
+
+    def __post_init__(self):
+        if self.low >= self.high:
+            raise ValueError(
+                f"`high` must be above `low` ({self.low}), got {self.high}."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    """What may stand in a section's place."""
+
+    name: str = "other"
+    """Any text."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """One field of every type."""
+
+    count: int = 3
+    """How many."""
+    rate: float = 0.5
+    """How fast."""
+    verbose: bool = False
+    """Whether to talk."""
+    title: str = "none yet"
+    """What to call it."""
+    mode: Literal["fast", "slow", "lazy"] = "fast"
+    """How to go about it."""
+    limit: float | None = None
+    """The most, if any."""
+    cuts: tuple[int, ...] | None = (1, 2)
+    """Where to cut."""
+    extra: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Anything else."""
+    inner: Inner = Inner()
+    """A section."""
+    choice: Inner | Other = Inner()
+    """One of two sections."""
+
+
+def parsed(tmp_path, *words, source="return Options()"):
+    path = tmp_path / "some.py"
+    path.write_text(
+        f"from {__name__} import Inner, Options, Other\ndef get_config():\n  {source}\n"
+    )
+    return flags.parse(["--config", str(path), *words], Options)[1]
+
+
+@pytest.mark.parametrize(
+    "word, field, value",
+    [
+        ("count=12", "count", 12),
+        ("count=-1", "count", -1),
+        ("rate=3e-4", "rate", 3e-4),
+        ("rate=1", "rate", 1.0),
+        ("verbose=true", "verbose", True),
+        ("verbose=False", "verbose", False),
+        ("title=a = b", "title", "a = b"),
+        ("title=none", "title", "none"),
+        ("mode=slow", "mode", "slow"),
+        ("limit=2.5", "limit", 2.5),
+        ("limit=none", "limit", None),
+        ("cuts=3,6,9", "cuts", (3, 6, 9)),
+        ("cuts=(3, 6)", "cuts", (3, 6)),
+        ("cuts=4", "cuts", (4,)),
+        ("cuts=", "cuts", ()),
+        ("cuts=None", "cuts", None),
+        ("extra.ticks=unit", "extra", {"ticks": "unit"}),
+        ("extra.num_chunks=2", "extra", {"num_chunks": 2}),
+        ("extra.on=True", "extra", {"on": True}),
+        ("inner.high=9", "inner", Inner(1, 9)),
+        ("choice=Other", "choice", Other()),
+        ("choice.low=0", "choice", Inner(0, 2)),
+    ],
+)
+def test_values_are_read_by_annotation(tmp_path, word, field, value):
+    expected = dataclasses.replace(Options(), **{field: value})
+    got = parsed(tmp_path, f"--config.{word}")
+    assert got == expected
+    assert type(getattr(got, field)) is type(value)
+    # In two words, and as it prints itself.
+    flag, _, text = word.partition("=")
+    if text:
+        assert parsed(tmp_path, f"--config.{flag}", text) == expected
+    assert parsed(tmp_path, *flags.to_flags(expected)) == expected
+
+
+def test_fields_that_belong_together_change_together(tmp_path):
+    # Either alone would break the rule of the section.
+    got = parsed(tmp_path, "--config.inner.low=5", "--config.inner.high=6")
+    assert got.inner == Inner(5, 6)
+    words = ["--config.choice.name=x", "--config.choice=Other"]
+    assert parsed(tmp_path, *words).choice == Other("x")
+    assert parsed(tmp_path, *reversed(words)).choice == Other("x")
+
+
+def test_the_last_word_wins_and_the_file_comes_first(tmp_path):
+    source = "return Options(count=7, rate=0.1)"
+    got = parsed(tmp_path, "--config.count=8", "--config.count=9", source=source)
+    assert (got.count, got.rate) == (9, 0.1)
+
+
+def test_the_name_is_that_of_the_file(tmp_path):
+    path = tmp_path / "my_run.py"
+    path.write_text(f"from {__name__} import Options\nget_config = Options\n")
+    assert flags.parse([f"--config={path}"], Options)[0] == "my_run"
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--config.cuont=1"], "`--config.cuont`. Did you mean `count`? Options has: "),
+        (["--config.inner.hihg=1"], "`--config.inner.hihg`. Did you mean `high`?"),
+        (["--config.count=many"], "`--config.count` must be int, got 'many'. Write it"),
+        (["--config.count=1.5"], "must be int, got '1.5'. Write it like"),
+        (["--config.rate=fast"], "must be float, got 'fast'"),
+        (["--config.verbose=1"], "must be bool, got '1'. Write it like `--config."),
+        (["--config.mode=slwo"], "must be fast, slow or lazy, got 'slwo'. Did you"),
+        (["--config.limit=low"], "`--config.limit` must be float, got 'low'"),
+        (["--config.cuts=3,x"], "must be int,int,..., got '3,x'. Write it like"),
+        (["--config.inner=3"], "is a section, got '3'. Set its fields"),
+        (
+            ["--config.choice=Outer"],
+            "Inner or Other, got 'Outer'. Did you mean `Other`?",
+        ),
+        (["--config.choice.name=x"], "unknown option `--config.choice.name`"),
+        (["--config.count.x=3"], "`--config.count` has no fields of its own"),
+        (["--config.extra=3"], "is set one by one"),
+        (["--config.inner.low=5"], "--config.inner: `high` must be above `low` (5)"),
+        (["--config.count"], "`--config.count` needs a value"),
+        (["--cfg.count=3"], "unknown argument `--cfg.count=3`. Did you mean `--config"),
+        (["count=3"], "unknown argument `count=3`. Did you mean `--config.count`?"),
+    ],
+)
+def test_messages(tmp_path, words, message):
+    with pytest.raises(ValueError) as caught:
+        parsed(tmp_path, *words)
+    assert message in str(caught.value)
+
+
+def test_no_configuration_is_named():
+    with pytest.raises(ValueError, match="--config configs/quickstart.py"):
+        flags.parse([], Options)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        ("def get_config():\n  return 3", "must return a Options, got int"),
+        ("x = 1", "must define `get_config()`"),
+        ("def get_config(:", "invalid syntax"),
+        ("def get_config():\n  raise ValueError('too low')", "some.py`: too low"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path, content, message):
+    path = tmp_path / "some.py"
+    path.write_text(content)
+    with pytest.raises(ValueError) as caught:
+        flags.parse(["--config", str(path)], Options)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_missing_or_of_another_kind(tmp_path):
+    (tmp_path / "small.py").write_text("")
+    with pytest.raises(FileNotFoundError) as caught:
+        flags.load(str(tmp_path / "smal.py"), Options)
+    assert "Did you mean" in str(caught.value) and "small.py" in str(caught.value)
+    (tmp_path / "small.yaml").write_text("")
+    with pytest.raises(ValueError, match="a configuration is a Python file"):
+        flags.load(str(tmp_path / "small.yaml"), Options)
+
+
+def test_usage_has_every_option_its_meaning_and_its_value():
+    text = flags.usage(Options)
+    for line in (
+        "--config.count: int; default 3\n      How many.",
+        "--config.mode: fast, slow or lazy; default fast",
+        "--config.limit: float or none; default none",
+        "--config.cuts: int,int,... or none; default 1,2",
+        "--config.extra: KEY=VALUE; default empty",
+        "--config.inner.high: int; default 2\n      The upper end, above `low`.",
+        "--config.choice=Inner has",
+        "--config.choice=Other has\n  --config.choice.name: str; default other",
+    ):
+        assert line in text
+    now = flags.usage(Options, Options(count=8, choice=Other()))
+    assert "--config.count: int; now 8" in now
+    assert "--config.choice.name" in now and "--config.choice.low" not in now
+
+
+def test_every_option_of_a_run_is_documented():
+    assert flags.usage(TrainConfig).count("\n      ") >= 30  # a missing one raises
+
+
+def test_json_holds_everything():
+    config = TrainConfig(model=MLP(widths=(3, 4)), data=MNIST())
+    values = json.loads(json.dumps(flags.to_json(config)))
+    assert values["model"] == {
+        "type": "MLP",
+        "num_inputs": 784,
+        "widths": [3, 4],
+        "num_outputs": 10,
+    }
+    assert values["pipeline"]["schedule"] == "gpipe"
+
+
+# -- The options of a run -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (
+            lambda: PipelineConfig(num_stages=0),
+            "`num_stages` must be at least 1, got 0",
+        ),
+        (lambda: OptimizerConfig(learning_rate=0.0), "`learning_rate` must be above 0"),
+        (lambda: OptimizerConfig(learning_rate=float("nan")), "above 0, got nan"),
+        (lambda: OptimizerConfig(b2=1.0), "`b2` must lie in [0, 1), got 1.0."),
+        (lambda: TrainConfig(MLP(), MNIST(), batch_size=0), "`batch_size` must be at"),
+        (lambda: TrainConfig(MLP(), MNIST(), seed=-1), "`seed` must lie in [0, 2**32)"),
+        (lambda: PipelineConfig(schedule="gpip").table(), "Did you mean 'gpipe'?"),
+        (
+            lambda: PipelineConfig("one_f_one_b", options={"tick": "unit"}).table(),
+            "has no option `tick`. Did you mean `ticks`? It takes: ticks.",
+        ),
+        (
+            lambda: PipelineConfig("gpipe", options={"ticks": "unit"}).table(),
+            "'gpipe' has no option `ticks`. It takes: none.",
+        ),
+    ],
+)
+def test_wrong_options_are_refused(make, message):
+    with pytest.raises(ValueError) as caught:
+        make()
+    assert message in str(caught.value)
+
+
+def test_schedules_by_name_with_options_or_from_a_file(tmp_path):
+    unit = PipelineConfig("one_f_one_b", 3, 5, options={"ticks": "unit"}).table()
+    assert (unit.num_stages, unit.num_microbatches) == (3, 5)
+    assert unit.num_ticks != PipelineConfig("one_f_one_b", 3, 5).table().num_ticks
+    path = tmp_path / "mine.txt"
+    path.write_text(unit.to_text())
+    assert PipelineConfig(schedule_file=str(path)).table().to_text() == unit.to_text()
+
+
+def test_learning_rates():
+    def rates(num_steps, **options):
+        schedule = OptimizerConfig(learning_rate=2.0, **options).learning_rate_schedule(
+            num_steps
+        )
+        return [float(schedule(step)) for step in range(num_steps + 1)]
+
+    np.testing.assert_allclose(
+        rates(8, warmup_steps=4, decay="linear"), [0.5, 1, 1.5, 2, 2, 1.5, 1, 0.5, 0]
+    )
+    np.testing.assert_allclose(rates(2, decay="cosine"), [2, 1, 0], atol=1e-6)
+    np.testing.assert_allclose(rates(2, decay="constant"), [2, 2, 2])
+    np.testing.assert_allclose(rates(3, decay="constant", warmup_steps=1), [2, 2, 2, 2])
+    np.testing.assert_allclose(
+        rates(2, decay="constant", warmup_steps=4), [0.5, 1.0, 1.5]
+    )
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_optimizers_decay_kernels_alone(name):
+    config = OptimizerConfig(
+        name=name, learning_rate=0.5, decay="constant", weight_decay=0.1
+    )
+    params = {"kernel": jnp.ones((2, 2)), "scale": jnp.ones(2)}
+    transform = config.transform(10)
+    updates, _ = transform.update(
+        jax.tree.map(jnp.zeros_like, params), transform.init(params), params
+    )
+    np.testing.assert_allclose(updates["kernel"], -0.05)
+    np.testing.assert_allclose(updates["scale"], 0)
+
+
+def test_sgd_is_nesterov_momentum():
+    config = OptimizerConfig(
+        name="sgd", learning_rate=0.1, decay="constant", momentum=0.9
+    )
+    transform, params, mean = config.transform(10), {"w": jnp.ones((1, 1))}, 0.0
+    state = transform.init(params)
+    for gradient in (1.0, -2.0, 0.5):
+        updates, state = transform.update(
+            {"w": jnp.full((1, 1), gradient)}, state, params
+        )
+        mean = gradient + 0.9 * mean
+        np.testing.assert_allclose(
+            updates["w"], -0.1 * (gradient + 0.9 * mean), rtol=1e-5
+        )
+
+
+def test_clipping_is_over_all_stages():
+    config = OptimizerConfig(
+        name="sgd", learning_rate=1.0, decay="constant", momentum=0.0, clip_norm=2.0
+    )
+    transform, params = config.transform(10), {"w": jnp.full((1, 1), 3.0)}
+    state = transform.init(params)
+    updates, _ = transform.update(params, state, params, global_norm=jnp.array(4.0))
+    np.testing.assert_allclose(updates["w"], -1.5)
+    with pytest.raises(ValueError, match="`clip_norm` must be above 0, got 0.0"):
+        OptimizerConfig(clip_norm=0.0)
+
+
+def test_models_in_place_of_each_other():
+    config = TrainConfig(model=MLP(), data=MNIST())
+    changed = flags.override(config, {"model": {"": "ResNet", "num_channels": "1"}})
+    assert changed.model == ResNet(num_channels=1)

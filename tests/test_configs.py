@@ -1,0 +1,57 @@
+"""Every file in configs/ loads, says what it is, and runs one shrunken step."""
+
+import ast
+import json
+import pathlib
+
+import pytest
+
+from train import flags
+from train.config import TrainConfig
+from train.data import in_order
+from train.train import main
+
+CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.py"))
+
+# What makes one step of each kind of model light.
+SHRUNKEN = {
+    "MLP": ["model.widths=8,8,8,8,8,8,8"],
+    "ResNet": ["model.widths=8,8", "model.num_blocks=1,1", "model.stem_stride=4"],
+    "Transformer": [
+        "model.dim=8",
+        "model.num_heads=2",
+        "model.num_blocks=3",
+        "data.seq_len=16",
+    ],
+}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_docstring_is_the_record_of_a_run(path):
+    doc = ast.get_docstring(ast.parse(path.read_text()))
+    assert f"python train/train.py --config configs/{path.name}" in doc
+    assert "2-core x86-64 CPU" in doc and "2026" in doc
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_one_shrunken_step(path, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "")  # restored afterwards: the run adds to it
+    config = flags.load(str(path), TrainConfig)
+    words = [
+        *SHRUNKEN[type(config.model).__name__],
+        "num_steps=1",
+        f"batch_size={2 * config.pipeline.num_microbatches}",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    # Few held-out examples.
+    text = tmp_path / "short.txt"
+    text.write_text("To be, or not to be. " * 40)
+    if hasattr(config.data, "path"):
+        words.append(f"data.path={text}")
+    else:
+        first = lambda *args: [next(in_order(*args))]  # noqa: E731
+        monkeypatch.setattr("train.train.in_order", first)
+    assert main(["--config", str(path), *(f"--config.{word}" for word in words)]) == 0
+    assert "step 1/1  loss " in capsys.readouterr().out
+    lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 1]
