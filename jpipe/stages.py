@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
 
 from jpipe.backward import LayerProgram, is_inexact, trace_layer
 from jpipe.packing import Packing
@@ -89,19 +89,24 @@ def _as_layer(layer, index: int) -> Layer:
         name = getattr(layer.function, "__name__", "function")
         return Layer(name, lambda _, x: layer.function(x), lambda _: {}, {}, None)
     make = None
+    if isinstance(layer, linen.Module):
+        raise ValueError(
+            f"layer {index} is a Flax Linen module ({type(layer).__name__}), and only NNX "
+            "modules are supported. Write it with `flax.nnx`."
+        )
     if isinstance(layer, nnx.Module):
         module = layer
     elif callable(layer):
         make = layer
         try:
             module = nnx.eval_shape(lambda: _called(make, jax.random.key(0)))
-        except TypeError as error:
+        except ValueError as error:
+            raise ValueError(f"layer {index}: {error}") from None
+        except Exception as error:
             raise ValueError(
                 f"layer {index} could not be built by `factory(rngs=...)`: {error}. A "
                 "function of the activation is given as `jpipe.Function(f)`."
             ) from error
-        except ValueError as error:
-            raise ValueError(f"layer {index}: {error}") from None
     else:
         raise ValueError(
             f"layer {index} must be a Flax NNX module, a factory called as `factory(rngs=...)`, or "

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from families import HAND_WRITTEN
-from flax import nnx
+from flax import linen, nnx
 from jax.sharding import AxisType, Mesh
 
 import jpipe
@@ -75,6 +75,10 @@ def broken_table():
 def sharded(shape, axes):
     devices = np.array(jax.devices()[: np.prod(shape)]).reshape(shape)
     return Mesh(devices, axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def fails(rngs):
+    raise RuntimeError("out of luck")
 
 
 def returns_a_number(rngs):
@@ -203,6 +207,14 @@ WRONG_ARGUMENTS = {
     "layer a class": (
         lambda: dict(layers=[LINEAR, nnx.Linear]),
         "layer 1 could not be built by .*in_features",
+    ),
+    "layer of Linen": (
+        lambda: dict(layers=[LINEAR, linen.Dense(4)]),
+        r"layer 1 is a Flax Linen module \(Dense\), and only NNX modules",
+    ),
+    "factory that fails": (
+        lambda: dict(layers=[LINEAR, fails]),
+        r"layer 1 could not be built by `factory.rngs=....`: out of luck",
     ),
     "factory of numbers": (
         lambda: dict(layers=[LINEAR, returns_a_number]),
