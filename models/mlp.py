@@ -8,7 +8,7 @@ from flax import nnx
 
 # Named once: layers that are meant to be equal must hold the same function.
 _HE_NORMAL = nnx.initializers.he_normal()
-_LECUN_NORMAL = nnx.initializers.lecun_normal()
+_LOGITS = nnx.initializers.normal(0.01)
 
 
 class Hidden(nnx.Module):
@@ -28,11 +28,11 @@ class Hidden(nnx.Module):
 
 
 class Output(nnx.Module):
-    """Linear layer to the logits."""
+    """Linear layer to the logits, which start near zero."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, rngs: nnx.Rngs):
         self.linear = nnx.Linear(
-            num_inputs, num_outputs, kernel_init=_LECUN_NORMAL, rngs=rngs
+            num_inputs, num_outputs, kernel_init=_LOGITS, rngs=rngs
         )
 
     def __call__(self, x):  # [B, D] -> [B, K]

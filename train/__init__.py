@@ -1,0 +1,1 @@
+"""Training scripts, and the data and configuration that they share."""

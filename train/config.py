@@ -1,0 +1,175 @@
+"""What can be configured in a training run. Read the fields: this is the reference.
+
+A file in `configs/` has a function `get_config()` that returns a `TrainConfig`. Any
+field can be changed on the command line, as `--config.pipeline.num_stages=2`. The
+options of a model are in `models/`, those of a data set in `train/mnist.py` and
+`train/text.py`.
+"""
+
+import dataclasses
+import inspect
+import math
+from typing import Any, Literal
+
+import jax
+import optax
+
+import jpipe
+from models import Model
+from train.flags import did_you_mean
+from train.mnist import MNIST
+from train.text import Text
+
+Data = MNIST | Text
+
+
+def _decays(params):
+    """True for matrices and kernels, False for biases and scales of norms."""
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def _check(holds: bool, config, name: str, rule: str) -> None:
+    if not (holds and math.isfinite(getattr(config, name))):
+        raise ValueError(f"`{name}` {rule}, got {getattr(config, name)}.")
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelineConfig:
+    """How the model is pipelined."""
+
+    schedule: str = "gpipe"
+    """A schedule of `jpipe.schedules`, by name."""
+    num_stages: int = 4
+    """Stages S that the layers are cut into."""
+    num_microbatches: int = 8
+    """Microbatches N that a minibatch is cut into."""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What else the schedule takes, such as `options.ticks=unit`."""
+    schedule_file: str | None = None
+    """A table written by hand, in the text form of `jpipe.Schedule.to_text`; it takes
+    the place of the four fields above."""
+    boundaries: tuple[int, ...] | None = None
+    """The layer at which each stage after the first begins. None: balanced by FLOPs."""
+    recompute: Literal["none", "full"] = "none"
+    """Whether a stage keeps its activations, or its inputs alone and runs again."""
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What layers compute in. Weights and their updates stay in float32."""
+
+    def __post_init__(self):
+        for name in ("num_stages", "num_microbatches"):
+            _check(getattr(self, name) >= 1, self, name, "must be at least 1")
+
+    def table(self) -> jpipe.Schedule:
+        """The schedule that is asked for.
+
+        Raises:
+          ValueError: if there is none like it; says what there is.
+          OSError: if its file cannot be read.
+        """
+        if self.schedule_file is not None:
+            return jpipe.schedules.read(self.schedule_file)
+        builder = jpipe.schedules.get(self.schedule)
+        known = list(inspect.signature(builder).parameters)[2:]
+        for name in self.options:
+            if name not in known:
+                raise ValueError(
+                    f"the schedule {self.schedule!r} has no option `{name}`."
+                    f"{did_you_mean(name, known)} It takes: {', '.join(known) or 'none'}."
+                )
+        return builder(self.num_stages, self.num_microbatches, **self.options)
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["adamw", "sgd"] = "adamw"
+    """Adam with decoupled weight decay, or gradient descent with momentum."""
+    learning_rate: float = 1e-3
+    """The largest learning rate, reached after `warmup_steps`."""
+    warmup_steps: int = 0
+    """Steps in which the learning rate rises from 0, linearly."""
+    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls to 0 by the last step, or that it does not."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay, of matrices and kernels only."""
+    momentum: float = 0.9
+    """Decay of the mean gradient: b1 of adamw, Nesterov momentum of sgd."""
+    b2: float = 0.999
+    """Decay of the mean squared gradient; adamw only."""
+    clip_norm: float | None = None
+    """The largest norm of the gradient, over all stages. None: any."""
+
+    def __post_init__(self):
+        _check(self.learning_rate > 0, self, "learning_rate", "must be above 0")
+        _check(self.warmup_steps >= 0, self, "warmup_steps", "must be at least 0")
+        _check(self.weight_decay >= 0, self, "weight_decay", "must be at least 0")
+        for name in ("momentum", "b2"):
+            _check(0 <= getattr(self, name) < 1, self, name, "must lie in [0, 1)")
+        if self.clip_norm is not None:
+            _check(self.clip_norm > 0, self, "clip_norm", "must be above 0")
+
+    def learning_rate_schedule(self, num_steps: int) -> optax.Schedule:
+        """Step to learning rate, for a run of `num_steps`."""
+        peak, warmup = self.learning_rate, self.warmup_steps
+        num_decay = max(num_steps - warmup, 1)
+        decay = {
+            "cosine": optax.cosine_decay_schedule(peak, num_decay),
+            "linear": optax.linear_schedule(peak, 0.0, num_decay),
+            "constant": optax.constant_schedule(peak),
+        }[self.decay]
+        if warmup == 0:
+            return decay
+        # Step 0 already moves: a first step at rate 0 would be a wasted one.
+        rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
+        return optax.join_schedules([rise, decay], [warmup])
+
+    def transform(self, num_steps: int) -> optax.GradientTransformation:
+        """The Optax chain, for a run of `num_steps`."""
+        rate = self.learning_rate_schedule(num_steps)
+        if self.name == "adamw":
+            update = optax.adamw(
+                rate,
+                b1=self.momentum,
+                b2=self.b2,
+                weight_decay=self.weight_decay,
+                mask=_decays,
+            )
+        else:
+            update = optax.chain(
+                optax.trace(self.momentum, nesterov=True),
+                optax.add_decayed_weights(self.weight_decay, mask=_decays),
+                optax.scale_by_learning_rate(rate),
+            )
+        if self.clip_norm is None:
+            return update
+        return optax.chain(jpipe.optim.clip_by_global_norm(self.clip_norm), update)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """One training run."""
+
+    model: Model
+    """What is trained: a model of `models/`."""
+    data: Data
+    """What it is trained on."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """How it is pipelined."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """How it is updated."""
+    batch_size: int = 128
+    """Examples to a minibatch. A multiple of `pipeline.num_microbatches`."""
+    num_steps: int = 1000
+    """Minibatches to train on; each is one update of the weights."""
+    log_every: int = 50
+    """Steps to a line of the log."""
+    seed: int = 0
+    """Of the weights and of the order of the data."""
+    run_dir: str | None = None
+    """A new directory for what the run writes. None: `runs/NAME-TIME`."""
+
+    def __post_init__(self):
+        for name in ("batch_size", "num_steps", "log_every"):
+            _check(getattr(self, name) >= 1, self, name, "must be at least 1")
+        _check(0 <= self.seed < 2**32, self, "seed", "must lie in [0, 2**32)")
