@@ -67,7 +67,7 @@ class Engine:
         """V, weight versions that every device holds."""
         return (self.trained or self.lowered).num_versions
 
-    # -- Arrays of the training state ------------------------------------------------------------------------
+    # -- Arrays of the training state
 
     def parameter_shapes(self) -> dict:
         """Local shapes of the weights, `[V, R, ...]`."""
@@ -135,7 +135,7 @@ class Engine:
             shapes,
         )
 
-    # -- The step ----------------------------------------------------------------------------------------------
+    # -- The step
 
     def run(self, parameters, gradients, optimizer_state, buffers, round_, fed, batch):
         """One pass over the table.
@@ -207,7 +207,7 @@ class _Device:
                 )
         self.row = _Row(self.columns)
 
-    # -- Scalars of a tick -------------------------------------------------------------------------------------
+    # -- Scalars of a tick
 
     def _mine(self, table) -> jax.Array:
         return lax.dynamic_index_in_dim(
@@ -284,7 +284,7 @@ class _Device:
                     mine=True,
                 )
 
-    # -- The scan ----------------------------------------------------------------------------------------------
+    # -- The scan
 
     def run(self, parameters, gradients, optimizer_state, buffers, batch):
         operations, lowered = self.lowered.operations, self.lowered
@@ -294,27 +294,7 @@ class _Device:
             optimizer_state=optimizer_state,
             **buffers,
         )
-        if "batches" in buffers:  # keep the minibatches that are still in flight
-            if batch is not None:
-                at = jnp.mod(self.round, lowered.num_batches)
-                at = at * self.schedule.num_microbatches
-                carry["batches"] = jax.tree.map(
-                    lambda ring, new: lax.dynamic_update_slice_in_dim(ring, new, at, 0),
-                    buffers["batches"],
-                    batch,
-                )
-            batch = carry["batches"]
-        elif batch is None:
-            batch = jax.tree.map(
-                lambda a: jnp.zeros(
-                    (self.schedule.num_microbatches, *a.shape), a.dtype
-                ),
-                self.engine.microbatch,
-            )
-        self.batch, self.inputs = (
-            jax.tree.leaves(batch),
-            jax.tree.leaves(batch["inputs"]),
-        )
+        self._take_batch(carry, batch)
         if self.schedule.forward_only:
             N = self.schedule.num_microbatches
             outputs = self.stages.kinds[self.stages.kind_of_layer[-1]].outputs
@@ -364,6 +344,27 @@ class _Device:
             results,
         )
 
+    def _take_batch(self, carry: dict, batch) -> None:
+        """Sets what the first stage and the loss read: this minibatch, and earlier ones that are still in flight."""
+        N = self.schedule.num_microbatches
+        if "batches" in carry:
+            if batch is not None:
+                at = N * jnp.mod(self.round, self.lowered.num_batches)
+                carry["batches"] = jax.tree.map(
+                    lambda ring, new: lax.dynamic_update_slice_in_dim(ring, new, at, 0),
+                    carry["batches"],
+                    batch,
+                )
+            batch = carry["batches"]
+        elif batch is None:  # nothing enters and nothing is in flight: read by nobody
+            batch = jax.tree.map(
+                lambda a: jnp.zeros((N, *a.shape), a.dtype), self.engine.microbatch
+            )
+        self.batch, self.inputs = (
+            jax.tree.leaves(batch),
+            jax.tree.leaves(batch["inputs"]),
+        )
+
     def _each_program(
         self, lane_name: str, do: Callable, lane: int, carry: dict, row
     ) -> dict:
@@ -381,7 +382,7 @@ class _Device:
             }
         return carry
 
-    # -- Messages ----------------------------------------------------------------------------------------------
+    # -- Messages
 
     def _receive(self, carry: dict, row) -> dict:
         inbox = dict(carry["inbox"])
@@ -417,7 +418,7 @@ class _Device:
             received.append(lax.cond(sends[i], move, lambda message: message, payload))
         return {**carry, "received": received}
 
-    # -- Operations --------------------------------------------------------------------------------------------
+    # -- Operations
 
     def _microbatch(
         self, leaves: Sequence[jax.Array], get: Callable
@@ -706,7 +707,7 @@ class _Device:
 
         return ["gradients"], run
 
-    # -- The update --------------------------------------------------------------------------------------------
+    # -- The update
 
     def _update(self, row, carry: dict) -> dict:
         """Runs where any device updates, on all: norms are gathered first, then each updates its own columns.

@@ -187,7 +187,7 @@ class Pipeline:
         )
         self._predict = jax.jit(self._run_predict)
 
-    # -- Plans -------------------------------------------------------------------------------------------------
+    # -- Plans
 
     def _plan(self, microbatch: Any) -> Plan:
         """The plan for an abstract microbatch, made once."""
@@ -244,7 +244,7 @@ class Pipeline:
             lambda a: jnp.reshape(a, (N, a.shape[0] // N, *a.shape[1:])), batch
         )
 
-    # -- Training ----------------------------------------------------------------------------------------------
+    # -- Training
 
     def init(
         self, key: jax.Array, batch: Any, params: Sequence | None = None
@@ -499,7 +499,7 @@ class Pipeline:
         self._check_own(state)
         return state.plan.parameters(state)
 
-    # -- What it costs -----------------------------------------------------------------------------------------
+    # -- What it costs
 
     def partition(self, batch: Any) -> list[StageRecord]:
         """How the layers are cut: one record a stage, for minibatches shaped like `batch`."""
@@ -574,7 +574,7 @@ class Pipeline:
         state = PipelineState(**shapes, plan=plan)
         return self._step.lower(state, jax.tree.map(_abstract, dict(batch))).compile()
 
-    # -- Odds and ends -----------------------------------------------------------------------------------------
+    # -- Odds and ends
 
     def _check_own(self, state: Any) -> None:
         _check_state(state)
