@@ -155,6 +155,7 @@ def test_a_missing_file_is_named(tmp_path):
         ("train-images-idx3-ubyte.gz", b"not packed", "cannot be unpacked"),
         ("train-images-idx3-ubyte.gz", gzip.compress(b"x" * 99)[:-9], "is damaged"),
     ],
+    ids=["short", "not packed", "cut off"],
 )
 def test_a_damaged_file_is_named(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
