@@ -1,9 +1,10 @@
 """Pipeline-parallel training for JAX and Flax."""
 
 from jpipe import optim, plan, schedules
+from jpipe.layers import Function, InitApply, Linen, skip
+from jpipe.loss_scale import LossScale
 from jpipe.pipeline import Memory, Pipeline, StageRecord, make_mesh
 from jpipe.schedule import IDLE, Schedule
-from jpipe.stages import Function
 from jpipe.state import PipelineState
 
 __version__ = "0.1.0"
@@ -11,6 +12,9 @@ __version__ = "0.1.0"
 __all__ = [
     "Function",
     "IDLE",
+    "InitApply",
+    "Linen",
+    "LossScale",
     "Memory",
     "Pipeline",
     "PipelineState",
@@ -20,4 +24,5 @@ __all__ = [
     "optim",
     "plan",
     "schedules",
+    "skip",
 ]

@@ -215,15 +215,16 @@ class LayerProgram:
     """The programs of one kind of layer, all of and to flat lists of arrays.
 
     Attributes:
-      forward: `(parameters, inputs, extra) -> outputs`.
-      forward_and_stash: `(parameters, inputs, extra) -> (outputs, stash)`.
+      forward: `(parameters, inputs, extra) -> (outputs, aux)`.
+      forward_and_stash: `(parameters, inputs, extra) -> (outputs, stash, aux)`.
       backward: `(parameters, stash, output_grads) -> (parameter_grads, input_grads)`: the whole backward.
       input_grad: `(parameters, stash, output_grads) -> (input_grads, crossing)`; reads only `input_stash`.
       weight_grad: `(parameters, stash, crossing) -> parameter_grads`; reads only `weight_stash`.
-      parameters, inputs, outputs, stash, crossing: abstract values of those lists.
+      parameters, inputs, extra, outputs, aux, stash, crossing: abstract values of those lists.
+      reads_extra: for each leaf of `extra`, whether anything depends on it.
       input_stash, weight_stash: disjoint positions in the stash: read by `input_grad` alone, and read by
         `weight_grad` (and perhaps by `input_grad` before it).
-      output_tree: the tree structure of the outputs.
+      output_tree, aux_tree: the tree structures of outputs and aux.
       text: what the layer computes; kinds are told apart by it.
     Only inexact leaves of inputs and outputs have gradients: `output_grads` and `input_grads` list those.
     """
@@ -235,12 +236,16 @@ class LayerProgram:
     weight_grad: Callable
     parameters: tuple
     inputs: tuple
+    extra: tuple
     outputs: tuple
+    aux: tuple
     stash: tuple
     crossing: tuple
     input_stash: tuple[int, ...]
     weight_stash: tuple[int, ...]
+    reads_extra: tuple[bool, ...]
     output_tree: Any
+    aux_tree: Any
     text: str
 
 
@@ -249,7 +254,13 @@ def _aval(v) -> jax.ShapeDtypeStruct:
 
 
 def trace_layer(
-    function: Callable, parameters, inputs, extra=(), *, input_grads: bool = True
+    function: Callable,
+    parameters,
+    inputs,
+    extra=(),
+    *,
+    has_aux: bool = False,
+    input_grads: bool = True,
 ) -> LayerProgram:
     """Traces `function(parameters, inputs, extra) -> outputs` into its programs.
 
@@ -257,7 +268,8 @@ def trace_layer(
       function: the layer, of pytrees.
       parameters: pytree of abstract arrays, all inexact.
       inputs: pytree of abstract arrays; the inexact leaves are differentiated.
-      extra: pytree of abstract arrays that are never differentiated (the loss's batch).
+      extra: pytree of abstract arrays that are never differentiated (the loss's batch, a layer's state and key).
+      has_aux: the function returns `(outputs, aux)`; aux is a pytree of arrays that are not differentiated.
       input_grads: False drops the gradient of the inputs and whatever only it needs (a model's first layer).
     Returns: The `LayerProgram`.
     """
@@ -273,8 +285,10 @@ def trace_layer(
 
     def call(ps, xs, es):
         out = function(p_tree.unflatten(ps), x_tree.unflatten(xs), e_tree.unflatten(es))
+        out, aux = out if has_aux else (out, ())
         flat, trees["output"] = jax.tree.flatten(out)
-        return [jnp.asarray(y) for y in flat]
+        flat_aux, trees["aux"] = jax.tree.flatten(aux)
+        return [jnp.asarray(y) for y in flat], [jnp.asarray(a) for a in flat_aux]
 
     def with_residuals(*args):
         ps, xs, es = split(args)
@@ -285,15 +299,18 @@ def trace_layer(
                 xs_[i] = d
             return call(ps, xs_, es)
 
-        ys, vjp = jax.vjp(of_differentiated, list(ps), [xs[i] for i in wanted])
+        ys, vjp, aux = jax.vjp(
+            of_differentiated, list(ps), [xs[i] for i in wanted], has_aux=True
+        )
         residuals, trees["vjp"] = jax.tree.flatten(vjp)
         trees["outputs"] = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
-        return [*ys, *residuals]
+        return [*ys, *aux, *residuals]
 
     forward = _Equations.trace(with_residuals, *p_flat, *x_flat, *e_flat)
     outputs = trees["outputs"]
     num_y = len(outputs)
-    residuals = forward.outputs[num_y:]
+    num_results = num_y + trees["aux"].num_leaves
+    aux, residuals = forward.outputs[num_y:num_results], forward.outputs[num_results:]
 
     def backward_of(*args):
         leaves, given = args[: len(residuals)], iter(args[len(residuals) :])
@@ -313,6 +330,7 @@ def trace_layer(
             str(p_tree),
             str(x_tree),
             str(trees["output"]),
+            str(trees["aux"]),
         ]
     )
 
@@ -320,8 +338,12 @@ def trace_layer(
     varying = forward.depending_on(forward.inputs[num_p:])
     stash = list(dict.fromkeys(v for v in _variables(residuals) if v in varying))
     position = {v: i for i, v in enumerate(stash)}
-    run_forward = forward.slice(forward.inputs, forward.outputs[:num_y])
-    run_and_stash = forward.slice(forward.inputs, (*forward.outputs[:num_y], *stash))
+    results = forward.outputs[:num_results]
+    run_forward = forward.slice(forward.inputs, results)
+    run_and_stash = forward.slice(forward.inputs, (*results, *stash))
+    read = set(_variables(run_and_stash.outputs)).union(
+        *(_variables(e.invars) for e in run_and_stash.equations)
+    )
 
     leaf_of = dict(
         zip(backward.inputs, residuals)
@@ -381,14 +403,16 @@ def trace_layer(
         out = run_input(parameters, stash_values, output_grads)
         return out[: len(gx_vars)], out[len(gx_vars) :]
 
-    def and_stash(parameters, inputs, extra=()):
-        out = run_and_stash(*parameters, *inputs, *extra)
+    def only_forward(parameters, inputs, extra=()):
+        out = run_forward(*parameters, *inputs, *extra)
         return out[:num_y], out[num_y:]
 
+    def and_stash(parameters, inputs, extra=()):
+        out = run_and_stash(*parameters, *inputs, *extra)
+        return out[:num_y], out[num_results:], out[num_y:num_results]
+
     return LayerProgram(
-        forward=lambda parameters, inputs, extra=(): run_forward(
-            *parameters, *inputs, *extra
-        ),
+        forward=only_forward,
         forward_and_stash=and_stash,
         backward=whole,
         input_grad=input_part,
@@ -397,11 +421,15 @@ def trace_layer(
         ),
         parameters=tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in p_flat),
         inputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in x_flat),
+        extra=tuple(jax.ShapeDtypeStruct(e.shape, e.dtype) for e in e_flat),
         outputs=tuple(outputs),
+        aux=tuple(_aval(v) for v in aux),
         stash=tuple(_aval(v) for v in stash),
         crossing=tuple(_aval(v) for v in crossing),
         input_stash=tuple(sorted(input_reads - weight_reads)),
         weight_stash=tuple(sorted(weight_reads)),
+        reads_extra=tuple(v in read for v in forward.inputs[num_p + num_x :]),
         output_tree=trees["output"],
+        aux_tree=trees["aux"],
         text=text,
     )

@@ -26,12 +26,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import packing
-from jpipe.lower import Lowered, Operations, lower
+from jpipe.backward import is_inexact
+from jpipe.loss_scale import LossScale
+from jpipe.lower import STASHES, Lowered, Operations, Route, lower, neighbours
 from jpipe.schedule import Schedule
 from jpipe.stages import Program, Stages
 from jpipe.update import Updates
 
 AXIS = "stage"
+DATA = "data"
 _BIN = 1  # inboxes have a last slot that takes what nobody reads
 
 
@@ -43,10 +46,16 @@ class Engine:
       schedule: the table. A forward-only table collects the outputs of the last stage instead of losses.
       stages: the model, cut.
       updates: the optimizer, or None for a forward-only table.
-      mesh: has an axis "stage" of the schedule's number of devices.
+      mesh: has an axis "stage" of the schedule's number of devices, and perhaps an axis "data" of replicas. Other
+        axes are left to the compiler.
       recompute: whether a stage keeps only its inputs from forward to backward.
       microbatch: the abstract microbatch.
+      loss_scale: what the loss is multiplied by before its gradient is taken.
+      key_impl: implementation of the random keys that layers get.
       trained: the lowered table that trained the weights which a forward-only table reads.
+
+    Arrays are *held* by a stage, the same on all its replicas (weights, optimizer state, mutable state, loss scale),
+    or a device's *own* (gradients, and all that is in flight).
     """
 
     schedule: Schedule
@@ -55,12 +64,39 @@ class Engine:
     mesh: Mesh
     recompute: bool = False
     microbatch: Any = None
+    loss_scale: LossScale | None = None
+    key_impl: Any = None
     trained: Lowered | None = None
 
     @functools.cached_property
+    def routes(self) -> list[tuple[Route, packing.Packing]]:
+        """Every kind of message: its way, and how it is packed."""
+        stages = self.stages
+        activation, gradient = stages.activations, stages.gradients
+        down, up = neighbours(stages.num_stages, activation.arrays, gradient.arrays)
+        found = [(down, activation)]
+        for i, portal in enumerate(stages.portals):
+            way = {portal.source: portal.target}
+            pack = portal.activations
+            found.append((Route(f"skip{i}", "forward", way, pack.arrays), pack))
+        if self.schedule.forward_only:
+            return found
+        found.append((up, gradient))
+        for i, portal in enumerate(stages.portals):
+            way, pack = {portal.target: portal.source}, portal.gradients
+            if pack.arrays:
+                route = Route(f"skip{i}.gradient", "backward", way, pack.arrays)
+                found.append((route, pack))
+        return found
+
+    @functools.cached_property
     def lowered(self) -> Lowered:
-        share = self.stages.activations.arrays == self.stages.gradients.arrays
-        return lower(self.schedule, self.recompute, share)
+        return lower(self.schedule, self.recompute, [route for route, _ in self.routes])
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of each stage, along the axis "data"."""
+        return self.mesh.shape.get(DATA, 1)
 
     @property
     def num_versions(self) -> int:
@@ -83,10 +119,28 @@ class Engine:
         """Local shapes of the optimizer's state, `[R, ...]`."""
         return _leading(self.updates.state, self.lowered.num_chunks)
 
+    def mutable_shapes(self) -> dict:
+        """Local shapes of the layers' mutable state, `[R, ...]`."""
+        return _leading(self.stages.state, self.lowered.num_chunks)
+
+    def held_shapes(self) -> dict:
+        """Local shapes of what a stage holds."""
+        scale = {} if self.loss_scale is None else self.loss_scale.shapes()
+        return {
+            "parameters": self.parameter_shapes(),
+            "optimizer_state": self.optimizer_shapes(),
+            "mutable_state": self.mutable_shapes(),
+            "loss_scale": scale,
+        }
+
+    def own_shapes(self) -> dict:
+        """Local shapes of what is a device's own."""
+        return {"gradients": self.gradient_shapes(), "buffers": self.buffer_shapes()}
+
     def buffer_shapes(self) -> dict:
         """Local shapes of everything in flight."""
         lowered, stages = self.lowered, self.stages
-        message = {"activation": stages.activations, "gradient": stages.gradients}
+        message = {route.inbox: pack for route, pack in self.routes}
         slots = lowered.num_slots
         shapes: dict[str, Any] = {
             "inbox": {
@@ -94,19 +148,13 @@ class Engine:
             },
             "rings": {
                 k: _leading(getattr(stages, k), slots[k])
-                for k in ("input_stash", "weight_stash", "crossing")
+                for k in STASHES
                 if slots[k] and not self.schedule.forward_only
             },
-            "sent": [
-                _leading(stages.activations)
-                for _ in range(lowered.operations["forward"].num_lanes)
-            ]
-            + [
-                _leading(stages.gradients)
-                for _ in range(lowered.operations["backward"].num_lanes)
-            ],
+            "sent": [_leading(message[inbox]) for inbox, _ in lowered.outgoing],
             "received": [
-                _leading(message[channel.carries[0]]) for channel in lowered.channels
+                _leading(message[next(iter(channel.arrives))])
+                for channel in lowered.channels
             ],
         }
         if lowered.num_batches > 1:
@@ -116,49 +164,71 @@ class Engine:
                 self.microbatch,
             )
         if not self.schedule.forward_only:
+            # Sums over the microbatches of a minibatch that have run forward.
+            shapes["statistics"] = self.mutable_shapes()
             # The latest squared gradient norm of each column, for norms over all stages.
             shapes["squared_norm"] = jax.ShapeDtypeStruct(
                 (lowered.num_chunks,), np.float32
             )
         return shapes
 
-    def globally(self, shapes):
-        """Global abstract arrays, split over "stage" along their first axis, whose local shapes are `shapes`."""
-        D, sharding = (
-            self.schedule.num_devices,
-            NamedSharding(self.mesh, PartitionSpec(AXIS)),
-        )
+    @property
+    def held_spec(self) -> PartitionSpec:
+        """How arrays that a stage holds are split along their first axis."""
+        return PartitionSpec(AXIS)
+
+    @property
+    def own_spec(self) -> PartitionSpec:
+        """The same of arrays that are a device's own."""
+        return PartitionSpec((DATA, AXIS) if DATA in self.mesh.shape else AXIS)
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """The same of a minibatch."""
+        return PartitionSpec(DATA if DATA in self.mesh.shape else None)
+
+    def globally(self, shapes, spec: PartitionSpec):
+        """Global abstract arrays, split along their first axis as `spec` says, whose local shapes are `shapes`."""
+        parts = self.schedule.num_devices
+        if spec == self.own_spec:
+            parts *= self.num_replicas if DATA in self.mesh.shape else 1
+        sharding = NamedSharding(self.mesh, spec)
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(
-                (D * a.shape[0], *a.shape[1:]), a.dtype, sharding=sharding
+                (parts * a.shape[0], *a.shape[1:]), a.dtype, sharding=sharding
             ),
             shapes,
         )
 
     # -- The step
 
-    def run(self, parameters, gradients, optimizer_state, buffers, round_, fed, batch):
+    def run(self, held, own, clock, fed, batch):
         """One pass over the table.
 
         Args:
-          parameters, gradients, optimizer_state, buffers: global arrays shaped as the methods above say.
-          round_: int32 `[D]`: passes so far.
+          held, own: global arrays shaped as `held_shapes` and `own_shapes` say.
+          clock: "round", int32 `[D]`: passes so far; "started", int32 `[D]`: microbatches before round 0; "key":
+            `[D]`, the random key of training.
           fed: int32 `[D]`: microbatches that have entered the pipe since round 0, this round's included. Cells of
             others, before the first or after the last, do nothing.
-          batch: pytree of `[N, microbatch, ...]` arrays, held by every device; None if nothing enters.
+          batch: pytree of `[replicas, N, microbatch, ...]` arrays; None if nothing enters.
 
-        Returns: the first four, updated, and a dict of `[D, ...]` results: "loss" (sum), "count" and "skipped"; or
-        `[D * N, microbatch, ...]` outputs if the table is forward-only.
+        Returns: held and own, updated, and a dict of `[devices, ...]` results: "loss" and "aux" (sums), "count",
+        "skipped" and "gradient_norm"; or `[devices * N, microbatch, ...]` outputs if the table is forward-only.
         """
-        split, whole = PartitionSpec(AXIS), PartitionSpec()
+        held_spec, own_spec = self.held_spec, self.own_spec
+        results = own_spec if self.schedule.forward_only else (held_spec, own_spec)
         body = jax.shard_map(
-            lambda *args: _Device(self, args[4][0], args[5][0]).run(*args[:4], args[6]),
+            lambda held, own, clock, fed, batch: _Device(self, clock, fed[0]).run(
+                held, own, batch
+            ),
             mesh=self.mesh,
-            in_specs=(split, split, split, split, split, split, whole),
-            out_specs=split,
+            in_specs=(held_spec, own_spec, held_spec, held_spec, self.batch_spec),
+            out_specs=results if self.schedule.forward_only else (*results, own_spec),
+            axis_names={AXIS, DATA} & set(self.mesh.axis_names),
             check_vma=False,
         )
-        return body(parameters, gradients, optimizer_state, buffers, round_, fed, batch)
+        return body(held, own, clock, fed, batch)
 
 
 def _leading(pack: packing.Packing, *lead: int) -> dict:
@@ -182,22 +252,25 @@ class _Row:
 class _Device:
     """What one device does: the body of the shard_map."""
 
-    def __init__(self, engine: Engine, round_, fed):
+    def __init__(self, engine: Engine, clock, fed):
         self.engine, self.stages, self.lowered = engine, engine.stages, engine.lowered
         self.schedule = engine.schedule
+        round_ = clock["round"][0]
         self.round, self.fed = round_, fed
+        self.started, self.key = clock["started"][0], clock["key"][0]
+        self.shard = lax.axis_index(DATA) if DATA in engine.mesh.shape else 0
         self.last = self.stages.num_stages - 1
         self.me = lax.axis_index(AXIS)
+        self.tied = [] if engine.updates is None else engine.updates.tied
         self.columns: dict[str, jax.Array] = {}
         for name, operations in self.lowered.operations.items():
             for lane in range(operations.num_lanes):
                 self._operation_columns(f"{name}{lane}", name, operations, lane, round_)
         for i, channel in enumerate(self.lowered.channels):
             self._put(f"channel{i}.lane", channel.lane)
-            for inbox in channel.carries:
+            for inbox, arrives in channel.arrives.items():
                 stage, position = (
-                    self._mine(a)
-                    for a in jnp.moveaxis(jnp.asarray(getattr(channel, inbox)), 2, 0)
+                    self._mine(a) for a in jnp.moveaxis(jnp.asarray(arrives), 2, 0)
                 )
                 slot = self._slot(inbox, stage, position, round_)
                 self._put(
@@ -249,6 +322,12 @@ class _Device:
                 of_stage[f"length{r}"] = np.array(
                     [n[r] if r < len(n) else 0 for n in self.stages.lengths]
                 )
+                of_stage[f"layer{r}"] = np.array(
+                    [
+                        start + sum(n[:r])
+                        for start, n in zip(self.stages.starts, self.stages.lengths)
+                    ]
+                )
         N = self.schedule.num_microbatches
         if name == "update":
             first, last = round_ + version >= 1, (round_ + version) * N <= self.fed
@@ -264,6 +343,10 @@ class _Device:
                 mine=True,
             )
         self._put(f"{lane_name}.chunk", chunk, mine=True)
+        if name != "update":
+            number = self.started + round_ * N + microbatch
+            self._put(f"{lane_name}.number", number, mine=True)
+            self._put(f"{lane_name}.completes", position % N == N - 1, mine=True)
         rows = self.lowered.num_batches * N
         at = microbatch if rows == N else jnp.mod(round_ * N + microbatch, rows)
         self._put(f"{lane_name}.microbatch", at, mine=True)
@@ -286,23 +369,25 @@ class _Device:
 
     # -- The scan
 
-    def run(self, parameters, gradients, optimizer_state, buffers, batch):
+    def run(self, held, own, batch):
         operations, lowered = self.lowered.operations, self.lowered
-        carry = dict(
-            parameters=parameters,
-            gradients=gradients,
-            optimizer_state=optimizer_state,
-            **buffers,
-        )
+        buffers = own["buffers"]
+        carry = dict(**held, gradients=own.get("gradients"), **buffers)
         self._take_batch(carry, batch)
         if self.schedule.forward_only:
             N = self.schedule.num_microbatches
-            outputs = self.stages.kinds[self.stages.kind_of_layer[-1]].outputs
-            carry["outputs"] = [jnp.zeros((N, *y.shape), y.dtype) for y in outputs]
+            leaves, _ = self.stages.outputs
+            carry["outputs"] = [jnp.zeros((N, *y.shape), y.dtype) for y in leaves]
         else:
-            carry["loss"] = jnp.zeros((1,), self.stages.loss.outputs[0].dtype)
-            carry["count"] = jnp.zeros((1,), jnp.int32)
-            carry["skipped"] = jnp.zeros((lowered.num_chunks,), jnp.int32)
+            loss = self.stages.loss
+            results = {
+                "loss": jnp.zeros((1,), loss.outputs[0].dtype),
+                "aux": [jnp.zeros((1, *a.shape), a.dtype) for a in loss.aux],
+                "count": jnp.zeros((1,), jnp.int32),
+                "skipped": jnp.zeros((lowered.num_chunks,), jnp.int32),
+                "gradient_norm": jnp.zeros((1,), jnp.float32),
+            }
+            carry |= results
         updating = (operations["update"].stage >= 0).any(axis=(1, 2))
         # The same on every device, so that a collective may hang on it.
         uniform = {
@@ -334,19 +419,17 @@ class _Device:
         )
         if self.schedule.forward_only:
             return carry["outputs"]
-        buffers = {name: carry[name] for name in buffers}
-        results = {name: carry[name] for name in ("loss", "count", "skipped")}
-        return (
-            carry["parameters"],
-            carry["gradients"],
-            carry["optimizer_state"],
-            buffers,
-            results,
-        )
+        own = {
+            "gradients": carry["gradients"],
+            "buffers": {name: carry[name] for name in buffers},
+        }
+        results = {name: carry[name] for name in results}
+        return {name: carry[name] for name in held}, own, results
 
     def _take_batch(self, carry: dict, batch) -> None:
         """Sets what the first stage and the loss read: this minibatch, and earlier ones that are still in flight."""
         N = self.schedule.num_microbatches
+        batch = jax.tree.map(lambda a: a[0], batch)
         if "batches" in carry:
             if batch is not None:
                 at = N * jnp.mod(self.round, self.lowered.num_batches)
@@ -387,15 +470,15 @@ class _Device:
     def _receive(self, carry: dict, row) -> dict:
         inbox = dict(carry["inbox"])
         for i, channel in enumerate(self.lowered.channels):
-            for kind in channel.carries:
-                slot = self.row(row, f"channel{i}.{kind}")
+            for box in channel.arrives:
+                slot = self.row(row, f"channel{i}.{box}")
                 arrays = {}
-                for name, array in inbox[kind].items():
+                for name, array in inbox[box].items():
                     value = carry["received"][i][name]
                     arrays[name] = lax.dynamic_update_index_in_dim(
                         array, value, slot, 0
                     )
-                inbox[kind] = arrays
+                inbox[box] = arrays
         return {**carry, "inbox": inbox}
 
     def _send(self, carry: dict, row, sends) -> dict:
@@ -467,45 +550,133 @@ class _Device:
             carry["parameters"], run.parameters, [get("version"), get("chunk")], i
         )
 
+    def _extra(self, held: dict, run, kind, get: Callable, r: int, i) -> list:
+        """What a layer gets beside parameters and inputs: its key and its mutable state."""
+        key = jax.random.key_data(self.key)
+        if kind.reads_extra[0]:
+            key = jax.random.fold_in(self.key, get(f"layer{r}") + i)
+            key = jax.random.fold_in(key, get("number"))
+            key = jax.random.key_data(jax.random.fold_in(key, self.shard))
+        if not run.state:
+            return [key]
+        state = packing.read_all(held["mutable_state"], run.state, [get("chunk")], i)
+        return [key, *state]
+
     def _run_layers(
         self,
         program: Program,
         carry: dict,
         get: Callable,
-        rings: dict,
         x: list,
-        stash: bool,
+        *,
+        rings: dict | None = None,
+        statistics: dict | None = None,
     ):
-        """The stage's forward; writes each layer's stash straight into the rings."""
+        """The stage's forward.
+
+        Each layer's stash goes straight into `rings`, and what it tells of its mutable state is added to
+        `statistics`; None keeps nothing. Returns outputs, skips that leave the stage, rings and statistics.
+        """
+        live = self._arrived_skips(program, carry, get)
         for r, run in enumerate(program.runs):
             kind = self.stages.kinds[run.kind]
+            popped = [leaf for name, _ in run.pop for leaf in live.pop(name)]
 
-            def layer(i, state, run=run, kind=kind):
-                x, rings = state
+            def layer(i, state, r=r, run=run, kind=kind, popped=popped):
+                x, rings, statistics = state
                 parameters = self._parameters(carry, run, get, i)
-                if not stash:
-                    return kind.forward(parameters, x), rings
-                y, kept = kind.forward_and_stash(parameters, x)
-                rings = self._write_stash(
-                    rings,
-                    "input_stash",
-                    run.input_stash,
-                    get,
-                    [kept[j] for j in kind.input_stash],
-                    i,
-                )
-                rings = self._write_stash(
-                    rings,
-                    "weight_stash",
-                    run.weight_stash,
-                    get,
-                    [kept[j] for j in kind.weight_stash],
-                    i,
-                )
-                return y, rings
+                extra = self._extra(carry, run, kind, get, r, i)
+                if rings is None:
+                    y, told = kind.forward(parameters, [*x, *popped], extra)
+                else:
+                    y, kept, told = kind.forward_and_stash(
+                        parameters, [*x, *popped], extra
+                    )
+                    for ring, places, which in (
+                        ("input_stash", run.input_stash, kind.input_stash),
+                        ("weight_stash", run.weight_stash, kind.weight_stash),
+                    ):
+                        values = [kept[j] for j in which]
+                        rings = self._write_stash(rings, ring, places, get, values, i)
+                if statistics is not None and run.state:
+                    for place, value in zip(run.state, told, strict=True):
+                        at = [get("chunk")]
+                        statistics = packing.add(statistics, place, at, value, i)
+                return y, rings, statistics
 
-            x, rings = self._repeat(program, r, get, layer, (x, rings))
-        return x, rings
+            y, rings, statistics = self._repeat(
+                program, r, get, layer, (x, rings, statistics)
+            )
+            x, *kept = _split(y, [leaves for _, leaves in run.stash])
+            live |= {name: values for (name, _), values in zip(run.stash, kept)}
+        return x, live, rings, statistics
+
+    def _commit(self, program: Program, get: Callable, buffers: dict) -> dict:
+        """Moves mutable state by the statistics of the minibatch that has just run forward whole."""
+
+        def commit(buffers):
+            state, sums = buffers["mutable_state"], buffers["statistics"]
+            at = [get("chunk")]
+            for r, run in enumerate(program.runs):
+                held = self.stages.mutable[run.kind]
+
+                def layer(i, arrays, run=run, held=held):
+                    state, sums = arrays
+                    old = packing.read_all(state, run.state, at, i)
+                    mean = [
+                        a / np.asarray(self.schedule.num_microbatches, a.dtype)
+                        for a in packing.read_all(sums, run.state, at, i)
+                    ]
+                    new = held.commit(old, self._over_replicas(mean))
+                    finite = jnp.stack([jnp.isfinite(a).all() for a in new]).all()
+                    new = [jnp.where(finite, b, a) for a, b in zip(old, new)]
+                    zeros = [jnp.zeros_like(a) for a in old]
+                    state = packing.write_all(state, run.state, at, new, i)
+                    return state, packing.write_all(sums, run.state, at, zeros, i)
+
+                if run.state:
+                    state, sums = self._repeat(program, r, get, layer, (state, sums))
+            return {"mutable_state": state, "statistics": sums}
+
+        moved = {name: buffers[name] for name in ("mutable_state", "statistics")}
+        moved = lax.cond(get("completes") == 1, commit, lambda b: b, moved)
+        return {**buffers, **moved}
+
+    def _over_replicas(self, tree):
+        """The mean over the replicas of a stage."""
+        return lax.pmean(tree, DATA) if self.engine.num_replicas > 1 else tree
+
+    # -- Skips
+
+    def _portals(self, program: Program, end: str):
+        """Number and record of the portals that start ("source") or end ("target") in the program's one stage."""
+        for i, portal in enumerate(self.stages.portals):
+            if getattr(portal, end) in program.stages:
+                yield i, portal
+
+    def _arrived_skips(self, program: Program, carry: dict, get: Callable) -> dict:
+        """Name -> leaves of the skips that reach the stage from earlier ones."""
+        found = {}
+        for i, portal in self._portals(program, "target"):
+            inbox, slot = carry["inbox"][f"skip{i}"], [get(f"skip{i}")]
+            for name in portal.names:
+                found[name] = packing.read_all(inbox, portal.places[name], slot)
+        return found
+
+    def _send_skips(
+        self, program: Program, sent: list, lane: int, live: dict, gradients: bool
+    ) -> list:
+        """The outgoing messages with the stage's skips, or with the gradients of those it popped."""
+        for i, portal in self._portals(program, "target" if gradients else "source"):
+            inbox = f"skip{i}.gradient" if gradients else f"skip{i}"
+            places = portal.gradient_places if gradients else portal.places
+            if (inbox, lane) in self.lowered.outgoing:
+                at = self.lowered.outgoing.index((inbox, lane))
+                message = sent[at]
+                for name in portal.names:
+                    message = packing.write_all(message, places[name], [], live[name])
+                sent = _replaced(sent, at, message)
+        return sent
 
     def _write_stash(
         self, rings: dict, ring: str, places, get: Callable, values, i=0
@@ -546,17 +717,30 @@ class _Device:
 
     def _forward(self, program: Program, get: Callable, lane: int, carry: dict):
         collect = self.schedule.forward_only
-        writes = ["outputs"] if collect else ["rings", "loss", "count"]
+        has_state = any(run.state for run in program.runs) and not collect
+        writes = ["outputs"] if collect else ["rings", "loss", "aux", "count"]
         writes += ["sent"] if self.last else []
+        writes += ["mutable_state", "statistics"] if has_state else []
         stash = not (collect or self.engine.recompute)
 
         def run(buffers):
             x = self._stage_inputs(program, carry, get)
-            y, rings = self._run_layers(
-                program, carry, get, buffers.get("rings", {}), x, stash
+            y, skips, rings, statistics = self._run_layers(
+                program,
+                carry,
+                get,
+                x,
+                rings=buffers["rings"] if stash else None,
+                statistics=buffers["statistics"] if has_state else None,
             )
-            if "rings" in buffers:
+            if stash:
                 buffers = {**buffers, "rings": rings}
+            if has_state:
+                buffers = {**buffers, "statistics": statistics}
+                buffers = self._commit(program, get, buffers)
+            if self.last:
+                sent = self._send_skips(program, buffers["sent"], lane, skips, False)
+                buffers = {**buffers, "sent": sent}
 
             def at_end(buffers):
                 if collect:
@@ -566,18 +750,22 @@ class _Device:
                         for o, v in zip(buffers["outputs"], y)
                     ]
                     return {**buffers, "outputs": rows}
-                (value,), rings = self._loss(program, buffers["rings"], get, y, stash)
+                (value,), aux, rings = self._loss(
+                    program, buffers["rings"], get, y, stash
+                )
                 return {
                     **buffers,
                     "rings": rings,
                     "loss": buffers["loss"] + value[None],
+                    "aux": [a + b[None] for a, b in zip(buffers["aux"], aux)],
                     "count": buffers["count"] + 1,
                 }
 
             def elsewhere(buffers):
                 places = self._message_places(program, 0, self.stages.activations)
-                message = packing.write_all(buffers["sent"][lane], places, [], y)
-                return {**buffers, "sent": _replaced(buffers["sent"], lane, message)}
+                at = self.lowered.outgoing.index(("activation", lane))
+                message = packing.write_all(buffers["sent"][at], places, [], y)
+                return {**buffers, "sent": _replaced(buffers["sent"], at, message)}
 
             return self._by_end(
                 program,
@@ -590,13 +778,13 @@ class _Device:
         return writes, run
 
     def _loss(self, program: Program, rings: dict, get: Callable, y: list, stash: bool):
+        """Value, aux, and the rings with the loss's stash."""
         batch = self._microbatch(self.batch, get)
         if not stash:
-            return self.stages.loss.forward([], y, batch), rings
-        value, kept = self.stages.loss.forward_and_stash([], y, batch)
-        return value, self._write_stash(
-            rings, "input_stash", program.loss_stash, get, kept
-        )
+            return *self.stages.loss.forward([], y, batch), rings
+        value, kept, aux = self.stages.loss.forward_and_stash([], y, batch)
+        rings = self._write_stash(rings, "input_stash", program.loss_stash, get, kept)
+        return value, aux, rings
 
     def _backward(self, program: Program, get: Callable, lane: int, carry: dict):
         split = self.schedule.splits_backward
@@ -607,12 +795,12 @@ class _Device:
             rings = buffers["rings"]
             if self.engine.recompute:
                 x = self._stage_inputs(program, carry, get)
-                y, rings = self._run_layers(program, carry, get, rings, x, True)
+                y, _, rings, _ = self._run_layers(program, carry, get, x, rings=rings)
                 rings = self._by_end(
                     program,
                     self.last,
                     get("last"),
-                    lambda: self._loss(program, rings, get, y, True)[1],
+                    lambda: self._loss(program, rings, get, y, True)[-1],
                     lambda: rings,
                 )
 
@@ -624,6 +812,9 @@ class _Device:
                     jnp.ones((), self.stages.loss.outputs[0].dtype)
                     / self.schedule.num_microbatches
                 )
+                scale = self._scale(carry)
+                if scale is not None:
+                    one *= scale.astype(one.dtype)
                 return self.stages.loss.backward([], stash, [one])[1]
 
             def from_inbox():
@@ -634,8 +825,20 @@ class _Device:
 
             gy = self._by_end(program, self.last, get("last"), from_loss, from_inbox)
             gradients = buffers.get("gradients")
+            # Gradients of skips that the stage stashed; those it popped join them on the way.
+            live = {}
+            for i, portal in self._portals(program, "source"):
+                inbox = f"skip{i}.gradient"
+                for name in portal.names:
+                    places = portal.gradient_places[name]
+                    live[name] = (
+                        packing.read_all(carry["inbox"][inbox], places, [get(inbox)])
+                        if places
+                        else []
+                    )
             for r, layer_run in reversed(list(enumerate(program.runs))):
                 kind = self.stages.kinds[layer_run.kind]
+                gy = [*gy, *(g for name, _ in layer_run.stash for g in live.pop(name))]
 
                 def layer(i, state, layer_run=layer_run, kind=kind):
                     gy, rings, gradients = state
@@ -654,10 +857,20 @@ class _Device:
                 gy, rings, gradients = self._reverse(
                     program, r, get, layer, (gy, rings, gradients)
                 )
+                leaves = [
+                    [a for a in leaves if is_inexact(a)] for _, leaves in layer_run.pop
+                ]
+                gy, *popped = _split(gy, leaves)
+                live |= {name: g for (name, _), g in zip(layer_run.pop, popped)}
             buffers = {**buffers, "rings": rings}
             if not split:
                 buffers["gradients"] = gradients
-            at = self.lowered.operations["forward"].num_lanes + lane
+            if self.last:
+                sent = self._send_skips(program, buffers["sent"], lane, live, True)
+                buffers["sent"] = sent
+            else:
+                return buffers
+            at = self.lowered.outgoing.index(("gradient", lane))
 
             def elsewhere():
                 places = self._message_places(program, -1, self.stages.gradients)
@@ -717,6 +930,24 @@ class _Device:
         """
         lanes = range(self.lowered.operations["update"].num_lanes)
         chunks = jnp.arange(self.lowered.num_chunks, dtype=jnp.int32)
+
+        def get(lane, field):
+            return self.row(row, f"update{lane}.{field}")
+
+        if self.engine.num_replicas > 1:
+            for lane in lanes:
+                gradients = lax.cond(
+                    get(lane, "program") >= 0,
+                    functools.partial(self._reduce_replicas, get(lane, "chunk")),
+                    lambda gradients: gradients,
+                    carry["gradients"],
+                )
+                carry = {**carry, "gradients": gradients}
+        tied = [self._tied_total(copies, carry) for copies in self.tied]
+        for copies, total in zip(self.tied, tied):  # in norms they count once
+            zero = jnp.zeros_like(total)
+            values = [total, *[zero for _ in copies[1:]]]
+            carry = self._write_copies(copies, values, carry)
         squares = [
             jnp.sum(jnp.square(a.astype(jnp.float32)), axis=tuple(range(1, a.ndim)))
             for a in carry["gradients"].values()
@@ -724,11 +955,9 @@ class _Device:
         squares = functools.reduce(
             jnp.add, squares, jnp.zeros(len(chunks), jnp.float32)
         )
+        for copies, total in zip(self.tied, tied):
+            carry = self._write_copies(copies, [total for _ in copies], carry)
         version = jnp.full(len(chunks), -1, jnp.int32)
-
-        def get(lane, field):
-            return self.row(row, f"update{lane}.{field}")
-
         for lane in lanes:
             mine = (chunks == get(lane, "chunk")) & (get(lane, "program") >= 0)
             version = jnp.where(mine, get(lane, "absolute_version"), version)
@@ -736,12 +965,24 @@ class _Device:
         all_latest, all_versions = lax.all_gather((latest, version), AXIS)
         broken = ~jnp.isfinite(all_latest) & (all_versions >= 0)
         global_norm = jnp.sqrt(jnp.sum(all_latest))
-        carry = {**carry, "squared_norm": latest}
+        scale = self._scale(carry)
+        if scale is not None:
+            global_norm /= scale
+            arrays = self.engine.loss_scale.after_update(
+                carry["loss_scale"], ~broken.any()
+            )
+            carry = {**carry, "loss_scale": arrays}
+        carry = {**carry, "squared_norm": latest, "gradient_norm": global_norm[None]}
         for lane in lanes:
             skip = jnp.any(broken & (all_versions == get(lane, "absolute_version")))
             for u, update in enumerate(self.engine.updates.programs):
                 run = functools.partial(
-                    self._apply, update, functools.partial(get, lane), skip, global_norm
+                    self._apply,
+                    update,
+                    functools.partial(get, lane),
+                    skip,
+                    global_norm,
+                    scale,
                 )
                 buffers = {
                     name: carry[name]
@@ -758,36 +999,85 @@ class _Device:
                 }
         return carry
 
-    def _apply(self, update, get: Callable, skip, global_norm, buffers: dict) -> dict:
+    def _scale(self, carry: dict):
+        """What the gradients are multiplied by, or None."""
+        if self.engine.loss_scale is None:
+            return None
+        return carry["loss_scale"]["scale"][0]
+
+    def _reduce_replicas(self, chunk, gradients: dict) -> dict:
+        """The mean of a column's gradients over its replicas."""
+        mine = {
+            name: lax.dynamic_index_in_dim(a, chunk) for name, a in gradients.items()
+        }
+        return {
+            name: lax.dynamic_update_index_in_dim(gradients[name], a, chunk, 0)
+            for name, a in self._over_replicas(mine).items()
+        }
+
+    # -- Tied weights: the gradients of all copies are summed, and every copy is updated alike.
+
+    def _tied_total(self, copies: Sequence, carry: dict) -> jax.Array:
+        """The sum of a tied weight's gradients."""
+        mine = [
+            jnp.where(
+                self.me == copy.device,
+                packing.read(carry["gradients"], copy.place, [copy.chunk], copy.row),
+                0,
+            )
+            for copy in copies
+        ]
+        total = functools.reduce(jnp.add, mine)
+        if len({copy.device for copy in copies}) == 1:
+            return total
+        return lax.psum(total, AXIS)
+
+    def _write_copies(self, copies: Sequence, values: Sequence, carry: dict) -> dict:
+        """The gradients with those of a tied weight's copies replaced."""
+        gradients = carry["gradients"]
+        for copy, value in zip(copies, values, strict=True):
+            at = copy.place, [copy.chunk]
+            old = packing.read(gradients, *at, copy.row)
+            value = jnp.where(self.me == copy.device, value, old)
+            gradients = packing.write(gradients, *at, value, copy.row)
+        return {**carry, "gradients": gradients}
+
+    def _apply(
+        self, update, get: Callable, skip, global_norm, scale, buffers: dict
+    ) -> dict:
         old = jnp.mod(get("absolute_version") - 1, self.engine.num_versions)
         chunk = get("chunk")
 
+        def read(arrays, lead: list) -> list:
+            return [
+                packing.read(arrays, copies[0][0], lead, copies[0][1])
+                for copies in update.parameters
+            ]
+
+        def write(parameters, values) -> dict:
+            at = [get("version"), chunk]
+            for copies, value in zip(update.parameters, values, strict=True):
+                for place, i in copies:
+                    parameters = packing.write(parameters, place, at, value, i)
+            return parameters
+
         def apply(parameters, state):
-            values = [
-                packing.read(parameters, place, [old, chunk], i)
-                for place, i in update.parameters
-            ]
-            gradients = [
-                packing.read(buffers["gradients"], place, [chunk], i)
-                for place, i in update.parameters
-            ]
+            values = read(parameters, [old, chunk])
+            gradients = read(buffers["gradients"], [chunk])
+            if scale is not None:
+                gradients = [g / scale.astype(g.dtype) for g in gradients]
             inner = packing.read_all(state, update.state, [chunk])
             delay = get("delay").astype(jnp.float32)
             values, inner = update.function(
                 values, gradients, inner, delay, global_norm
             )
-            for (place, i), value in zip(update.parameters, values, strict=True):
-                parameters = packing.write(
-                    parameters, place, [get("version"), chunk], value, i
-                )
-            return parameters, packing.write_all(state, update.state, [chunk], inner)
+            return write(parameters, values), packing.write_all(
+                state, update.state, [chunk], inner
+            )
 
         def keep(parameters, state):
-            for place, i in update.parameters if self.engine.num_versions > 1 else ():
-                value = packing.read(parameters, place, [old, chunk], i)
-                parameters = packing.write(
-                    parameters, place, [get("version"), chunk], value, i
-                )
+            if self.engine.num_versions > 1:
+                parameters = write(parameters, read(parameters, [old, chunk]))
             return parameters, state
 
         parameters, state = lax.cond(
@@ -806,6 +1096,15 @@ class _Device:
             gradients=gradients,
             skipped=skipped,
         )
+
+
+def _split(leaves: Sequence, tails: Sequence[Sequence]) -> list[list]:
+    """`leaves` cut into what comes first and one list as long as each of `tails`."""
+    parts, end = [], len(leaves)
+    for tail in reversed(tails):
+        parts.append(list(leaves[end - len(tail) : end]))
+        end -= len(tail)
+    return [list(leaves[:end]), *reversed(parts)]
 
 
 def _replaced(values: Sequence, at: int, value) -> list:

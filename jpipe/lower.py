@@ -8,13 +8,46 @@
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from jpipe.schedule import IDLE, Schedule, newest_version
 
-RINGS = ("activation", "gradient", "input_stash", "weight_stash", "crossing")
+STASHES = ("input_stash", "weight_stash", "crossing")
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """The way of one kind of message.
+
+    Attributes:
+      inbox: the ring that it arrives in.
+      operation: what sends it, and what reads it: "forward" or "backward".
+      target: stage that sends -> stage that receives.
+      payload: routes of equal payloads may share a channel.
+    """
+
+    inbox: str
+    operation: str
+    target: Mapping[int, int]
+    payload: Any
+
+
+def neighbours(num_stages: int, activation: Any = 0, gradient: Any = 0) -> list[Route]:
+    """The routes of every pipeline: activations to the next stage, gradients to the one before.
+
+    Args:
+      num_stages: S.
+      activation, gradient: their payloads.
+    """
+    down = {s: s + 1 for s in range(num_stages - 1)}
+    up = {t: s for s, t in down.items()}
+    return [
+        Route("activation", "forward", down, activation),
+        Route("gradient", "backward", up, gradient),
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,20 +79,17 @@ class Channel:
     Attributes:
       pairs: (source, target) devices; None: a device hands a message to itself.
       sends: bool `[T]`: whether anybody sends.
-      lane: int32 `[T, D]`: which output a device sends: forward lanes first, then backward lanes.
+      lane: int32 `[T, D]`: which output a device sends, a position in `Lowered.outgoing`.
       lanes: the outputs it ever sends.
-      activation, gradient: int32 `[T, D, 2]`: the stage and position whose inbox the message read at the
-        *start* of tick t goes to; stage -1: none.
-      carries: which of "activation" and "gradient" it ever carries.
+      arrives: inbox -> int32 `[T, D, 2]`: the stage and position whose slot the message read at the *start* of
+        tick t goes to; stage -1: none. Only the inboxes that it ever fills.
     """
 
     pairs: tuple[tuple[int, int], ...] | None
     sends: np.ndarray
     lane: np.ndarray
     lanes: tuple[int, ...]
-    activation: np.ndarray
-    gradient: np.ndarray
-    carries: tuple[str, ...]
+    arrives: Mapping[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +100,7 @@ class Lowered:
       schedule: the table.
       operations: "forward", "backward", "weight_grad", "update" -> `Operations`.
       channels: the channels.
+      outgoing: (inbox, lane) of each output that a device may send.
       depth: ring -> int `[S]`: slots of the stage's own column.
       offset: ring -> int `[S]`: its first slot among its device's.
       num_slots: ring -> slots that every device holds.
@@ -83,6 +114,7 @@ class Lowered:
     schedule: Schedule
     operations: Mapping[str, Operations]
     channels: tuple[Channel, ...]
+    outgoing: tuple[tuple[str, int], ...]
     depth: Mapping[str, np.ndarray]
     offset: Mapping[str, np.ndarray]
     num_slots: Mapping[str, int]
@@ -94,15 +126,19 @@ class Lowered:
 
 
 def lower(
-    schedule: Schedule, recompute: bool = False, share_channels: bool = True
+    schedule: Schedule,
+    recompute: bool = False,
+    routes: Sequence[Route] | None = None,
 ) -> Lowered:
     """Lowers a legal table.
 
     Args:
       schedule: the table; `check` must have passed.
       recompute: keep only the inputs of a stage from its forward to its backward.
-      share_channels: whether an activation and a gradient may travel the same channel (their arrays agree).
+      routes: the messages; None: `neighbours`, of one payload.
     """
+    if routes is None:
+        routes = neighbours(schedule.num_stages)
     column_of = np.argsort(schedule.stage)  # one column a stage
     chunk = _chunks(schedule)
     position = _positions(schedule)
@@ -122,8 +158,10 @@ def lower(
         ),
         "update": _operations(schedule, schedule.update, schedule.update, chunk, None),
     }
-    depth = {ring: np.zeros(schedule.num_stages, int) for ring in RINGS}
-    for ring, (first, last) in _lifetimes(schedule, column_of, recompute).items():
+    rings = [*(route.inbox for route in routes), *STASHES]
+    depth = {ring: np.zeros(schedule.num_stages, int) for ring in rings}
+    lifetimes = _lifetimes(schedule, column_of, recompute, routes)
+    for ring, (first, last) in lifetimes.items():
         for c in range(schedule.num_columns):
             alive = (first[:, c] != IDLE) & (last[:, c] != IDLE)
             if alive.any():
@@ -132,7 +170,7 @@ def lower(
                 )
     num_chunks = int(chunk.max()) + 1
     offset, num_slots = {}, {}
-    for ring in RINGS:
+    for ring in rings:
         per_chunk = [
             max(depth[ring][schedule.stage[chunk == j]]) for j in range(num_chunks)
         ]
@@ -145,10 +183,16 @@ def lower(
         updated = schedule.update_ticks()
         newest = newest_version(np.zeros_like(updated), updated, schedule.num_ticks)
         latest = max(schedule.weight_grad_ticks().max(), updated.max())
+    outgoing = tuple(
+        (route.inbox, lane)
+        for route in routes
+        for lane in range(operations[route.operation].num_lanes)
+    )
     return Lowered(
         schedule=schedule,
         operations=operations,
-        channels=_channels(schedule, column_of, position, operations, share_channels),
+        channels=_channels(schedule, column_of, position, operations, routes, outgoing),
+        outgoing=outgoing,
         depth=depth,
         offset=offset,
         num_slots=num_slots,
@@ -248,34 +292,33 @@ def _operations(schedule, cells, version, chunk, position) -> Operations:
 
 
 def _lifetimes(
-    schedule: Schedule, column_of: np.ndarray, recompute: bool
+    schedule: Schedule,
+    column_of: np.ndarray,
+    recompute: bool,
+    routes: Sequence[Route],
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Ring -> first and last tick `[N, C]` that a microbatch's slot is in use, `IDLE` where it never is."""
-    never = np.full((schedule.num_microbatches, schedule.num_columns), IDLE, np.int64)
     forward, backward, weight = (
         schedule.forward_ticks(),
         schedule.backward_ticks(),
         schedule.weight_grad_ticks(),
     )
-
-    def arrival(sent: np.ndarray, step: int) -> np.ndarray:
-        """The tick a message from the neighbouring stage is first readable; `IDLE` if there is no such stage."""
-        out = never.copy()
-        for c, s in enumerate(schedule.stage):
-            if 0 <= s + step < schedule.num_stages:
-                source = sent[:, column_of[s + step]]
-                out[:, c] = np.where(source == IDLE, IDLE, source + 1)
-        return out
-
-    lifetimes = {
-        "activation": (arrival(forward, -1), backward if recompute else forward)
-    }
-    if schedule.forward_only:
-        return {"activation": (arrival(forward, -1), forward)}
     kept_from = backward if recompute else forward
-    lifetimes["gradient"] = (arrival(backward, +1), backward)
-    lifetimes["input_stash"] = (kept_from, backward)
-    lifetimes["weight_stash"] = (kept_from, weight)
+    lifetimes = {}
+    for route in routes:
+        sent = forward if route.operation == "forward" else backward
+        # A message is readable from the tick after it was sent.
+        arrival = np.full(sent.shape, IDLE, np.int64)
+        for source, target in route.target.items():
+            ticks = sent[:, column_of[source]]
+            arrival[:, column_of[target]] = np.where(ticks == IDLE, IDLE, ticks + 1)
+        read = forward
+        if not schedule.forward_only:
+            read = kept_from if route.operation == "forward" else backward
+        lifetimes[route.inbox] = arrival, read
+    if not schedule.forward_only:
+        lifetimes["input_stash"] = (kept_from, backward)
+        lifetimes["weight_stash"] = (kept_from, weight)
     if schedule.splits_backward:
         lifetimes["crossing"] = (backward, weight)
     return lifetimes
@@ -302,20 +345,18 @@ def _least_modulus(schedule: Schedule, position, first, last) -> int:
 
 
 def _channels(
-    schedule: Schedule, column_of, position, operations, share: bool
+    schedule: Schedule, column_of, position, operations, routes, outgoing
 ) -> tuple[Channel, ...]:
     """Assigns every message to a channel, first fit."""
     T, D, N = schedule.num_ticks, schedule.num_devices, schedule.num_microbatches
     drafts: list[
         dict
     ] = []  # pairs, messages: (tick, source) -> lane, (tick, target) -> inbox
-    kinds = [("forward", "activation", +1, 0)]
-    kinds += [("backward", "gradient", -1, operations["forward"].num_lanes)]
-    for operation, inbox, step, first_lane in kinds:
-        ops = operations[operation]
+    for route in routes:
+        ops = operations[route.operation]
         for t, d, lane in np.argwhere(ops.stage >= 0).tolist():
-            target_stage = int(ops.stage[t, d, lane]) + step
-            if not 0 <= target_stage < schedule.num_stages:
+            target_stage = route.target.get(int(ops.stage[t, d, lane]))
+            if target_stage is None:
                 continue
             c = column_of[target_stage]
             target = int(schedule.device[c])
@@ -328,7 +369,7 @@ def _channels(
                 if (
                     free
                     and draft["local"] == (target == d)
-                    and (share or draft["inbox"] == inbox)
+                    and draft["payload"] == route.payload
                 ):
                     fits = draft["pairs"].get(d, target) == target
                     fits &= all(
@@ -339,33 +380,28 @@ def _channels(
             else:
                 draft = {
                     "local": target == d,
-                    "inbox": inbox,
+                    "payload": route.payload,
                     "pairs": {},
                     "lanes": {},
                     "inboxes": {},
                 }
                 drafts.append(draft)
             draft["pairs"][d] = target
-            draft["lanes"][t, d] = first_lane + lane
-            draft["inboxes"][t, target] = (inbox, to)
+            draft["lanes"][t, d] = outgoing.index((route.inbox, lane))
+            draft["inboxes"][t, target] = (route.inbox, to)
     channels = []
     for draft in drafts:
         sends, lane = np.zeros(T, bool), np.zeros((T, D), np.int32)
-        inboxes = {
-            inbox: np.full((T, D, 2), -1, np.int32)
-            for inbox in ("activation", "gradient")
-        }
+        arrives: dict[str, np.ndarray] = {}
         for (t, d), value in draft["lanes"].items():
             sends[t], lane[t, d] = True, value
         for (t, d), (inbox, to) in draft["inboxes"].items():
             # Read at the start of the next tick: of the next round's first, after the last.
             after, stage_position = (t + 1) % T, np.array(to)
             stage_position[1] -= N * ((t + 1) // T)
-            inboxes[inbox][after, d] = stage_position
-        carries = tuple(
-            inbox for inbox, rows in inboxes.items() if (rows[..., 0] >= 0).any()
-        )
+            slots = arrives.setdefault(inbox, np.full((T, D, 2), -1, np.int32))
+            slots[after, d] = stage_position
         pairs = None if draft["local"] else tuple(sorted(draft["pairs"].items()))
         lanes = tuple(sorted(set(draft["lanes"].values())))
-        channels.append(Channel(pairs, sends, lane, lanes, **inboxes, carries=carries))
+        channels.append(Channel(pairs, sends, lane, lanes, arrives))
     return tuple(channels)

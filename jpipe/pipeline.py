@@ -1,5 +1,6 @@
 """The face of the library: `Pipeline(...)`, its training state, and `make_mesh`."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,48 +13,64 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.backward import jaxpr_text
-from jpipe.engine import AXIS, Engine
-from jpipe.lower import Lowered
+from jpipe.engine import AXIS, DATA, Engine
+from jpipe.layers import as_layers, shared_weights
+from jpipe.loss_scale import LossScale
 from jpipe.schedule import Schedule
 from jpipe.schedules import forward_only
 from jpipe.stages import (
-    as_layers,
+    Stages,
+    Traced,
     check_boundaries,
     cut,
+    resolve_ties,
     shapes_text,
     trace_layers,
 )
 from jpipe.state import PipelineState, Plan, rounds
-from jpipe.update import make_updates
+from jpipe.update import make_updates, stage_tree
 
 
-def make_mesh(*, stage: int, devices: Sequence | None = None) -> Mesh:
-    """A mesh of `stage` devices along the axis "stage".
+def make_mesh(
+    *, stage: int, data: int = 1, model: int = 1, devices: Sequence | None = None
+) -> Mesh:
+    """A mesh for pipelines, with an axis "stage".
 
     Args:
       stage: number of devices of the pipeline.
+      data: replicas of the pipeline, each of which trains on its share of every minibatch; above 1 adds an axis
+        "data".
+      model: devices that share the work of a stage (tensor parallelism); above 1 adds an axis "model", which is left
+        to the compiler.
       devices: the devices to take the first from; by default `jax.devices()`.
 
     Raises:
       ValueError: if there are too few devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    if not hasattr(stage, "__index__") or stage < 1:
-        raise ValueError(
-            f"`stage` must be a whole number of devices, at least 1, got {stage!r}."
-        )
-    if len(devices) < stage:
+    sizes = {DATA: data, AXIS: stage, "model": model}
+    for name, size in sizes.items():
+        if not hasattr(size, "__index__") or size < 1:
+            raise ValueError(
+                f"`{name}` must be a whole number of devices, at least 1, got {size!r}."
+            )
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == AXIS}
+    needed = math.prod(axes.values())
+    if len(devices) < needed:
         platform = devices[0].platform if devices else "none"
-        remedy = "Use fewer stages."
+        remedy = "Use fewer stages." if needed == stage else "Use fewer of them."
         if platform == "cpu":
             remedy = (
-                f"Set XLA_FLAGS=--xla_force_host_platform_device_count={stage} before JAX starts to fake them on CPU, "
-                "or use fewer stages."
+                f"Set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before JAX starts to fake them on CPU, "
+                "or use fewer."
             )
+        asked = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(
-            f"`stage={stage}` needs {stage} devices, got {len(devices)} ({platform}). {remedy}"
+            f"`{asked}` needs {needed} devices, got {len(devices)} ({platform}). {remedy}"
         )
-    return Mesh(np.array(devices[:stage]), (AXIS,), axis_types=(AxisType.Auto,))
+    shape, kinds = tuple(axes.values()), (AxisType.Auto,) * len(axes)
+    grid = np.array(devices[:needed]).reshape(shape)
+    return Mesh(grid, tuple(axes), axis_types=kinds)
 
 
 class StageRecord(NamedTuple):
@@ -81,7 +98,7 @@ class Memory(NamedTuple):
 
     Attributes:
       weights: all live versions; optimizer: the optimizer's state; gradients: the accumulators.
-      activations: stashes and messages in flight; batch: the minibatch, whole on every device.
+      activations: stashes and messages in flight; batch: the minibatch, or the replica's share of it.
       temporaries: what the compiled step needs beside its arguments.
       padding: bytes of weights, optimizer and gradients that the mean stage does not use.
     """
@@ -100,16 +117,33 @@ class Pipeline:
 
     Args:
       layers: a sequence. Each a Flax NNX module (its weights are kept), a factory called as
-        `factory(rngs=...) -> module` (initialised on its own stage), or `jpipe.Function(f)`.
+        `factory(rngs=...) -> module` (initialised on its own stage), a Flax Linen module, `jpipe.Linen`,
+        `jpipe.InitApply`, or `jpipe.Function(f)`. `jpipe.skip` gives any of them skip connections.
       loss: `(outputs, batch) -> scalar`, the mean over one microbatch.
       optimizer: any Optax chain that treats each layer by itself. It is called with the extra arguments `delay`, the
         stage's forward delay in optimizer steps, and `global_norm`, the norm of the gradient over all stages.
       schedule: one of `jpipe.schedules`, or a table of your own.
       boundaries: the layer index at which each stage after the first begins; None balances by FLOPs.
-      mesh: has an axis "stage" of as many devices as the schedule; see `jpipe.make_mesh`. None makes it.
+      mesh: has an axis "stage" of as many devices as the schedule; see `jpipe.make_mesh`. None makes it. Along an axis
+        "data" the pipeline is replicated and the minibatch shared out; other axes are left to the compiler.
       recompute: "none", or "full": a stage keeps only its inputs, and runs its forward again before its backward.
       compute_dtype: cast weights and activations to it in every layer, for example `jnp.bfloat16`; the weights that
         are kept, gradients and the outputs that the loss sees stay in the weights' own dtype. None casts nothing.
+      loss_scale: a number, or a `jpipe.LossScale`, that the loss is multiplied by for its gradient, which float16
+        needs. None scales nothing.
+      has_aux: `loss` returns `(scalar, aux)`, aux a pytree of numbers. `step` returns the mean of each over the
+        microbatches.
+      ties: parameters that are one: each a sequence of `(layer, "dotted.path")`, of one shape. Their gradients are
+        summed, and the optimizer sees them once, in the first of the layers. NNX modules that hold the same variable
+        are tied without being named here.
+
+    Randomness: layer i draws for microbatch m, counted from the start of training, on replica r of the pipeline from
+    `fold_in(fold_in(fold_in(fold_in(key, num_layers), i), m), r)` with the key of `init`, so it draws the same at any
+    number of stages. The n-th stream of an NNX module is that key, folded with n.
+
+    Mutable state, such as the running statistics of batch norm: a microbatch is normalised by its own statistics, and
+    running statistics move once a minibatch, by the statistics of all its microbatches on all replicas. Other state
+    moves to the mean of what its microbatches left. What is not finite moves nothing.
 
     Raises:
       ValueError: for any argument that cannot work, before anything is compiled.
@@ -142,6 +176,9 @@ class Pipeline:
         mesh: Mesh | None = None,
         recompute: str = "none",
         compute_dtype: Any = None,
+        loss_scale: LossScale | float | None = None,
+        has_aux: bool = False,
+        ties: Sequence[Sequence[tuple[int, str]]] = (),
     ):
         if not isinstance(schedule, Schedule):
             raise ValueError(
@@ -169,6 +206,9 @@ class Pipeline:
         self.layers = as_layers(layers)
         self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
         self.recompute, self.compute_dtype = recompute, _floating(compute_dtype)
+        self.loss_scale = _check_loss_scale(loss_scale, schedule)
+        self.has_aux = has_aux
+        self.ties = [*shared_weights(layers), *_check_ties(ties)]
         self._starts = check_boundaries(
             boundaries, len(self.layers), schedule.num_stages
         )
@@ -176,78 +216,149 @@ class Pipeline:
             make_mesh(stage=schedule.num_devices) if mesh is None else mesh, schedule
         )
         self._plans: dict = {}
-        split, whole = (
-            NamedSharding(self.mesh, PartitionSpec(*axis)) for axis in ([AXIS], [])
-        )
-        self._step = jax.jit(
-            self._run_step, donate_argnums=0, out_shardings=(split, whole)
-        )
-        self._flush = jax.jit(
-            self._run_flush, donate_argnums=0, out_shardings=(split, whole)
-        )
+        self._step = jax.jit(self._run_step, donate_argnums=0)
+        self._flush = jax.jit(self._run_flush, donate_argnums=0)
         self._predict = jax.jit(self._run_predict)
+        self._evaluate = jax.jit(self._run_evaluate)
 
     # -- Plans
 
-    def _plan(self, microbatch: Any) -> Plan:
+    def _plan(self, microbatch: Any, key_impl: Any = None) -> Plan:
         """The plan for an abstract microbatch, made once."""
+        if key_impl is None:
+            key_impl = jax.config.jax_default_prng_impl
         leaves, tree = jax.tree.flatten(microbatch)
-        key = (tree, tuple((a.shape, np.dtype(a.dtype)) for a in leaves))
+        shapes = tuple((a.shape, np.dtype(a.dtype)) for a in leaves)
+        key = tree, shapes, str(key_impl)
         if key not in self._plans:
-            traced = trace_layers(
-                self.layers, self.loss, microbatch, self.compute_dtype
-            )
-            stages = cut(self.layers, traced, self._starts, self.schedule.num_stages)
+            traced = self._trace(self.loss, microbatch, key_impl)
+            stages = self._cut(traced)
             self._starts = list(stages.starts)
-            updates = make_updates(stages, self.optimizer)
+            self._check_stages(stages)
+            homes = [self._home(s) for s in range(self.schedule.num_stages)]
             engine = Engine(
                 self.schedule,
                 stages,
-                updates,
+                make_updates(stages, self.optimizer, homes),
                 self.mesh,
                 recompute=self.recompute == "full",
                 microbatch=microbatch,
+                loss_scale=self.loss_scale,
+                key_impl=key_impl,
             )
-            self._plans[key] = Plan(microbatch, traced, stages, engine, self.optimizer)
+            self._plans[key] = Plan(
+                microbatch, traced, stages, engine, self.optimizer, homes
+            )
         return self._plans[key]
 
-    def _predictor(self, microbatch: Any, trained: Lowered) -> Engine:
-        traced = trace_layers(self.layers, None, microbatch, self.compute_dtype)
-        stages = cut(self.layers, traced, self._starts, self.schedule.num_stages)
+    def _trace(self, loss: Callable | None, microbatch: Any, key_impl: Any) -> Traced:
+        return trace_layers(
+            self.layers,
+            loss,
+            microbatch,
+            compute_dtype=self.compute_dtype,
+            has_aux=self.has_aux,
+            key_impl=key_impl,
+        )
+
+    def _cut(self, traced: Traced) -> Stages:
+        ties = resolve_ties(traced.layers, self.ties)
+        return cut(traced, self._starts, self.schedule.num_stages, ties)
+
+    def _home(self, stage: int) -> tuple[int, int]:
+        """The device of a stage, and which of the device's columns it is."""
+        schedule = self.schedule
+        device = int(schedule.device[schedule.stage == stage][0])
+        return device, int((schedule.stage[schedule.device == device] < stage).sum())
+
+    def _check_stages(self, stages: Stages) -> None:
+        """What depends on how the layers are cut."""
+        updates = self.schedule.update_ticks()
+        for copies in stages.ties:
+            where = sorted({stages.stage_of(layer) for layer, _ in copies})
+            columns = [int(np.flatnonzero(self.schedule.stage == s)[0]) for s in where]
+            if len({int(updates[c]) for c in columns}) > 1:
+                raise ValueError(
+                    f"layers {', '.join(str(i) for i, _ in copies)} share weights but lie on stages "
+                    f"{', '.join(map(str, where))}, which schedule {self.schedule.name!r} updates at different ticks. "
+                    "Choose `boundaries` that keep them on one stage, or a synchronous schedule."
+                )
+        if self.recompute == "full":
+            for i, layer in enumerate(stages.layers):
+                kind = stages.kinds[stages.kind_of_layer[i]]
+                if any(kind.reads_extra[1:]):
+                    raise ValueError(
+                        f"layer {i} ({layer.name}) reads its mutable state in training, which has moved on when "
+                        '`recompute="full"` runs it again. Use `recompute="none"`, or a policy of '
+                        "`jax.checkpoint_policies`."
+                    )
+
+    def _predictor(self, microbatch: Any, trained: Engine) -> Engine:
+        traced = self._trace(None, microbatch, trained.key_impl)
         table = forward_only(
             self.schedule.num_stages,
             self.schedule.num_microbatches,
             stage=self.schedule.stage,
             device=self.schedule.device,
         )
-        return Engine(table, stages, None, self.mesh, trained=trained)
+        return Engine(
+            table, self._cut(traced), None, self.mesh, trained=trained.lowered
+        )
 
     def _microbatch(self, batch: Any) -> Any:
         """The abstract microbatch of `batch`, or a clear error."""
-        N, size = self.schedule.num_microbatches, _batch_size(batch)
-        if size % N or size == 0:
-            nearest = [n for n in (size // N * N, (size // N + 1) * N) if n]
+        N, size, replicas = (
+            self.schedule.num_microbatches,
+            _batch_size(batch),
+            self.num_replicas,
+        )
+        parts = N * replicas
+        if size % parts or size == 0:
+            nearest = [n for n in (size // parts * parts, (size // parts + 1) * parts)]
+            on = f' on each of the {replicas} replicas of axis "data"'
             raise ValueError(
-                f"a batch of {size} cannot be cut into {N} equal microbatches. Use a batch of "
-                f"{' or '.join(map(str, nearest))}, or a schedule whose `num_microbatches` divides {size}."
+                f"a batch of {size} cannot be cut into {N} equal microbatches{on if replicas > 1 else ''}. Use a batch of "
+                f"{' or '.join(str(n) for n in nearest if n)}, or a schedule whose `num_microbatches` divides "
+                f"{size if replicas == 1 else 'the share of a replica'}."
             )
         return jax.tree.map(
             lambda a: jax.ShapeDtypeStruct(
-                (a.shape[0] // N, *a.shape[1:]), jax.dtypes.canonicalize_dtype(a.dtype)
+                (a.shape[0] // parts, *a.shape[1:]),
+                jax.dtypes.canonicalize_dtype(a.dtype),
             ),
             dict(batch),
         )
 
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the pipeline, along the axis "data" of the mesh."""
+        return self.mesh.shape.get(DATA, 1)
+
     def _cut_batch(self, batch: Any) -> Any:
-        N = self.schedule.num_microbatches
+        """`[batch, ...]` to `[replicas, N, microbatch, ...]`: a replica gets consecutive rows."""
+        lead = self.num_replicas, self.schedule.num_microbatches
         return jax.tree.map(
-            lambda a: jnp.reshape(a, (N, a.shape[0] // N, *a.shape[1:])), batch
+            lambda a: jnp.reshape(
+                a, (*lead, a.shape[0] // math.prod(lead), *a.shape[1:])
+            ),
+            batch,
         )
+
+    def _placed(self, batch: Any) -> Any:
+        """The batch, each replica's rows on its own devices."""
+        if self.num_replicas == 1:
+            return batch
+        sharding = NamedSharding(self.mesh, PartitionSpec(DATA))
+        return jax.device_put(batch, sharding)
 
     # -- Training
 
     def init(
-        self, key: jax.Array, batch: Any, params: Sequence | None = None
+        self,
+        key: jax.Array,
+        batch: Any,
+        params: Sequence | None = None,
+        mutable_state: Sequence | None = None,
     ) -> PipelineState:
         """Makes the training state.
 
@@ -255,53 +366,87 @@ class Pipeline:
         the weights depend on the key alone, not on the stages, and no device ever holds all of them.
 
         Args:
-          key: seeds the weights of layers given as factories.
+          key: seeds the weights of layers given as factories, and what layers draw in training.
           batch: a minibatch, or abstract arrays shaped like one; only its shapes matter.
           params: start from these weights, one nested dict a layer, as `get_params` returns them.
+          mutable_state: start from this mutable state, as `get_mutable_state` returns it.
 
         Returns: A `PipelineState`.
 
         Raises:
           ValueError: if the batch cannot be cut into microbatches, a layer cannot take its inputs, the loss is not a
-            scalar, or `params` do not fit the layers.
+            scalar, or `params` or `mutable_state` do not fit the layers.
         """
-        plan = self._plan(self._microbatch(batch))
-        _check_key(key)
+        microbatch = self._microbatch(batch)
+        key = _check_key(key)
+        plan = self._plan(microbatch, jax.random.key_impl(key))
+        layers = plan.stages.layers
         if params is not None:
-            self._check_params(params)
+            _check_fit("params", params, layers, "parameters")
+            _check_ties_agree(params, plan.stages)
+        if mutable_state is not None:
+            _check_fit("mutable_state", mutable_state, layers, "state")
         init_layer = _shared_jit(self.mesh.devices.flat[0].platform)
+        given: Any = (params, mutable_state)
 
-        def weights(i: int):
-            if params is not None:
-                return jax.tree.map(np.asarray, params[i])
-            if self.layers[i].given is not None:
-                return self.layers[i].given
-            return init_layer(self.layers[i].init, jax.random.fold_in(key, i))
+        def made(i: int):
+            """Weights and mutable state of a layer."""
+            own = [each and jax.tree.map(np.asarray, each[i]) for each in given]
+            if all(each is not None for each in given):
+                return own
+            layer = layers[i]
+            fresh = layer.given
+            if fresh is None:
+                fresh = init_layer(layer.init, jax.random.fold_in(key, i))
+            return [
+                a if each is not None else b for each, a, b in zip(given, own, fresh)
+            ]
 
         def of_stage(s: int):
-            mine = plan.stages.layers_of(s)
-            per_layer = [
-                weights(i) if i in mine else None for i in range(len(self.layers))
-            ]
-            return per_layer, jax.jit(self.optimizer.init)(per_layer)
+            per_layer: list = [None] * len(layers)
+            mutable: list = [None] * len(layers)
+            for i in plan.stages.layers_of(s):
+                per_layer[i], mutable[i] = made(i)
+            for copies in plan.stages.ties:
+                here = [(i, j) for i, j in copies[1:] if per_layer[i] is not None]
+                if here:
+                    first, k = copies[0]
+                    values = per_layer[first] if per_layer[first] else made(first)[0]
+                    value = jax.tree.leaves(values)[k]
+                    for i, j in here:
+                        leaves, tree = jax.tree.flatten(per_layer[i])
+                        leaves[j] = value
+                        per_layer[i] = tree.unflatten(leaves)
+            seen = stage_tree(plan.stages, s, per_layer)
+            return per_layer, mutable, jax.jit(self.optimizer.init)(seen)
 
-        return self._new_state(plan, of_stage)
+        training_key = jax.random.fold_in(key, len(layers))
+        return self._new_state(plan, of_stage, training_key, 0)
 
-    def _new_state(self, plan: Plan, of_stage: Callable) -> PipelineState:
+    def _new_state(
+        self, plan: Plan, of_stage: Callable, key: jax.Array, started: int
+    ) -> PipelineState:
         """A state with nothing in flight."""
-        engine = plan.engine
-        zeros = engine.globally(
-            {
-                "gradients": engine.gradient_shapes(),
-                "buffers": engine.buffer_shapes(),
-                "round": jax.ShapeDtypeStruct((1,), jnp.int32),
-            }
-        )
+        engine, num_devices = plan.engine, self.schedule.num_devices
+        zeros = {
+            **engine.globally(engine.own_shapes(), engine.own_spec),
+            "round": engine.globally(
+                jax.ShapeDtypeStruct((1,), jnp.int32), engine.held_spec
+            ),
+        }
         empty = jax.jit(
             lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), zeros),
             out_shardings=jax.tree.map(lambda a: a.sharding, zeros),
         )
-        return PipelineState(**plan.pack(of_stage), **empty(), plan=plan)
+        everywhere = NamedSharding(self.mesh, engine.held_spec)
+        started = jnp.full(num_devices, started, jnp.int32)
+        return PipelineState(
+            **plan.pack(of_stage),
+            **empty(),
+            started=jax.device_put(started, everywhere),
+            key=jax.device_put(jnp.broadcast_to(key, num_devices), everywhere),
+            plan=plan,
+        )
 
     def adopt(self, state: PipelineState) -> PipelineState:
         """The state of another pipeline of the same layers and optimizer, for this one to go on from.
@@ -327,9 +472,11 @@ class Pipeline:
                 "`state` has microbatches in flight that only its own pipeline can complete. Flush it first: "
                 "`state, metrics = other_pipe.flush(state)`."
             )
-        params = source.parameters(state)
-        self._check_params(params)
-        plan, inner = self._plan(self._microbatch(batch)), source.optimizer_state(state)
+        params, mutable = source.parameters(state), source.mutable_state(state)
+        plan = self._plan(self._microbatch(batch), source.engine.key_impl)
+        _check_fit("params", params, plan.stages.layers, "parameters")
+        _check_fit("mutable_state", mutable, plan.stages.layers, "state")
+        inner = source.optimizer_state(state)
 
         def of_stage(s: int):
             mine, leaves = plan.stages.layers_of(s), []
@@ -341,10 +488,13 @@ class Pipeline:
                     )
                 leaves.append(inner[path])
             return [
-                params[i] if i in mine else None for i in range(len(self.layers))
-            ], leaves
+                [each[i] if i in mine else None for i in range(len(self.layers))]
+                for each in (params, mutable)
+            ] + [leaves]
 
-        return self._new_state(plan, of_stage)
+        started = int(state.started.addressable_data(0)[0]) + rounds(state) * N
+        key = state.key.addressable_data(0)[0]
+        return self._new_state(plan, of_stage, key, started)
 
     def step(
         self, state: PipelineState, batch: Any
@@ -359,18 +509,20 @@ class Pipeline:
           batch: a minibatch: dict of arrays `[batch, ...]`; "inputs" feeds layer 0, the loss sees all.
 
         Returns: The new state and metrics: "loss", the mean over the microbatches whose loss was computed in this step, 0
-        if there were none; "num_microbatches", how many that were; "skipped_updates" int32 `[S]`, 1 where a gradient
-        that is not finite made a stage keep its weights.
+        if there were none; "num_microbatches", how many that were; "gradient_norm", of the gradient over all stages
+        before the optimizer, at the last update of the step; "skipped_updates" int32 `[S]`, 1 where a gradient that
+        is not finite made a stage keep its weights; with `has_aux` "aux", means like the loss; with a loss scale
+        "loss_scale", after the step.
         """
         self._check_own(state)
         microbatch = self._microbatch(batch)
-        if self._plan(microbatch) is not state.plan:
+        if self._plan(microbatch, state.plan.engine.key_impl) is not state.plan:
             raise ValueError(
                 f"`state` was made for microbatches of {shapes_text(state.plan.microbatch)}, got a batch whose microbatches are "
                 f"{shapes_text(microbatch)}. Keep the shape of the batch, or make a state for it by "
                 "`init(key, batch, params=pipe.get_params(state))`."
             )
-        return self._step(state, dict(batch))
+        return self._step(state, self._placed(dict(batch)))
 
     def _run_step(self, state: PipelineState, batch):
         fed = (state.round + 1) * self.schedule.num_microbatches
@@ -379,25 +531,38 @@ class Pipeline:
     def _pass(self, state: PipelineState, fed, batch):
         """One pass over the table: the new state and metrics."""
         plan, engine = state.plan, state.plan.engine
-        parameters, gradients, optimizer_state, buffers, results = engine.run(
-            state.parameters,
-            state.gradients,
-            state.optimizer_state,
-            state.buffers,
-            state.round,
-            fed,
-            batch,
+        held, own, results = engine.run(
+            state.held(), state.own(), state.clock(), fed, batch
         )
-        homes = np.array([plan.home(s) for s in range(self.schedule.num_stages)])
-        columns = homes[:, 0] * engine.lowered.num_chunks + homes[:, 1]
+        columns = [d * engine.lowered.num_chunks + chunk for d, chunk in plan.homes]
         count = results["count"].sum()
+        aux = [_mean(a.sum(axis=0), count) for a in results["aux"]]
         metrics = {
             "loss": _mean(results["loss"].sum(), count),
-            "num_microbatches": count,
-            "skipped_updates": results["skipped"][columns],
+            "num_microbatches": count // self.num_replicas,
+            "gradient_norm": results["gradient_norm"][0],
+            "skipped_updates": results["skipped"][np.array(columns)],
         }
-        arrays = (parameters, optimizer_state, gradients, buffers, state.round + 1)
-        return PipelineState(*arrays, plan), metrics
+        if self.has_aux:
+            metrics["aux"] = engine.stages.loss.aux_tree.unflatten(aux)
+        if self.loss_scale is not None:
+            metrics["loss_scale"] = held["loss_scale"]["scale"][0]
+        return self._pinned(
+            dataclasses.replace(state, **held, **own, round=state.round + 1), metrics
+        )
+
+    def _pinned(self, state: PipelineState, metrics: dict):
+        """State and metrics with their arrays where they belong, so that a step returns what it was given."""
+        engine = state.plan.engine
+
+        def at(spec, tree):
+            sharding = NamedSharding(self.mesh, spec)
+            return jax.lax.with_sharding_constraint(tree, sharding)
+
+        held = {**state.held(), **state.clock()}
+        held = at(engine.held_spec, held)
+        own = at(engine.own_spec, state.own())
+        return dataclasses.replace(state, **held, **own), at(PartitionSpec(), metrics)
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
         """Completes what is in flight, without new microbatches; nothing, in a synchronous schedule.
@@ -412,11 +577,19 @@ class Pipeline:
         self._check_own(state)
         if self.schedule.synchronous:
             zero = jnp.zeros(self.schedule.num_stages, jnp.int32)
-            return state, {
+            metrics = {
                 "loss": jnp.zeros(()),
                 "num_microbatches": zero[0],
+                "gradient_norm": jnp.zeros(()),
                 "skipped_updates": zero,
             }
+            if self.has_aux:
+                loss = state.plan.stages.loss
+                zeros = [jnp.zeros(a.shape, a.dtype) for a in loss.aux]
+                metrics["aux"] = loss.aux_tree.unflatten(zeros)
+            if self.loss_scale is not None:
+                metrics["loss_scale"] = state.loss_scale["scale"][0]
+            return state, metrics
         return self._flush(state)
 
     def _run_flush(self, state: PipelineState):
@@ -435,22 +608,31 @@ class Pipeline:
             return jnp.broadcast_to(latest, versions.shape).reshape(a.shape)
 
         counts = metrics["num_microbatches"]
-        losses = metrics["loss"] * counts.astype(metrics["loss"].dtype)
-        metrics = {
-            "loss": _mean(losses.sum(), counts.sum()),
+
+        def mean(values):
+            weights = counts.reshape(-1, *[1] * (values.ndim - 1)).astype(values.dtype)
+            return _mean((values * weights).sum(axis=0), counts.sum())
+
+        metrics |= {
+            "loss": mean(metrics["loss"]),
             "num_microbatches": counts.sum(),
+            "gradient_norm": metrics["gradient_norm"][-1],
             "skipped_updates": metrics["skipped_updates"].sum(axis=0),
         }
+        if self.has_aux:
+            metrics["aux"] = jax.tree.map(mean, metrics["aux"])
+        if self.loss_scale is not None:
+            metrics["loss_scale"] = metrics["loss_scale"][-1]
+        empty = jax.tree.map(jnp.zeros_like, {**state.own(), "round": state.round})
+        started = state.started + newest * self.schedule.num_microbatches
         parameters = jax.tree.map(newest_everywhere, state.parameters)
-        empty = jax.tree.map(
-            jnp.zeros_like, (state.gradients, state.buffers, state.round)
+        return self._pinned(
+            dataclasses.replace(state, parameters=parameters, started=started, **empty),
+            metrics,
         )
-        return PipelineState(
-            parameters, state.optimizer_state, *empty, state.plan
-        ), metrics
 
     def predict(self, state: PipelineState, batch: Any) -> Any:
-        """The last layer's outputs, forward only, through the pipeline.
+        """The last layer's outputs, forward only, through the pipeline, with every layer in evaluation mode.
 
         Args:
           state: the training state; not donated.
@@ -465,20 +647,51 @@ class Pipeline:
             if isinstance(batch, Mapping)
             else batch
         )
-        size, inputs = _batch_size(only), batch["inputs"]
-        padding = -size % self.schedule.num_microbatches
+        size, padded = self._padded(only)
+        outputs = self._predict(state, padded)
+        return jax.tree.map(lambda a: a[:size], outputs)
+
+    def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
+        """The loss of the newest weights, with every layer in evaluation mode.
+
+        The loss is computed once, on all outputs together, so it is the loss of the batch whatever kind of mean it
+        takes, and at any size of batch.
+
+        Args:
+          state: the training state; not donated.
+          batch: as for `step`, with a leading axis of any size.
+
+        Returns: "loss", and "aux" with `has_aux`, as the loss function returns them for the whole batch.
+        """
+        self._check_own(state)
+        _, padded = self._padded(batch, only="inputs")
+        return self._evaluate(state, padded["inputs"], dict(batch))
+
+    def _padded(self, batch: Any, only: str | None = None) -> tuple[int, Any]:
+        """The size of a batch, and the batch with copies of its last row up to a size that can be cut."""
+        size = _batch_size(batch)
+        if size == 0:
+            raise ValueError("the batch is empty: give at least one row.")
+        padding = -size % (self.schedule.num_microbatches * self.num_replicas)
+        if only is not None:
+            batch = {only: batch[only]}
         if padding:
-            inputs = jax.tree.map(
+            batch = jax.tree.map(
                 lambda a: np.concatenate([a, np.repeat(a[-1:], padding, axis=0)]),
-                inputs,
+                dict(batch),
             )
-        outputs = self._predict(state, {"inputs": inputs})
-        return jax.tree.map(lambda a: a[:size], outputs) if padding else outputs
+        return size, self._placed(batch)
+
+    def _run_evaluate(self, state: PipelineState, inputs, batch):
+        outputs = self._run_predict(state, {"inputs": inputs})
+        size = _batch_size(batch)
+        result = self.loss(jax.tree.map(lambda a: a[:size], outputs), batch)
+        loss, aux = result if self.has_aux else (result, None)
+        return {"loss": loss, "aux": aux} if self.has_aux else {"loss": loss}
 
     def _run_predict(self, state: PipelineState, batch):
-        trained = state.plan.engine.lowered
-        engine = self._predictor(self._microbatch(batch), trained)
-        shapes = engine.globally(engine.buffer_shapes())
+        engine = self._predictor(self._microbatch(batch), state.plan.engine)
+        shapes = engine.globally(engine.buffer_shapes(), engine.own_spec)
         buffers = jax.tree.map(
             lambda a: jax.lax.with_sharding_constraint(
                 jnp.zeros(a.shape, a.dtype), a.sharding
@@ -487,17 +700,30 @@ class Pipeline:
         )
         N, stages = self.schedule.num_microbatches, engine.stages
         fed = (state.round + 1) * N
+        held = {
+            "parameters": state.parameters,
+            "mutable_state": state.mutable_state,
+        }
         outputs = engine.run(
-            state.parameters, {}, {}, buffers, state.round, fed, self._cut_batch(batch)
+            held, {"buffers": buffers}, state.clock(), fed, self._cut_batch(batch)
         )
         d = int(self.schedule.device[self.schedule.stage == stages.num_stages - 1][0])
-        flat = [y[d * N : (d + 1) * N].reshape(-1, *y.shape[2:]) for y in outputs]
-        return stages.kinds[stages.kind_of_layer[-1]].output_tree.unflatten(flat)
+        lead = self.num_replicas, self.schedule.num_devices, N
+        flat = [
+            y.reshape(*lead, *y.shape[1:])[:, d].reshape(-1, *y.shape[2:])
+            for y in outputs
+        ]
+        return stages.outputs[1].unflatten(flat)
 
     def get_params(self, state: PipelineState) -> list:
         """The newest weights: one nested dict a layer, by attribute names, of host arrays."""
         self._check_own(state)
         return state.plan.parameters(state)
+
+    def get_mutable_state(self, state: PipelineState) -> list:
+        """The layers' mutable state, such as running statistics: one nested dict a layer, of host arrays."""
+        self._check_own(state)
+        return state.plan.mutable_state(state)
 
     # -- What it costs
 
@@ -508,12 +734,14 @@ class Pipeline:
         for s in range(plan.stages.num_stages):
             layers = plan.stages.layers_of(s)
             leaves = [
-                a for i in layers for a in jax.tree.leaves(self.layers[i].parameters)
+                a
+                for i in layers
+                for a in jax.tree.leaves(plan.stages.layers[i].parameters)
             ]
             records.append(
                 StageRecord(
                     stage=s,
-                    device=plan.home(s)[0],
+                    device=plan.homes[s][0],
                     layers=(layers.start, layers.stop),
                     names=tuple(self.layers[i].name for i in layers),
                     num_parameters=sum(math.prod(a.shape) for a in leaves),
@@ -540,7 +768,7 @@ class Pipeline:
         )
         gradients = size(engine.gradient_shapes())
         updates = engine.updates
-        used = size([layer.parameters for layer in self.layers])
+        used = size([layer.parameters for layer in engine.stages.layers])
         used_state = sum(updates.state.used_bytes[u] for u in updates.program_of_stage)
         V = engine.lowered.num_versions
         return Memory(
@@ -548,7 +776,7 @@ class Pipeline:
             optimizer=optimizer,
             gradients=gradients,
             activations=size(engine.buffer_shapes()),
-            batch=size(jax.tree.map(_abstract, dict(batch))),
+            batch=size(jax.tree.map(_abstract, dict(batch))) // self.num_replicas,
             temporaries=int(self.compile(batch).memory_analysis().temp_size_in_bytes),
             padding=round(
                 weights
@@ -561,18 +789,24 @@ class Pipeline:
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """The compiled step for minibatches shaped like `batch`: its memory, its cost, its text."""
         plan = self._plan(self._microbatch(batch))
-        engine = plan.engine
-        shapes = engine.globally(
-            {
-                "parameters": engine.parameter_shapes(),
-                "optimizer_state": engine.optimizer_shapes(),
-                "gradients": engine.gradient_shapes(),
-                "buffers": engine.buffer_shapes(),
-                "round": jax.ShapeDtypeStruct((1,), jnp.int32),
-            }
+        engine, one = plan.engine, jax.ShapeDtypeStruct((1,), jnp.int32)
+        impl = engine.key_impl
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=impl)[None])
+        held = {**engine.held_shapes(), "round": one, "started": one, "key": key}
+        state = PipelineState(
+            **engine.globally(held, engine.held_spec),
+            **engine.globally(engine.own_shapes(), engine.own_spec),
+            plan=plan,
         )
-        state = PipelineState(**shapes, plan=plan)
-        return self._step.lower(state, jax.tree.map(_abstract, dict(batch))).compile()
+        sharding = NamedSharding(self.mesh, engine.batch_spec)
+
+        def placed(a):
+            a = _abstract(a)
+            if self.num_replicas == 1:
+                return a
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+        return self._step.lower(state, jax.tree.map(placed, dict(batch))).compile()
 
     # -- Odds and ends
 
@@ -584,30 +818,80 @@ class Pipeline:
                 "`state = pipe.adopt(state)`."
             )
 
-    def _check_params(self, params: Sequence) -> None:
-        if not isinstance(params, Sequence) or len(params) != len(self.layers):
-            got = len(params) if isinstance(params, Sequence) else type(params).__name__
+
+def _check_fit(what: str, values: Any, layers: Sequence, attribute: str) -> None:
+    """Refuses values, one nested dict a layer, that do not fit the layers."""
+    if not isinstance(values, Sequence) or len(values) != len(layers):
+        got = len(values) if isinstance(values, Sequence) else type(values).__name__
+        raise ValueError(
+            f"`{what}` must be a list with one entry a layer ({len(layers)}), got {got}."
+        )
+    for i, (given, layer) in enumerate(zip(values, layers)):
+        want, got = (
+            {
+                jax.tree_util.keystr(
+                    p
+                ): f"{getattr(a, 'dtype', type(a).__name__)}{list(np.shape(a))}"
+                for p, a in jax.tree.leaves_with_path(t)
+            }
+            for t in (getattr(layer, attribute), given)
+        )
+        if want != got:
+            path = next(
+                p for p in itertools.chain(want, got) if want.get(p) != got.get(p)
+            )
             raise ValueError(
-                f"`params` must be a list with one entry a layer ({len(self.layers)}), got {got}."
+                f"`{what}` of layer {i} ({layer.name}) do not fit: {path} should be {want.get(path, 'absent')}, got "
+                f"{got.get(path, 'nothing')}. Pass what `get_{what}` of the same layers returned."
             )
-        for i, (given, layer) in enumerate(zip(params, self.layers)):
-            want, got = (
-                {
-                    jax.tree_util.keystr(
-                        p
-                    ): f"{getattr(a, 'dtype', type(a).__name__)}{list(np.shape(a))}"
-                    for p, a in jax.tree.leaves_with_path(t)
-                }
-                for t in (layer.parameters, given)
-            )
-            if want != got:
-                path = next(
-                    p for p in itertools.chain(want, got) if want.get(p) != got.get(p)
-                )
+
+
+def _check_ties_agree(params: Sequence, stages: Stages) -> None:
+    for copies in stages.ties:
+        values = [np.asarray(jax.tree.leaves(params[i])[j]) for i, j in copies]
+        for (i, _), value in zip(copies[1:], values[1:]):
+            if not np.array_equal(values[0], value):
                 raise ValueError(
-                    f"`params` of layer {i} ({layer.name}) do not fit: {path} should be {want.get(path, 'absent')}, got "
-                    f"{got.get(path, 'nothing')}. Pass what `get_params` of the same layers returned."
+                    f"`params` hold different values in layers {copies[0][0]} and {i} for a weight that they share. "
+                    "Give both the same."
                 )
+
+
+def _check_ties(ties: Any) -> list:
+    """`ties` as a list, if it has the form it must have; `resolve_ties` checks what it names."""
+
+    def is_place(place) -> bool:
+        return (
+            isinstance(place, Sequence)
+            and len(place) == 2
+            and hasattr(place[0], "__index__")
+            and isinstance(place[1], str)
+        )
+
+    for tie in ties:
+        if not (isinstance(tie, Sequence) and all(map(is_place, tie))):
+            raise ValueError(
+                f'each of `ties` must be a sequence of `(layer, "dotted.path")` pairs, such as '
+                f'`[(0, "token.embedding"), (-1, "embedding")]`, got {tie!r}.'
+            )
+    return list(ties)
+
+
+def _check_loss_scale(scale: Any, schedule: Schedule) -> LossScale | None:
+    if scale is None:
+        return None
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        scale = LossScale(float(scale), None, largest=np.inf)
+    if not isinstance(scale, LossScale):
+        raise ValueError(
+            f"`loss_scale` must be a number, a `jpipe.LossScale` or None, got {scale!r}."
+        )
+    if scale.growth_interval is not None and not schedule.synchronous:
+        raise ValueError(
+            f"a loss scale that moves needs a synchronous schedule: in {schedule.name!r} gradients of several scales "
+            f"would meet. Use a constant one, such as `loss_scale={scale.initial:g}`."
+        )
+    return scale
 
 
 def _shared_jit(platform: str) -> Callable:
@@ -688,7 +972,8 @@ def _floating(dtype: Any) -> np.dtype | None:
     return found
 
 
-def _check_key(key: Any) -> None:
+def _check_key(key: Any) -> jax.Array:
+    """The key, typed."""
     typed = isinstance(key, jax.Array) and (
         jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape == (2,)
     )
@@ -697,6 +982,9 @@ def _check_key(key: Any) -> None:
             "`key` must be a key as `jax.random.key(seed)` makes it, got "
             f"{key if isinstance(key, int) else type(key).__name__}."
         )
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    return key
 
 
 def _check_mesh(mesh: Mesh, schedule: Schedule) -> Mesh:
@@ -714,9 +1002,5 @@ def _check_mesh(mesh: Mesh, schedule: Schedule) -> Mesh:
         raise ValueError(
             f'the axis "stage" of `mesh` must have the {schedule.num_devices} devices of schedule {schedule.name!r}, got '
             f"{sizes[AXIS]}. Use `jpipe.make_mesh(stage={schedule.num_devices})`, or a schedule for {sizes[AXIS]} devices."
-        )
-    if math.prod(sizes.values()) != sizes[AXIS]:
-        raise ValueError(
-            f'`mesh` may have no axis beside "stage" for now, got {sizes}.'
         )
     return mesh

@@ -12,8 +12,9 @@ import numpy as np
 import optax
 
 from jpipe.backward import is_inexact
+from jpipe.layers import as_layers
 from jpipe.schedule import IDLE, Schedule
-from jpipe.stages import as_layers, check_boundaries, cut, trace_layers
+from jpipe.stages import check_boundaries, cut, trace_layers
 from jpipe.update import stage_tree
 
 
@@ -65,7 +66,7 @@ class Reference:
 
     def _start(self, microbatch) -> None:
         traced = trace_layers(self.layers, self.loss, microbatch)
-        self.stages = cut(self.layers, traced, self.starts, self.schedule.num_stages)
+        self.stages = cut(traced, self.starts, self.schedule.num_stages)
         for s in range(self.schedule.num_stages):
             tree = stage_tree(self.stages, s, self.params)
             self.weights[s, 0] = tree
@@ -158,13 +159,14 @@ class Reference:
             else self.inbox.pop((s, m, "activation"))
         )
         for i in self.stages.layers_of(s):
-            x, self.stash[i, m] = self._kind(i).forward_and_stash(
-                jax.tree.leaves(self.weights[s, version][i]), x
+            weights = jax.tree.leaves(self.weights[s, version][i])
+            x, self.stash[i, m], _ = self._kind(i).forward_and_stash(
+                weights, x, [jax.random.key_data(jax.random.key(0))]
             )
         if s < self.schedule.num_stages - 1:
             arriving[s + 1, m, "activation"] = x
         else:
-            (value,), stash = self.stages.loss.forward_and_stash(
+            (value,), stash, _ = self.stages.loss.forward_and_stash(
                 [], x, jax.tree.leaves(self.batches[m])
             )
             losses.append(float(value))

@@ -8,159 +8,19 @@ in a stage are one *run*, a loop over rows of the packed arrays. Stages with the
 """
 
 import dataclasses
+import difflib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from flax import linen, nnx
 
-from jpipe.backward import LayerProgram, is_inexact, trace_layer
+from jpipe.backward import LayerProgram, is_inexact, jaxpr_text, trace_layer
+from jpipe.layers import Layer
 from jpipe.packing import Packing
 from jpipe.plan.min_max import min_max
-
-
-class Function:
-    """A layer without parameters.
-
-    Args:
-      function: maps one activation (any pytree of arrays) to the next.
-    Example:
-      >>> import jax.numpy as jnp
-      >>> Function(jnp.tanh).function is jnp.tanh
-      True
-    """
-
-    def __init__(self, function: Callable[[Any], Any]):
-        if not callable(function):
-            raise ValueError(
-                f"`jpipe.Function` takes a callable, got {type(function).__name__}."
-            )
-        self.function = function
-
-
-@dataclasses.dataclass(frozen=True)
-class Layer:
-    """One layer, whatever it was given as.
-
-    Attributes:
-      name: for tables and messages.
-      apply: `(parameters, inputs) -> outputs`.
-      init: `key -> parameters`, or None if the layer came with its weights.
-      parameters: nested dict of abstract arrays, by attribute names.
-      given: the weights it came with, or None.
-    """
-
-    name: str
-    apply: Callable[[Any, Any], Any]
-    init: Callable[[jax.Array], Any] | None
-    parameters: Any
-    given: Any
-
-
-def as_layers(layers: Sequence) -> list[Layer]:
-    """Checks what the user gave and reads each layer's parameters, without making any."""
-    if callable(layers) or not hasattr(layers, "__len__"):
-        raise ValueError(
-            f"`layers` must be a sequence of layers, got {type(layers).__name__}: a pipeline cuts a model between "
-            "layers. Give them as a list, in order."
-        )
-    if not len(layers):
-        raise ValueError("`layers` must hold at least one layer, got none.")
-    owner: dict[int, int] = {}
-    for i, layer in enumerate(layers):
-        parts = nnx.iter_graph(layer) if isinstance(layer, nnx.Module) else ()
-        for part in [v for _, v in parts if isinstance(v, nnx.Variable)]:
-            first = owner.setdefault(id(part), i)
-            if first != i:
-                same = layers[first] is layer
-                how = "is the same module object as" if same else "has weights of"
-                raise ValueError(
-                    f"layer {i} {how} layer {first}: sharing weights between layers is not "
-                    "supported. Give each layer its own module, or a factory."
-                )
-    return [_as_layer(layer, i) for i, layer in enumerate(layers)]
-
-
-def _as_layer(layer, index: int) -> Layer:
-    if isinstance(layer, Function):
-        name = getattr(layer.function, "__name__", "function")
-        return Layer(name, lambda _, x: layer.function(x), lambda _: {}, {}, None)
-    make = None
-    if isinstance(layer, linen.Module):
-        raise ValueError(
-            f"layer {index} is a Flax Linen module ({type(layer).__name__}), and only NNX "
-            "modules are supported. Write it with `flax.nnx`."
-        )
-    if isinstance(layer, nnx.Module):
-        module = layer
-    elif callable(layer):
-        make = layer
-        try:
-            module = nnx.eval_shape(lambda: _called(make, jax.random.key(0)))
-        except ValueError as error:
-            raise ValueError(f"layer {index}: {error}") from None
-        except Exception as error:
-            raise ValueError(
-                f"layer {index} could not be built by `factory(rngs=...)`: {error}. A "
-                "function of the activation is given as `jpipe.Function(f)`."
-            ) from error
-    else:
-        raise ValueError(
-            f"layer {index} must be a Flax NNX module, a factory called as `factory(rngs=...)`, or "
-            f"`jpipe.Function(f)` for a layer without parameters, got {type(layer).__name__}."
-        )
-    graph, state = nnx.split(module)
-    name = type(module).__name__
-    other = {
-        type(v).__name__
-        for _, v in nnx.to_flat_state(state)
-        if not isinstance(v, nnx.Param)
-    }
-    if other:
-        raise ValueError(
-            f"layer {index} ({name}) holds {', '.join(sorted(other))} beside its parameters: mutable state and random "
-            "streams inside a layer are not supported. Use a layer whose only variables are `nnx.Param` "
-            "(group or layer norm for batch norm)."
-        )
-    leaves, tree = jax.tree.flatten(state)
-    # The order of the leaves of the nested dict, as positions in the state's own order.
-    order = jax.tree.leaves(nnx.to_pure_dict(tree.unflatten(range(len(leaves)))))
-
-    def apply(parameters, inputs):
-        values = [None] * len(order)
-        for i, value in zip(order, jax.tree.leaves(parameters), strict=True):
-            values[i] = value
-        return nnx.merge(graph, tree.unflatten(values))(inputs)
-
-    def init(key):
-        return nnx.to_pure_dict(nnx.split(_called(make, key))[1])
-
-    abstract = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), nnx.to_pure_dict(state)
-    )
-    for path, leaf in jax.tree.leaves_with_path(abstract):
-        if not is_inexact(leaf):
-            raise ValueError(
-                f"layer {index} ({name}): parameter {jax.tree_util.keystr(path)} has dtype {leaf.dtype}, which has no "
-                "gradient. Make it a constant of the layer, or a floating-point parameter."
-            )
-    if make is not None:
-        return Layer(name, apply, init, abstract, None)
-    return Layer(
-        name, apply, None, abstract, jax.tree.map(np.asarray, nnx.to_pure_dict(state))
-    )
-
-
-def _called(make: Callable, key: jax.Array) -> nnx.Module:
-    module = make(rngs=nnx.Rngs(key))
-    if not isinstance(module, nnx.Module):
-        raise ValueError(
-            f"the factory must return a Flax NNX module, got {type(module).__name__}."
-        )
-    return module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,12 +30,17 @@ class Run:
     Attributes:
       kind: position in `Stages.kinds`.
       longest: the most layers that a stage of the program has here.
-      parameters, input_stash, weight_stash, crossing: places of one layer's leaves; leaf i of a place is layer i's.
+      stash, pop: `(name, leaves)` of the skips that start and end here; a run with any is one layer.
+      parameters, state, input_stash, weight_stash, crossing: places of one layer's leaves; leaf i of a place is
+        layer i's.
     """
 
     kind: int
     longest: int
+    stash: tuple[tuple[str, tuple], ...]
+    pop: tuple[tuple[str, tuple], ...]
     parameters: tuple = ()
+    state: tuple = ()
     input_stash: tuple = ()
     weight_stash: tuple = ()
     crossing: tuple = ()
@@ -197,54 +62,96 @@ class Program:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mutable:
+    """The mutable state of one kind of layer.
+
+    Attributes:
+      leaves: abstract values of the state, and of the statistics that move it.
+      commit: `(state, statistics) -> state`, of flat lists.
+    """
+
+    leaves: tuple = ()
+    commit: Callable | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Portal:
+    """The way of skips from one stage to a later one, past the stages between.
+
+    Attributes:
+      source, target: the stages.
+      names: the skips that take it.
+      activations, gradients: how the message and its gradient are packed; one owner.
+      places, gradient_places: of each skip's leaves in them.
+    """
+
+    source: int
+    target: int
+    names: tuple[str, ...]
+    activations: Packing
+    gradients: Packing
+    places: Mapping[str, tuple]
+    gradient_places: Mapping[str, tuple]
+
+
+@dataclasses.dataclass(frozen=True)
 class Stages:
     """A model cut into stages, for one microbatch shape.
 
     Attributes:
       layers: the layers.
       kinds: `LayerProgram` of each kind; kind_of_layer: which one a layer is.
+      mutable: `Mutable` of each kind.
       loss: the loss's program, `((), outputs, microbatch) -> scalar`.
+      outputs: abstract values and tree structure of the model's outputs.
       inputs: abstract microbatch of `batch["inputs"]`, as a list of leaves.
       starts: first layer of each stage, and the number of layers at the end.
       programs: the programs; program_of_stage: which one a stage runs.
       lengths: `[S][runs]`: how many layers a stage has in each run of its program.
-      parameters, input_stash, weight_stash, crossing: how programs' leaves are packed.
+      parameters, state, input_stash, weight_stash, crossing: how programs' leaves are packed.
       activations, gradients: how the messages between stages are packed; owner s is the message from stage s
         to stage s + 1, and its gradient.
+      portals: the ways of skips between stages.
+      ties: tied weights, each as `(layer, leaf)` pairs; the first is the one the optimizer knows.
     """
 
     layers: Sequence[Layer]
     kinds: Sequence[LayerProgram]
     kind_of_layer: Sequence[int]
+    mutable: Sequence[Mutable]
     loss: LayerProgram | None
     inputs: Sequence[jax.ShapeDtypeStruct]
+    outputs: tuple[tuple, Any]
     starts: Sequence[int]
     programs: Sequence[Program]
     program_of_stage: Sequence[int]
     lengths: Sequence[Sequence[int]]
     parameters: Packing
+    state: Packing
     input_stash: Packing
     weight_stash: Packing
     crossing: Packing
     activations: Packing
     gradients: Packing
+    portals: Sequence[Portal] = ()
+    ties: Sequence[Sequence[tuple[int, int]]] = ()
 
     @property
     def num_stages(self) -> int:
         return len(self.starts) - 1
 
+    def stage_of(self, layer: int) -> int:
+        """The stage of a layer."""
+        return next(s for s in range(self.num_stages) if layer in self.layers_of(s))
+
     def layers_of(self, stage: int) -> range:
         """The layers of a stage."""
         return range(self.starts[stage], self.starts[stage + 1])
 
-    def layer_places(self, stage: int) -> list[tuple[int, tuple, int]]:
-        """`(layer, places, row)` for each layer of a stage: its leaf j is row `row` of `places[j]`."""
+    def layer_runs(self, stage: int) -> list[tuple[int, Run, int]]:
+        """`(layer, run, row)` for each layer of a stage: its leaves are rows `row` of the run's places."""
         runs = self.programs[self.program_of_stage[stage]].runs
-        rows = [
-            (run.parameters, i)
-            for run, n in zip(runs, self.lengths[stage])
-            for i in range(n)
-        ]
+        rows = [(run, i) for run, n in zip(runs, self.lengths[stage]) for i in range(n)]
         return [
             (layer, *row)
             for layer, row in zip(self.layers_of(stage), rows, strict=True)
@@ -253,12 +160,25 @@ class Stages:
 
 @dataclasses.dataclass(frozen=True)
 class Traced:
-    """Layers traced for one microbatch shape, before they are cut into stages."""
+    """Layers traced for one microbatch shape, before they are cut into stages.
 
+    Attributes:
+      layers: the layers, bound to the shapes of their inputs.
+      kinds, kind_of_layer, mutable, loss, inputs: as in `Stages`.
+      outputs: abstract leaves of what each layer hands to the next, skips left out.
+      output_tree: tree structure of the last of them.
+      skips: name -> (layer that stashes it, layer that pops it, abstract leaves).
+    """
+
+    layers: Sequence[Layer]
     kinds: Sequence[LayerProgram]
     kind_of_layer: Sequence[int]
+    mutable: Sequence[Mutable]
     loss: LayerProgram | None
     inputs: Sequence[jax.ShapeDtypeStruct]
+    outputs: Sequence[tuple]
+    output_tree: Any
+    skips: Mapping[str, tuple[int, int, tuple]]
 
     @functools.cached_property
     def flops(self) -> list[float]:
@@ -271,45 +191,120 @@ def trace_layers(
     layers: Sequence[Layer],
     loss: Callable | None,
     microbatch: Any,
+    *,
     compute_dtype: Any = None,
+    has_aux: bool = False,
+    key_impl: Any = None,
 ) -> Traced:
-    """Traces every layer, and the loss unless it is None, for the abstract `microbatch`."""
+    """Traces every layer, and the loss, for the abstract `microbatch`.
+
+    Args:
+      layers: what `as_layers` returned.
+      loss: the loss; None traces layers as they are in evaluation.
+      microbatch: abstract arrays.
+      compute_dtype: cast weights and activations to it in every layer.
+      has_aux: whether the loss returns `(scalar, aux)`.
+      key_impl: implementation of the random keys that layers get; None is JAX's default.
+    """
     x = inputs = microbatch["inputs"]
+    layers = list(layers)
     kinds: list[LayerProgram] = []
+    mutable: list[Mutable] = []
     kind_of_layer: list[int] = []
     by_text: dict[str, int] = {}
+    live: dict[str, Any] = {}
+    skips: dict[str, tuple] = {}
+    handed_on: list[tuple] = []
+    key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=key_impl)))
 
-    def trace(i: int, x, **options) -> LayerProgram:
+    def trace(i: int, args, **options) -> LayerProgram:
         layer = layers[i]
 
-        def function(parameters, inputs, _):
-            outputs = layer.apply(
-                _cast(parameters, compute_dtype), _cast(inputs, compute_dtype)
-            )
-            return outputs if i < len(layers) - 1 else _cast(outputs, output_dtype)
+        def function(parameters, args, extra):
+            parameters, args = _cast((parameters, args), compute_dtype)
+            if loss is None:
+                outputs = layer.evaluate(parameters, extra["state"], args)
+                statistics: Any = ()
+            else:
+                outputs, statistics = layer.train(
+                    parameters,
+                    extra["state"],
+                    jax.random.wrap_key_data(extra["key"], impl=key_impl),
+                    args,
+                )
+            outputs = layer.outputs(outputs)
+            if i == len(layers) - 1:
+                outputs = _cast(outputs, output_dtype)
+            return outputs, statistics
 
+        extra = {"key": key, "state": layer.state}
         try:
-            return trace_layer(function, layer.parameters, x, **options)
+            return trace_layer(
+                function, layer.parameters, args, extra, has_aux=True, **options
+            )
         except Exception as error:
+            taken = args[0] if len(args) == 1 else args
             raise ValueError(
-                f"layer {i} ({layer.name}) cannot take {shapes_text(x)}: {error}"
+                f"layer {i} ({layer.name}) cannot take {shapes_text(taken)}: {error}"
             ) from error
 
     output_dtype = None
-    if compute_dtype is not None:
-        weights = [a for layer in layers for a in jax.tree.leaves(layer.parameters)]
-        output_dtype = np.result_type(np.float32, *(a.dtype for a in weights))
     for i in range(len(layers)):
-        traced = trace(i, x)
-        kind = by_text.setdefault(traced.text, len(kinds))
+        args = (x, *(live.pop(name) for name in layers[i].pop))
+        layer = layers[i] = layers[i].bound(args)
+        if i == len(layers) - 1 and compute_dtype is not None:
+            weights = [a for one in layers for a in jax.tree.leaves(one.parameters)]
+            output_dtype = np.result_type(np.float32, *(a.dtype for a in weights))
+        traced = trace(i, args)
+        held = _mutable(layer)
+        text = f"{traced.text}\n{_commit_text(held)}"
+        kind = by_text.setdefault(text, len(kinds))
         if kind == len(kinds):
             kinds.append(traced)
+            mutable.append(held)
         kind_of_layer.append(kind)
-        x = traced.output_tree.unflatten(traced.outputs)
+        x, *kept = traced.output_tree.unflatten(traced.outputs)
+        handed_on.append(tuple(jax.tree.leaves(x)))
+        for name, value in zip(layer.stash, kept, strict=True):
+            live[name] = value
+            target = next(j for j, other in enumerate(layers) if name in other.pop)
+            skips[name] = (i, target, tuple(jax.tree.leaves(value)))
     if kind_of_layer.count(0) == 1:  # nobody needs the gradient of the model's inputs
-        kinds[0] = trace(0, inputs, input_grads=False)
-    loss_program = None if loss is None else _trace_loss(loss, x, microbatch)
-    return Traced(kinds, kind_of_layer, loss_program, jax.tree.leaves(inputs))
+        kinds[0] = trace(0, (inputs,), input_grads=False)
+    return Traced(
+        layers,
+        kinds,
+        kind_of_layer,
+        mutable,
+        None if loss is None else _trace_loss(loss, x, microbatch, has_aux),
+        jax.tree.leaves(inputs),
+        handed_on,
+        jax.tree.structure(x),
+        skips,
+    )
+
+
+def _mutable(layer: Layer) -> Mutable:
+    leaves, tree = jax.tree.flatten(layer.state)
+    if not leaves:
+        return Mutable()
+
+    def commit(state, statistics):
+        return jax.tree.leaves(
+            layer.commit(tree.unflatten(state), tree.unflatten(statistics))
+        )
+
+    return Mutable(tuple(leaves), commit)
+
+
+def _commit_text(held: Mutable) -> str:
+    """Layers whose state moves differently are different kinds."""
+    if held.commit is None:
+        return ""
+    n = len(held.leaves)
+    return jaxpr_text(
+        lambda *leaves: held.commit(leaves[:n], leaves[n:]), *held.leaves, *held.leaves
+    )
 
 
 def _cast(tree: Any, dtype: Any) -> Any:
@@ -329,14 +324,20 @@ def shapes_text(tree: Any) -> str:
     return ", ".join(texts) or str(tree)
 
 
-def _trace_loss(loss: Callable, outputs, microbatch) -> LayerProgram:
+def _trace_loss(loss: Callable, outputs, microbatch, has_aux: bool) -> LayerProgram:
     try:
-        value = jax.eval_shape(loss, outputs, microbatch)
+        result = jax.eval_shape(loss, outputs, microbatch)
     except Exception as error:
         raise ValueError(
             f"`loss` cannot take outputs of {shapes_text(outputs)} and a microbatch of "
             f"{shapes_text(microbatch)}: {type(error).__name__}: {error}"
         ) from error
+    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+        raise ValueError(
+            "`loss` must return `(scalar, aux)` with `has_aux=True`, got "
+            f"{shapes_text(result)}. Return both, or leave `has_aux` out."
+        )
+    value, aux = result if has_aux else (result, ())
     leaves = jax.tree.leaves(value)
     if (
         len(leaves) != 1
@@ -344,26 +345,93 @@ def _trace_loss(loss: Callable, outputs, microbatch) -> LayerProgram:
         or not is_inexact(leaves[0])
         or not hasattr(value, "shape")
     ):
+        hint = "Take the mean of the losses of the samples."
+        if not has_aux and isinstance(result, tuple) and len(result) == 2:
+            hint = "For a loss that returns `(scalar, aux)`, set `has_aux=True`."
         raise ValueError(
             "`loss` must return a floating-point scalar, the mean over one microbatch, "
-            f"got {shapes_text(value)}. Take the mean of the losses of the samples."
+            f"got {shapes_text(value)}. {hint}"
         )
-    return trace_layer(
-        lambda _, outputs, batch: loss(outputs, batch), (), outputs, microbatch
-    )
+    for path, leaf in jax.tree.leaves_with_path(aux):
+        if not (is_inexact(leaf) or leaf.dtype.kind in "iub"):
+            raise ValueError(
+                f"`loss` returns aux{jax.tree_util.keystr(path)} of dtype {leaf.dtype}, and only numbers can be "
+                "averaged over the microbatches."
+            )
+
+    def function(_, outputs, batch):
+        result = loss(outputs, batch)
+        value, aux = result if has_aux else (result, ())
+        return value, jax.tree.map(lambda a: jax.numpy.asarray(a, _mean_dtype(a)), aux)
+
+    return trace_layer(function, (), outputs, microbatch, has_aux=True)
+
+
+def _mean_dtype(a) -> Any:
+    """The dtype that a mean over microbatches has: integers and truths are averaged as floats."""
+    dtype = jax.numpy.result_type(a)
+    return dtype if jax.numpy.issubdtype(dtype, jax.numpy.inexact) else np.float32
 
 
 def _flops(kind: LayerProgram) -> float:
-    def forward_and_backward(parameters, inputs, output_grads):
-        outputs, stash = kind.forward_and_stash(parameters, inputs)
+    def forward_and_backward(parameters, inputs, extra, output_grads):
+        outputs, stash, _ = kind.forward_and_stash(parameters, inputs, extra)
         return outputs, kind.backward(parameters, stash, output_grads)
 
     grads = [y for y in kind.outputs if is_inexact(y)]
     lowered = jax.jit(forward_and_backward).lower(
-        list(kind.parameters), list(kind.inputs), grads
+        list(kind.parameters), list(kind.inputs), list(kind.extra), grads
     )
     # Of the program before optimisation: within 1 % of the compiled one's, and there in a tenth of the time.
     return max(float((lowered.cost_analysis() or {}).get("flops", 0.0)), 0.0)
+
+
+def resolve_ties(
+    layers: Sequence[Layer], ties: Sequence
+) -> list[tuple[tuple[int, int], ...]]:
+    """Ties as `(layer, leaf)` pairs, in order of layers.
+
+    Args:
+      layers: bound layers.
+      ties: each a sequence of `(layer, "dotted.path")` pairs; checked here.
+    """
+    resolved, owner = [], {}
+    for t, tie in enumerate(ties):
+        copies = []
+        for layer, path in tie:
+            name = f"`ties[{t}]`: layer {layer}"
+            if not -len(layers) <= layer < len(layers):
+                raise ValueError(f"{name}, but there are {len(layers)} layers.")
+            layer %= len(layers)
+            leaves = {
+                ".".join(str(key.key) for key in keys): leaf
+                for keys, leaf in jax.tree.leaves_with_path(layers[layer].parameters)
+            }
+            if path not in leaves:
+                close = difflib.get_close_matches(path, leaves, 1, cutoff=0)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ValueError(
+                    f"{name} ({layers[layer].name}) has no parameter {path!r}, only {', '.join(leaves) or 'none'}.{hint}"
+                )
+            copy = layer, list(leaves).index(path)
+            if copy in owner:
+                raise ValueError(
+                    f"{name}: {path!r} is in `ties[{owner[copy]}]` already. Make one tie of the two."
+                )
+            owner[copy] = t
+            copies.append((copy, leaves[path], f"layer {layer}: {path!r}"))
+        if len(copies) < 2:
+            raise ValueError(
+                f"`ties[{t}]` must name at least two parameters, got {list(tie)}."
+            )
+        texts = [f"{text} is {a.dtype}{list(a.shape)}" for _, a, text in copies]
+        if len({(a.shape, a.dtype) for _, a, _ in copies}) > 1:
+            raise ValueError(
+                f"`ties[{t}]`: tied parameters must have one shape and dtype, got {', '.join(texts)}. A layer that "
+                "needs it transposed transposes it in its call."
+            )
+        resolved.append(tuple(sorted(copy for copy, _, _ in copies)))
+    return resolved
 
 
 def check_boundaries(
@@ -403,18 +471,22 @@ def check_boundaries(
 
 
 def cut(
-    layers: Sequence[Layer], traced: Traced, starts: list[int] | None, num_stages: int
+    traced: Traced,
+    starts: list[int] | None,
+    num_stages: int,
+    ties: Sequence[Sequence[tuple[int, int]]] = (),
 ) -> Stages:
     """Cuts traced layers into stages; `starts=None` balances by FLOPs."""
+    layers = traced.layers
     if starts is None:
         starts = [0, *min_max(traced.flops, num_stages), len(layers)]
     kinds, last = traced.kinds, num_stages - 1
+    shared = [
+        (k, layer.stash, layer.pop) for k, layer in zip(traced.kind_of_layer, layers)
+    ]
     signatures, lengths, program_of_stage = [], [], []
     for start, stop in itertools.pairwise(starts):
-        groups = [
-            (k, len(list(g)))
-            for k, g in itertools.groupby(traced.kind_of_layer[start:stop])
-        ]
+        groups = [(k, len(list(g))) for k, g in itertools.groupby(shared[start:stop])]
         signature = tuple(k for k, _ in groups)
         if signature not in signatures:
             signatures.append(signature)
@@ -429,79 +501,88 @@ def cut(
         tuple(max(lengths[s][r] for s in stages_of[p]) for r in range(len(sig)))
         for p, sig in enumerate(signatures)
     ]
+    # What a layer keeps, by the ring or array it is kept in: one kind's leaves.
+    leaves_of: dict[str, Callable] = {
+        "parameters": lambda k: kinds[k].parameters,
+        "state": lambda k: traced.mutable[k].leaves,
+        "input_stash": lambda k: [kinds[k].stash[i] for i in kinds[k].input_stash],
+        "weight_stash": lambda k: [kinds[k].stash[i] for i in kinds[k].weight_stash],
+        "crossing": lambda k: kinds[k].crossing,
+    }
 
-    def packed(leaves_of_kind: Callable, loss_leaves: Sequence = ()) -> Packing:
+    def packed(name: str) -> Packing:
+        loss = traced.loss.stash if name == "input_stash" and traced.loss else ()
         owners = []
         for p, signature in enumerate(signatures):
             leaves = [
                 (a, n)
-                for k, n in zip(signature, longest[p])
-                for a in leaves_of_kind(kinds[k])
+                for (k, *_), n in zip(signature, longest[p])
+                for a in leaves_of[name](k)
             ]
-            owners.append(
-                leaves + [(a, 1) for a in loss_leaves if last in stages_of[p]]
-            )
+            owners.append(leaves + [(a, 1) for a in loss if last in stages_of[p]])
         return Packing.of(owners)
 
-    def stash(kind: LayerProgram, which: Sequence[int]) -> list:
-        return [kind.stash[i] for i in which]
-
-    parameters = packed(lambda kind: kind.parameters)
-    input_stash = packed(
-        lambda kind: stash(kind, kind.input_stash),
-        traced.loss.stash if traced.loss else (),
-    )
-    weight_stash = packed(lambda kind: stash(kind, kind.weight_stash))
-    crossing = packed(lambda kind: kind.crossing)
-
+    packings = {name: packed(name) for name in leaves_of}
     programs = []
     for p, signature in enumerate(signatures):
-        left = [
-            iter(packing.places[p])
-            for packing in (parameters, input_stash, weight_stash, crossing)
-        ]
+        left = {name: iter(packing.places[p]) for name, packing in packings.items()}
         runs = []
-        for k, n in zip(signature, longest[p]):
-            kind = kinds[k]
-            sizes = (
-                len(kind.parameters),
-                len(kind.input_stash),
-                len(kind.weight_stash),
-                len(kind.crossing),
-            )
-            runs.append(
-                Run(
-                    k,
-                    n,
-                    *(
-                        tuple(itertools.islice(it, size))
-                        for it, size in zip(left, sizes)
-                    ),
-                )
-            )
-        programs.append(Program(tuple(runs), stages_of[p], tuple(left[1])))
+        for (k, stash, pop), n in zip(signature, longest[p]):
+            places = {
+                name: tuple(itertools.islice(left[name], len(leaves(k))))
+                for name, leaves in leaves_of.items()
+            }
+            skips = [
+                tuple((name, traced.skips[name][2]) for name in names)
+                for names in (stash, pop)
+            ]
+            runs.append(Run(k, n, *skips, **places))
+        programs.append(Program(tuple(runs), stages_of[p], tuple(left["input_stash"])))
 
-    outputs = [kinds[traced.kind_of_layer[stop - 1]].outputs for stop in starts[1:-1]]
+    outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     # One kind of message stays an array of its own shape; several share flat vectors, so that they share transfers.
     occupancy = 0.5 if len(set(outputs)) <= 1 else np.inf
-    return Stages(
+    stages = Stages(
         layers=layers,
         kinds=kinds,
         kind_of_layer=traced.kind_of_layer,
+        mutable=traced.mutable,
         loss=traced.loss,
         inputs=traced.inputs,
+        outputs=(traced.outputs[-1], traced.output_tree),
         starts=starts,
         programs=programs,
         program_of_stage=program_of_stage,
         lengths=lengths,
-        parameters=parameters,
-        input_stash=input_stash,
-        weight_stash=weight_stash,
-        crossing=crossing,
+        **packings,
         activations=Packing.of(
             [[(a, 1) for a in leaves] for leaves in outputs], occupancy
         ),
         gradients=Packing.of(
             [[(a, 1) for a in leaves if is_inexact(a)] for leaves in outputs], occupancy
         ),
+        ties=ties,
     )
+    return dataclasses.replace(stages, portals=_portals(stages, traced.skips))
+
+
+def _portals(stages: Stages, skips: Mapping[str, tuple]) -> list[Portal]:
+    """One portal for each pair of stages that skips connect."""
+    ways: dict[tuple[int, int], list[str]] = {}
+    for name, (first, last, _) in skips.items():
+        way = stages.stage_of(first), stages.stage_of(last)
+        if way[0] != way[1]:
+            ways.setdefault(way, []).append(name)
+    portals = []
+    for (source, target), names in ways.items():
+        packings, places = [], []
+        for wanted in (lambda a: True, is_inexact):
+            leaves = {n: [a for a in skips[n][2] if wanted(a)] for n in names}
+            packing = Packing.of([[(a, 1) for n in names for a in leaves[n]]])
+            left = iter(packing.places[0])
+            packings.append(packing)
+            places.append(
+                {n: tuple(itertools.islice(left, len(leaves[n]))) for n in names}
+            )
+        portals.append(Portal(source, target, tuple(names), *packings, *places))
+    return portals

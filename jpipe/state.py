@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
 
 from jpipe.engine import AXIS, Engine
 from jpipe.packing import Place
@@ -23,6 +24,7 @@ class Plan:
       microbatch: the abstract microbatch.
       traced: the layers; stages: the same, cut; engine: runs them.
       optimizer: the Optax chain.
+      homes: device and column of each stage.
     """
 
     microbatch: Any
@@ -30,44 +32,46 @@ class Plan:
     stages: Stages
     engine: Engine
     optimizer: optax.GradientTransformation
+    homes: Sequence[tuple[int, int]]
 
-    def home(self, stage: int) -> tuple[int, int]:
-        """The device of a stage, and which of the device's columns it is."""
-        schedule = self.engine.schedule
-        device = int(schedule.device[schedule.stage == stage][0])
-        return device, int((schedule.stage[schedule.device == device] < stage).sum())
-
-    def pack(self, of_stage: Callable[[int], tuple[Sequence, Any]]) -> dict[str, Any]:
-        """Packed weights and optimizer state, each stage's on its own device.
+    def pack(self, of_stage: Callable[[int], tuple]) -> dict[str, Any]:
+        """What stages hold, packed, each stage's on its own devices.
 
         Args:
-          of_stage: called with a stage, under the default device that runs it; gives the weights, a list with one
-            entry a layer of the model, and the optimizer's state.
+          of_stage: called with a stage, under the default device that runs it; gives the weights and the mutable
+            state, lists with one entry a layer of the model, and the optimizer's state.
         """
-        shapes = {
-            "parameters": self.engine.parameter_shapes(),
-            "optimizer_state": self.engine.optimizer_shapes(),
-        }
+        shapes = self.engine.held_shapes()
         mesh, num_devices = self.engine.mesh, self.engine.schedule.num_devices
         local = [
             jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
             for _ in range(num_devices)
         ]
         for s in range(self.stages.num_stages):
-            d, chunk = self.home(s)
-            device = mesh.devices.flat[d]
-            if device.process_index != jax.process_index():
+            d, chunk = self.homes[s]
+            mine = [
+                device
+                for device in _devices_along(mesh, AXIS, d)
+                if device.process_index == jax.process_index()
+            ]
+            if not mine:
                 continue
-            with jax.default_device(device):
-                per_layer, inner = of_stage(s)
-            for i, places, row in self.stages.layer_places(s):
+            with jax.default_device(mine[0]):
+                per_layer, mutable, inner = of_stage(s)
+            for i, run, row in self.stages.layer_runs(s):
                 for place, leaf in zip(
-                    places, jax.tree.leaves(per_layer[i]), strict=True
+                    run.parameters, jax.tree.leaves(per_layer[i]), strict=True
                 ):
                     at = (slice(None), chunk, _rows(place, row))
                     local[d]["parameters"][place.array][at] = np.asarray(leaf).reshape(
                         place.block
                     )
+                for place, leaf in zip(
+                    run.state, jax.tree.leaves(mutable[i]), strict=True
+                ):
+                    at = (chunk, _rows(place, row))
+                    array = local[d]["mutable_state"][place.array]
+                    array[at] = np.asarray(leaf).reshape(place.block)
             for place, leaf in zip(
                 self._update(s).state, jax.tree.leaves(inner), strict=True
             ):
@@ -75,7 +79,10 @@ class Plan:
                 local[d]["optimizer_state"][place.array][at] = np.asarray(leaf).reshape(
                     place.block
                 )
-        sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+        if self.engine.loss_scale is not None:
+            for arrays in local:
+                arrays["loss_scale"] = self.engine.loss_scale.start()
+        sharding = NamedSharding(mesh, self.engine.held_spec)
 
         def joined(*parts: np.ndarray) -> jax.Array:
             rows = len(parts[0])
@@ -90,20 +97,34 @@ class Plan:
         """The newest weights: one nested dict a layer, of host arrays."""
         lowered = self.engine.lowered
         newest = np.maximum(rounds(state) + lowered.newest, 0) % lowered.num_versions
-        local = {name: _local(array) for name, array in state.parameters.items()}
+        local = _by_device(state.parameters, self.engine.schedule.num_devices)
         per_layer: list = [None] * len(self.stages.layers)
         for s in range(self.stages.num_stages):
-            d, chunk = self.home(s)
-            for i, places, row in self.stages.layer_places(s):
+            d, chunk = self.homes[s]
+            for i, run, row in self.stages.layer_runs(s):
                 leaves = [
                     local[p.array][d][newest[s], chunk, _rows(p, row)]
                     .reshape(p.shape)
                     .copy()
-                    for p in places
+                    for p in run.parameters
                 ]
-                per_layer[i] = jax.tree.structure(
-                    self.stages.layers[i].parameters
-                ).unflatten(leaves)
+                tree = jax.tree.structure(self.stages.layers[i].parameters)
+                per_layer[i] = tree.unflatten(leaves)
+        return per_layer
+
+    def mutable_state(self, state: "PipelineState") -> list:
+        """The layers' mutable state: one nested dict a layer, of host arrays."""
+        local = _by_device(state.mutable_state, self.engine.schedule.num_devices)
+        per_layer: list = [None] * len(self.stages.layers)
+        for s in range(self.stages.num_stages):
+            d, chunk = self.homes[s]
+            for i, run, row in self.stages.layer_runs(s):
+                leaves = [
+                    local[p.array][d][chunk, _rows(p, row)].reshape(p.shape).copy()
+                    for p in run.state
+                ]
+                tree = jax.tree.structure(self.stages.layers[i].state)
+                per_layer[i] = tree.unflatten(leaves)
         return per_layer
 
     def optimizer_state(self, state: "PipelineState") -> dict[str, np.ndarray]:
@@ -111,10 +132,10 @@ class Plan:
 
         Stages hold the same tree with None for the layers of others, so paths agree and the union is the whole.
         """
-        local = {name: _local(array) for name, array in state.optimizer_state.items()}
+        local = _by_device(state.optimizer_state, self.engine.schedule.num_devices)
         leaves = {}
         for s in range(self.stages.num_stages):
-            d, chunk = self.home(s)
+            d, chunk = self.homes[s]
             for path, place in zip(
                 self.optimizer_paths(s), self._update(s).state, strict=True
             ):
@@ -127,9 +148,8 @@ class Plan:
 
     def optimizer_paths(self, stage: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Path -> shape of each leaf of a stage's optimizer state, in order."""
-        tree = stage_tree(
-            self.stages, stage, [layer.parameters for layer in self.stages.layers]
-        )
+        parameters = [layer.parameters for layer in self.stages.layers]
+        tree = stage_tree(self.stages, stage, parameters)
         abstract = jax.eval_shape(self.optimizer.init, tree)
         return {
             jax.tree_util.keystr(p): a for p, a in jax.tree.leaves_with_path(abstract)
@@ -148,23 +168,44 @@ class PipelineState:
     Attributes:
       parameters: packed weights, `[D * V, R, ...]`; `Pipeline.get_params` unpacks them.
       optimizer_state: packed state of the Optax chain, `[D * R, ...]`.
-      gradients: packed gradient accumulators, `[D * R, ...]`; zero between minibatches.
+      mutable_state: packed mutable state of the layers, `[D * R, ...]`; `Pipeline.get_mutable_state` unpacks it.
+      loss_scale: the loss scale and its counter, `[D]` each; empty without one.
+      gradients: packed gradient accumulators, `[devices * R, ...]`; zero between minibatches.
       buffers: activations and gradients in flight.
       round: int32 `[D]`, steps since `init` or `flush`.
+      started: int32 `[D]`, microbatches of training before those.
+      key: `[D]`, the random key of training.
       plan: how all this is laid out; static.
     """
 
     parameters: Mapping[str, jax.Array]
     optimizer_state: Mapping[str, jax.Array]
+    mutable_state: Mapping[str, jax.Array]
+    loss_scale: Mapping[str, jax.Array]
     gradients: Mapping[str, jax.Array]
     buffers: Any
     round: jax.Array
+    started: jax.Array
+    key: jax.Array
     plan: Plan = dataclasses.field(metadata=dict(static=True))
+
+    def held(self) -> dict[str, Any]:
+        """What stages hold, by the engine's names."""
+        names = ("parameters", "optimizer_state", "mutable_state", "loss_scale")
+        return {name: getattr(self, name) for name in names}
+
+    def own(self) -> dict[str, Any]:
+        """What is the devices' own, by the engine's names."""
+        return {"gradients": self.gradients, "buffers": self.buffers}
+
+    def clock(self) -> dict[str, jax.Array]:
+        """When in training it is."""
+        return {"round": self.round, "started": self.started, "key": self.key}
 
 
 def rounds(state: PipelineState) -> int:
     """Rounds since `init` or `flush`."""
-    return int(_local(state.round)[0][0])
+    return int(state.round.addressable_data(0)[0])
 
 
 def _rows(place: Place, row: int = 0) -> slice:
@@ -173,8 +214,20 @@ def _rows(place: Place, row: int = 0) -> slice:
     return slice(start, start + place.block[0])
 
 
-def _local(array: jax.Array) -> list[np.ndarray]:
-    shards = {
-        s.index[0].start or 0: np.asarray(s.data) for s in array.addressable_shards
-    }
-    return [shards[start] for start in sorted(shards)]
+def _devices_along(mesh: Mesh, axis: str, index: int) -> list:
+    """The devices at a position of one axis of a mesh."""
+    at = mesh.axis_names.index(axis)
+    return list(np.moveaxis(mesh.devices, at, 0)[index : index + 1].flat)
+
+
+def _by_device(arrays: Mapping[str, jax.Array], num_devices: int) -> dict:
+    """Host copies of arrays that are split over devices, with a leading axis for the device."""
+
+    def host(array: jax.Array) -> np.ndarray:
+        if array.is_fully_addressable:
+            whole = np.asarray(array)
+        else:
+            whole = multihost_utils.process_allgather(array, tiled=True)
+        return whole.reshape(num_devices, -1, *whole.shape[1:])
+
+    return {name: host(array) for name, array in arrays.items()}

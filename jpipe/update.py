@@ -6,6 +6,7 @@ labels are the same at any stage count. Stages whose update is the same program 
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -23,13 +24,22 @@ class Update:
     Attributes:
       function: `(parameters, gradients, optimizer_state, delay, global_norm) -> (parameters, optimizer_state)`,
         all flat lists of arrays.
-      parameters: `(place, row)` of each parameter leaf.
+      parameters: for each parameter leaf, `(place, row)` of all its copies on the stage; more than one if tied.
       state: the place of each leaf of the optimizer's state.
     """
 
     function: Callable
-    parameters: Sequence[tuple[Place, int]]
+    parameters: Sequence[Sequence[tuple[Place, int]]]
     state: Sequence[Place]
+
+
+class Copy(NamedTuple):
+    """One copy of a tied weight: the device and its column that hold it, and where."""
+
+    device: int
+    chunk: int
+    place: Place
+    row: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +49,68 @@ class Updates:
     Attributes:
       programs: distinct updates; program_of_stage: which one a stage runs.
       state: how the optimizer's state is packed, one owner a program.
+      tied: the copies of each tied weight.
     """
 
     programs: Sequence[Update]
     program_of_stage: Sequence[int]
     state: Packing
+    tied: Sequence[Sequence[Copy]]
 
 
 def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> list:
-    """`per_layer` with None in place of the layers of other stages."""
-    mine = stages.layers_of(stage)
-    return [tree if i in mine else None for i, tree in enumerate(per_layer)]
+    """What the optimizer sees of the model on a stage: `per_layer` with None in place of what is not there.
+
+    A tied weight is seen under its first layer alone, on every stage that has a copy.
+    """
+    return _seen(stages, stages.layers_of(stage), per_layer)
+
+
+def _seen(stages: Stages, mine: Sequence[int], per_layer: Sequence) -> list:
+    source = {}  # of tied leaves: the copy that is there, None where it is not seen
+    for copies in stages.ties:
+        source |= dict.fromkeys(copies)
+        source[copies[0]] = next((c for c in copies if c[0] in mine), None)
+    trees = []
+    for i, layer in enumerate(stages.layers):
+        leaves, tree = jax.tree.flatten(layer.parameters)
+        for j in range(len(leaves)):
+            copy = source.get((i, j), (i, j) if i in mine else None)
+            leaves[j] = copy and jax.tree.leaves(per_layer[copy[0]])[copy[1]]
+        absent = i not in mine and all(leaf is None for leaf in leaves)
+        trees.append(None if absent else tree.unflatten(leaves))
+    return trees
+
+
+def _leaf_copies(stages: Stages, stage: int) -> list[list[tuple[Place, int]]]:
+    """For each leaf of `stage_tree`, `(place, row)` of its copies on the stage."""
+    places = {
+        (layer, j): (place, row)
+        for layer, run, row in stages.layer_runs(stage)
+        for j, place in enumerate(run.parameters)
+    }
+    copies_of = {
+        copy: [c for c in copies if c in places]
+        for copies in stages.ties
+        for copy in copies
+    }
+    names = [
+        [(i, j) for j, _ in enumerate(jax.tree.leaves(layer.parameters))]
+        for i, layer in enumerate(stages.layers)
+    ]
+    named = [
+        jax.tree.structure(layer.parameters).unflatten([_Name(n) for n in leaves])
+        for layer, leaves in zip(stages.layers, names)
+    ]
+    leaves = [name.leaf for name in jax.tree.leaves(stage_tree(stages, stage, named))]
+    return [[places[c] for c in copies_of.get(leaf, [leaf])] for leaf in leaves]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Name:
+    """A leaf that knows its layer and its number among the layer's leaves."""
+
+    leaf: tuple[int, int]
 
 
 def _flat_update(optimizer, tree) -> tuple[Callable, list, int]:
@@ -77,8 +138,17 @@ def _flat_update(optimizer, tree) -> tuple[Callable, list, int]:
     return flat, [*leaves, *leaves, *state_leaves, scalar, scalar], num_p
 
 
-def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Updates:
+def make_updates(
+    stages: Stages,
+    optimizer: optax.GradientTransformation,
+    homes: Sequence[tuple[int, int]],
+) -> Updates:
     """Traces the optimizer on every stage.
+
+    Args:
+      stages: the model, cut.
+      optimizer: any Optax chain.
+      homes: device and column of each stage.
 
     Raises:
       ValueError: if an update of one layer depends on the gradient of another, which a stage cannot see whole.
@@ -86,7 +156,8 @@ def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Upd
     optimizer = optax.with_extra_args_support(optimizer)
     texts: dict = {}
     drafts, program_of_stage = [], []
-    whole = [layer.parameters for layer in stages.layers]
+    parameters = [layer.parameters for layer in stages.layers]
+    whole = _seen(stages, range(len(stages.layers)), parameters)
     if stages.num_stages > 1:
         flat, avals, num_p = _flat_update(optimizer, whole)
         layer = [i for i, t in enumerate(whole) for _ in jax.tree.leaves(t)]
@@ -103,14 +174,10 @@ def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Upd
                 "layer by itself."
             )
     for s in range(stages.num_stages):
-        flat, avals, num_p = _flat_update(optimizer, stage_tree(stages, s, whole))
+        flat, avals, num_p = _flat_update(optimizer, stage_tree(stages, s, parameters))
         state_leaves = avals[2 * num_p : -2]
-        places = [
-            (place, row)
-            for _, places, row in stages.layer_places(s)
-            for place in places
-        ]
-        key = (stages.program_of_stage[s], tuple(places), jaxpr_text(flat, *avals))
+        places = tuple(tuple(copies) for copies in _leaf_copies(stages, s))
+        key = (stages.program_of_stage[s], places, jaxpr_text(flat, *avals))
         if key not in texts:
             texts[key] = len(drafts)
             drafts.append((flat, places, state_leaves))
@@ -126,4 +193,14 @@ def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Upd
             return out[: len(parameters)], out[len(parameters) :]
 
         programs.append(Update(function, places, state_places))
-    return Updates(programs, program_of_stage, packing)
+    return Updates(programs, program_of_stage, packing, _tied_copies(stages, homes))
+
+
+def _tied_copies(stages: Stages, homes: Sequence) -> list[list[Copy]]:
+    at = {
+        (layer, j): Copy(*homes[s], place, row)
+        for s in range(stages.num_stages)
+        for layer, run, row in stages.layer_runs(s)
+        for j, place in enumerate(run.parameters)
+    }
+    return [[at[copy] for copy in copies] for copies in stages.ties]
