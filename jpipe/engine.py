@@ -17,7 +17,7 @@ Letters: T ticks, D devices, V weight versions, R columns a device, K slots of a
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +92,18 @@ class Engine:
     @functools.cached_property
     def lowered(self) -> Lowered:
         return lower(self.schedule, self.recompute, [route for route, _ in self.routes])
+
+    @functools.cached_property
+    def tied(self) -> list[list["_Copy"]]:
+        """The copies of each tied weight."""
+        stages = self.stages
+        at = {
+            (layer, j): _Copy(*self.lowered.homes[s], place, row)
+            for s in range(stages.num_stages)
+            for layer, run, row in stages.layer_runs(s)
+            for j, place in enumerate(run.parameters)
+        }
+        return [[at[copy] for copy in copies] for copies in stages.ties]
 
     @property
     def num_replicas(self) -> int:
@@ -172,15 +184,17 @@ class Engine:
             )
         return shapes
 
-    @property
-    def held_spec(self) -> PartitionSpec:
-        """How arrays that a stage holds are split along their first axis."""
-        return PartitionSpec(AXIS)
+    held_spec = PartitionSpec(AXIS)
+    """How arrays that a stage holds are split along their first axis."""
+
+    @staticmethod
+    def own_spec_on(mesh: Mesh) -> PartitionSpec:
+        """The same of arrays that are a device's own."""
+        return PartitionSpec((DATA, AXIS) if DATA in mesh.shape else AXIS)
 
     @property
     def own_spec(self) -> PartitionSpec:
-        """The same of arrays that are a device's own."""
-        return PartitionSpec((DATA, AXIS) if DATA in self.mesh.shape else AXIS)
+        return self.own_spec_on(self.mesh)
 
     @property
     def batch_spec(self) -> PartitionSpec:
@@ -231,6 +245,15 @@ class Engine:
         return body(held, own, clock, fed, batch)
 
 
+class _Copy(NamedTuple):
+    """One copy of a tied weight: the device and its column that hold it, and where."""
+
+    device: int
+    chunk: int
+    place: packing.Place
+    row: int
+
+
 def _leading(pack: packing.Packing, *lead: int) -> dict:
     return {
         k: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype)
@@ -261,7 +284,7 @@ class _Device:
         self.shard = lax.axis_index(DATA) if DATA in engine.mesh.shape else 0
         self.last = self.stages.num_stages - 1
         self.me = lax.axis_index(AXIS)
-        self.tied = [] if engine.updates is None else engine.updates.tied
+        self.tied = engine.tied
         self.columns: dict[str, jax.Array] = {}
         for name, operations in self.lowered.operations.items():
             for lane in range(operations.num_lanes):

@@ -216,8 +216,15 @@ class Pipeline:
             make_mesh(stage=schedule.num_devices) if mesh is None else mesh, schedule
         )
         self._plans: dict = {}
-        self._step = jax.jit(self._run_step, donate_argnums=0)
-        self._flush = jax.jit(self._run_flush, donate_argnums=0)
+        held, own = Engine.held_spec, Engine.own_spec_on(self.mesh)
+        options = dict(
+            donate_argnums=0,
+            out_shardings=tuple(
+                NamedSharding(self.mesh, spec) for spec in (held, own, PartitionSpec())
+            ),
+        )
+        self._step = jax.jit(self._run_step, **options)
+        self._flush = jax.jit(self._run_flush, **options)
         self._predict = jax.jit(self._run_predict)
         self._evaluate = jax.jit(self._run_evaluate)
 
@@ -235,20 +242,17 @@ class Pipeline:
             stages = self._cut(traced)
             self._starts = list(stages.starts)
             self._check_stages(stages)
-            homes = [self._home(s) for s in range(self.schedule.num_stages)]
             engine = Engine(
                 self.schedule,
                 stages,
-                make_updates(stages, self.optimizer, homes),
+                make_updates(stages, self.optimizer),
                 self.mesh,
                 recompute=self.recompute == "full",
                 microbatch=microbatch,
                 loss_scale=self.loss_scale,
                 key_impl=key_impl,
             )
-            self._plans[key] = Plan(
-                microbatch, traced, stages, engine, self.optimizer, homes
-            )
+            self._plans[key] = Plan(microbatch, traced, stages, engine, self.optimizer)
         return self._plans[key]
 
     def _trace(self, loss: Callable | None, microbatch: Any, key_impl: Any) -> Traced:
@@ -264,12 +268,6 @@ class Pipeline:
     def _cut(self, traced: Traced) -> Stages:
         ties = resolve_ties(traced.layers, self.ties)
         return cut(traced, self._starts, self.schedule.num_stages, ties)
-
-    def _home(self, stage: int) -> tuple[int, int]:
-        """The device of a stage, and which of the device's columns it is."""
-        schedule = self.schedule
-        device = int(schedule.device[schedule.stage == stage][0])
-        return device, int((schedule.stage[schedule.device == device] < stage).sum())
 
     def _check_stages(self, stages: Stages) -> None:
         """What depends on how the layers are cut."""
@@ -522,11 +520,11 @@ class Pipeline:
                 f"{shapes_text(microbatch)}. Keep the shape of the batch, or make a state for it by "
                 "`init(key, batch, params=pipe.get_params(state))`."
             )
-        return self._step(state, self._placed(dict(batch)))
+        return self._joined(state, *self._step(state, self._placed(dict(batch))))
 
     def _run_step(self, state: PipelineState, batch):
         fed = (state.round + 1) * self.schedule.num_microbatches
-        return self._pass(state, fed, self._cut_batch(batch))
+        return self._parted(*self._pass(state, fed, self._cut_batch(batch)))
 
     def _pass(self, state: PipelineState, fed, batch):
         """One pass over the table: the new state and metrics."""
@@ -547,22 +545,16 @@ class Pipeline:
             metrics["aux"] = engine.stages.loss.aux_tree.unflatten(aux)
         if self.loss_scale is not None:
             metrics["loss_scale"] = held["loss_scale"]["scale"][0]
-        return self._pinned(
-            dataclasses.replace(state, **held, **own, round=state.round + 1), metrics
-        )
+        state = dataclasses.replace(state, **held, **own, round=state.round + 1)
+        return state, metrics
 
-    def _pinned(self, state: PipelineState, metrics: dict):
-        """State and metrics with their arrays where they belong, so that a step returns what it was given."""
-        engine = state.plan.engine
+    def _parted(self, state: PipelineState, metrics: dict):
+        """What a compiled function returns: arrays apart by where they lie."""
+        return {**state.held(), **state.clock()}, state.own(), metrics
 
-        def at(spec, tree):
-            sharding = NamedSharding(self.mesh, spec)
-            return jax.lax.with_sharding_constraint(tree, sharding)
-
-        held = {**state.held(), **state.clock()}
-        held = at(engine.held_spec, held)
-        own = at(engine.own_spec, state.own())
-        return dataclasses.replace(state, **held, **own), at(PartitionSpec(), metrics)
+    def _joined(self, state: PipelineState, held: dict, own: dict, metrics: dict):
+        """The state from what a compiled function returned."""
+        return dataclasses.replace(state, **held, **own), metrics
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
         """Completes what is in flight, without new microbatches; nothing, in a synchronous schedule.
@@ -590,7 +582,7 @@ class Pipeline:
             if self.loss_scale is not None:
                 metrics["loss_scale"] = state.loss_scale["scale"][0]
             return state, metrics
-        return self._flush(state)
+        return self._joined(state, *self._flush(state))
 
     def _run_flush(self, state: PipelineState):
         lowered, newest = state.plan.engine.lowered, state.round[0]
@@ -626,10 +618,10 @@ class Pipeline:
         empty = jax.tree.map(jnp.zeros_like, {**state.own(), "round": state.round})
         started = state.started + newest * self.schedule.num_microbatches
         parameters = jax.tree.map(newest_everywhere, state.parameters)
-        return self._pinned(
-            dataclasses.replace(state, parameters=parameters, started=started, **empty),
-            metrics,
+        state = dataclasses.replace(
+            state, parameters=parameters, started=started, **empty
         )
+        return self._parted(state, metrics)
 
     def predict(self, state: PipelineState, batch: Any) -> Any:
         """The last layer's outputs, forward only, through the pipeline, with every layer in evaluation mode.

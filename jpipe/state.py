@@ -24,7 +24,6 @@ class Plan:
       microbatch: the abstract microbatch.
       traced: the layers; stages: the same, cut; engine: runs them.
       optimizer: the Optax chain.
-      homes: device and column of each stage.
     """
 
     microbatch: Any
@@ -32,7 +31,11 @@ class Plan:
     stages: Stages
     engine: Engine
     optimizer: optax.GradientTransformation
-    homes: Sequence[tuple[int, int]]
+
+    @property
+    def homes(self) -> Sequence[tuple[int, int]]:
+        """Device and column of each stage."""
+        return self.engine.lowered.homes
 
     def pack(self, of_stage: Callable[[int], tuple]) -> dict[str, Any]:
         """What stages hold, packed, each stage's on its own devices.

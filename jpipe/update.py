@@ -6,7 +6,6 @@ labels are the same at any stage count. Stages whose update is the same program 
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -33,15 +32,6 @@ class Update:
     state: Sequence[Place]
 
 
-class Copy(NamedTuple):
-    """One copy of a tied weight: the device and its column that hold it, and where."""
-
-    device: int
-    chunk: int
-    place: Place
-    row: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Updates:
     """The updates of all stages.
@@ -49,13 +39,11 @@ class Updates:
     Attributes:
       programs: distinct updates; program_of_stage: which one a stage runs.
       state: how the optimizer's state is packed, one owner a program.
-      tied: the copies of each tied weight.
     """
 
     programs: Sequence[Update]
     program_of_stage: Sequence[int]
     state: Packing
-    tied: Sequence[Sequence[Copy]]
 
 
 def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> list:
@@ -138,17 +126,8 @@ def _flat_update(optimizer, tree) -> tuple[Callable, list, int]:
     return flat, [*leaves, *leaves, *state_leaves, scalar, scalar], num_p
 
 
-def make_updates(
-    stages: Stages,
-    optimizer: optax.GradientTransformation,
-    homes: Sequence[tuple[int, int]],
-) -> Updates:
+def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Updates:
     """Traces the optimizer on every stage.
-
-    Args:
-      stages: the model, cut.
-      optimizer: any Optax chain.
-      homes: device and column of each stage.
 
     Raises:
       ValueError: if an update of one layer depends on the gradient of another, which a stage cannot see whole.
@@ -193,14 +172,4 @@ def make_updates(
             return out[: len(parameters)], out[len(parameters) :]
 
         programs.append(Update(function, places, state_places))
-    return Updates(programs, program_of_stage, packing, _tied_copies(stages, homes))
-
-
-def _tied_copies(stages: Stages, homes: Sequence) -> list[list[Copy]]:
-    at = {
-        (layer, j): Copy(*homes[s], place, row)
-        for s in range(stages.num_stages)
-        for layer, run, row in stages.layer_runs(s)
-        for j, place in enumerate(run.parameters)
-    }
-    return [[at[copy] for copy in copies] for copies in stages.ties]
+    return Updates(programs, program_of_stage, packing)

@@ -146,8 +146,8 @@ def shapes(arrays):
 def test_forward(name):
     parameters, inputs, outputs, *_ = answers(name)
     kind = traced(name)
-    assert_equal(jax.jit(kind.forward)(parameters, inputs), outputs)
-    kept, stash = jax.jit(kind.forward_and_stash)(parameters, inputs)
+    assert_equal(jax.jit(kind.forward)(parameters, inputs)[0], outputs)
+    kept, stash, _ = jax.jit(kind.forward_and_stash)(parameters, inputs)
     assert_equal(kept, outputs)
     assert shapes(kind.outputs) == shapes(outputs) and shapes(kind.stash) == shapes(
         stash
@@ -162,7 +162,7 @@ def test_backward(name, input_grads):
     kind = traced(name, input_grads)
 
     def gradients(parameters, inputs, given):
-        _, stash = kind.forward_and_stash(parameters, inputs)
+        _, stash, _ = kind.forward_and_stash(parameters, inputs)
         whole = kind.backward(parameters, stash, given)
         mine = [s if i in kind.weight_stash else None for i, s in enumerate(stash)]
         first, crossing = kind.input_grad(parameters, stash, given)
@@ -221,7 +221,7 @@ def test_residuals_of_parameters_alone_are_rebuilt_from_the_weights_given():
     p, x, gy = normal(5, 3), normal(2, 5), normal(2, 3, seed=1)
     kind = trace_layer(linear, abstract(p), abstract(x))
     assert [s.shape for s in kind.stash] == [x.shape]
-    _, stash = kind.forward_and_stash([p], [x])
+    _, stash, _ = kind.forward_and_stash([p], [x])
     other = p + 1
     for backward in (kind.backward, lambda *args: halves(kind, *args)):
         (of_p,), (of_x,) = backward([other], stash, [gy])
@@ -273,7 +273,7 @@ def test_extra_inputs_are_not_differentiated():
         {"targets": normal(3, 2, seed=1), "weight": normal(3, 2, seed=2)},
     )
     kind = trace_layer(loss, (), abstract(y), abstract(batch))
-    value, stash = kind.forward_and_stash([], [y], jax.tree.leaves(batch))
+    value, stash, _ = kind.forward_and_stash([], [y], jax.tree.leaves(batch))
     difference = y - batch["targets"]
     np.testing.assert_allclose(
         value[0], np.mean(difference**2 * batch["weight"]), rtol=1e-6

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from families import HAND_WRITTEN, two_columns_a_device, v_placement
 
-from jpipe.lower import lower
+from jpipe.lower import lower, neighbours
 from jpipe.schedule import IDLE, Schedule, newest_version
 from jpipe.schedules import forward_only, gpipe, one_f_one_b
 
@@ -147,7 +147,7 @@ def replay(lowered, recompute, num_rounds):
     for r, t in itertools.product(range(num_rounds), range(table.num_ticks)):
         sent = {}
         for (i, d), (kind, stage, m) in received.items():
-            to, position = getattr(lowered.channels[i], kind)[t, d].tolist()
+            to, position = lowered.channels[i].arrives[kind][t, d].tolist()
             assert to == stage, f"{kind} {m} for stage {stage} has no inbox at tick {t}"
             slots.write(kind, stage, m, position + N * r)
         for d, lane, *what in operations_at(ops["forward"], t, r, N):
@@ -184,8 +184,7 @@ def replay(lowered, recompute, num_rounds):
             for source, target in pairs if channel.sends[t] else ():
                 message = sent.get((source, int(channel.lane[t, source])))
                 if message and any(
-                    getattr(channel, kind)[after, target, 0] >= 0
-                    for kind in channel.carries
+                    slots[after, target, 0] >= 0 for slots in channel.arrives.values()
                 ):
                     received[i, target] = message
         assert sorted(received.values()) == sorted(sent.values())
@@ -201,7 +200,7 @@ def test_nothing_alive_is_overwritten_and_all_arrives(table, recompute):
         num_rounds = 4 + int(table.weight_grad_ticks().max()) // table.num_ticks
     recompute = recompute and not table.forward_only
     for share in (True, False):
-        replay(lower(table, recompute, share), recompute, num_rounds)
+        replay(lower(table, recompute, routes(table, share)), recompute, num_rounds)
 
 
 @every_table
@@ -263,8 +262,8 @@ def test_a_weight_gradient_reads_the_version_of_its_input_gradient():
 @every_table
 def test_channels_are_permutations(table):
     for share in (True, False):
-        for channel in lower(table, share_channels=share).channels:
-            assert share or len(channel.carries) == 1
+        for channel in lower(table, routes=routes(table, share)).channels:
+            assert share or len(channel.arrives) == 1
             if channel.pairs is not None:
                 sources, targets = zip(*channel.pairs, strict=True)
                 assert len(set(sources)) == len(sources) and len(set(targets)) == len(
@@ -273,10 +272,15 @@ def test_channels_are_permutations(table):
                 assert all(s != d for s, d in channel.pairs)
 
 
-def pairs(table, share_channels=True):
+def routes(table, share):
+    return neighbours(
+        table.num_stages, "activation", "activation" if share else "gradient"
+    )
+
+
+def pairs(table, share=True):
     return [
-        channel.pairs
-        for channel in lower(table, share_channels=share_channels).channels
+        channel.pairs for channel in lower(table, routes=routes(table, share)).channels
     ]
 
 
@@ -288,14 +292,14 @@ def test_a_straight_pipe_has_two_channels(make):
 
 def test_two_devices_share_a_channel_if_they_may():
     assert pairs(gpipe(2, 4)) == [((0, 1), (1, 0))]
-    assert pairs(gpipe(2, 4), share_channels=False) == [((0, 1),), ((1, 0),)]
+    assert pairs(gpipe(2, 4), share=False) == [((0, 1),), ((1, 0),)]
     assert pairs(gpipe(1, 4)) == []
 
 
 def test_channels_of_a_v():
     # Activations and gradients each go across and stay, at the turn.
     swap = ((0, 1), (1, 0))
-    assert pairs(v_placement(8), share_channels=False) == [swap, None, swap, None]
+    assert pairs(v_placement(8), share=False) == [swap, None, swap, None]
     assert sorted(pairs(v_placement(8)), key=str) == [swap, swap, None, None]
     assert pairs(v_placement(4)) == [swap, None]  # they never meet
 

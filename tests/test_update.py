@@ -9,7 +9,8 @@ import optax
 import pytest
 from flax import nnx
 
-from jpipe.stages import as_layers, cut, trace_layers
+from jpipe.layers import as_layers
+from jpipe.stages import cut, trace_layers
 from jpipe.update import make_updates, stage_tree
 
 WIDTHS = [3, 4, 4, 4, 2]
@@ -28,7 +29,7 @@ def as_optax_is_written():
 def stages_of(num_stages, layers=LAYERS, width=WIDTHS[0]):
     layers = as_layers(layers)
     inputs = {"inputs": jax.ShapeDtypeStruct((2, width), np.float32)}
-    return cut(layers, trace_layers(layers, None, inputs), None, num_stages)
+    return cut(trace_layers(layers, None, inputs), None, num_stages)
 
 
 def random_like(stages, seed):
@@ -130,7 +131,7 @@ def test_the_chain_sees_none_for_layers_of_other_stages():
 
 def test_stage_tree():
     stages = stages_of(2)
-    trees = ["a", "b", "c", "d"]
+    trees = [layer.parameters for layer in stages.layers]
     first, second = (stage_tree(stages, s, trees) for s in range(2))
     cut_at = stages.starts[1]
     assert first == trees[:cut_at] + [None] * (4 - cut_at)
