@@ -33,4 +33,5 @@ def get_config() -> TrainConfig:
         ),
         batch_size=32,
         num_steps=600,
+        eval_every=100,
     )

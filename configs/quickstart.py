@@ -30,4 +30,5 @@ def get_config() -> TrainConfig:
         batch_size=128,
         num_steps=800,
         log_every=100,
+        eval_every=200,
     )

@@ -242,10 +242,20 @@ def test_json_holds_everything():
             lambda: PipelineConfig(num_stages=0),
             "`num_stages` must be at least 1, got 0",
         ),
+        (lambda: PipelineConfig(data=0), "`data` must be at least 1, got 0."),
         (lambda: OptimizerConfig(learning_rate=0.0), "`learning_rate` must be above 0"),
         (lambda: OptimizerConfig(learning_rate=float("nan")), "above 0, got nan"),
         (lambda: OptimizerConfig(b2=1.0), "`b2` must lie in [0, 1), got 1.0."),
         (lambda: TrainConfig(MLP(), MNIST(), batch_size=0), "`batch_size` must be at"),
+        (lambda: TrainConfig(MLP(), MNIST(), eval_every=0), "`eval_every` must be at"),
+        (
+            lambda: TrainConfig(MLP(), MNIST(), eval_every=1, eval_batches=0),
+            "`eval_batches` must be at least 1, got 0.",
+        ),
+        (
+            lambda: TrainConfig(MLP(), MNIST(), eval_batches=3),
+            "got 3 without an `eval_every`, which says when they are. Set `eval_every`",
+        ),
         (lambda: TrainConfig(MLP(), MNIST(), seed=-1), "`seed` must lie in [0, 2**32)"),
         (lambda: PipelineConfig(schedule="gpip").table(), "Did you mean 'gpipe'?"),
         (

@@ -12,15 +12,17 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from runs import events_of, log_of
 
 import jpipe
 from models import MLP
+from train import train as script
 from train.data import in_order
 from train.devices import check_devices
-from train.log import Log, NonFiniteLossError
 from train.mnist import MNIST
 from train.train import evaluate, loss_fn, main
 
@@ -65,10 +67,6 @@ def shell(*words, cwd=ROOT, **changes):
     )
 
 
-def log_of(run_dir):
-    return [json.loads(line) for line in (run_dir / "log.jsonl").open()]
-
-
 # -- A whole run ------------------------------------------------------------------------
 
 
@@ -98,7 +96,7 @@ def test_a_run_from_a_shell(tmp_path):
         "step 4/5  loss ",
         "step 5/5  loss ",
         "held-out images: accuracy ",
-        " s in all",
+        " s in all; log and pictures in runs/quickstart-",
     ]
     places = [run.stdout.find(part) for part in parts]
     assert -1 not in places, parts[places.index(-1)]
@@ -107,7 +105,14 @@ def test_a_run_from_a_shell(tmp_path):
     # What it leaves behind.
     (run_dir,) = (tmp_path / "runs").iterdir()
     names = {path.name for path in run_dir.iterdir()}
-    assert names == {"config.json", "log.jsonl", "schedule.svg"}
+    (events,) = run_dir.glob("events.out.tfevents.*")
+    assert names == {
+        "config.json",
+        "log.jsonl",
+        "schedule.svg",
+        "run.png",
+        events.name,
+    }
     config = json.loads((run_dir / "config.json").read_text())
     assert config["model"] == {
         "type": "MLP",
@@ -116,18 +121,30 @@ def test_a_run_from_a_shell(tmp_path):
         "num_outputs": 10,
     }
     assert (run_dir / "schedule.svg").read_text().startswith("<?xml")
-    *steps, result = log_of(run_dir)
+    assert (run_dir / "run.png").read_bytes().startswith(b"\x89PNG")
+    first, *steps, result = log_of(run_dir)
+    assert first["step"] == 0
+    assert first["memory_bytes"]["weights"] >= 4 * 12_560  # of the largest stage
     assert [line["step"] for line in steps] == [2, 4, 5]
-    assert all(line["loss"] < 4 and line["images_per_second"] > 0 for line in steps)
+    for line in steps:
+        assert line["loss"] < 4 and line["images_per_second"] > 0
+        assert 0 < line["gradient_norm"] < 100
+        assert first["seconds"] < line["seconds"] < result["seconds"]
+        assert 2**24 < line["peak_memory_bytes"] < 2**40
+    # As in the config: a warmup of 40 steps to 2e-2.
+    rates = [line["learning_rate"] for line in steps]
+    np.testing.assert_allclose(rates, [2e-2 * k / 40 for k in (2, 4, 5)], rtol=1e-5)
     assert 0 < result["test_accuracy"] < 1 and result["test_loss"] < 4
+    assert [step for step, _ in events_of(run_dir)] == [0, 2, 4, 5, 5]
 
 
-def test_numbers_depend_on_the_seed_and_not_on_the_stages(tmp_path):
+def test_numbers_depend_on_the_seed_and_not_on_the_devices(tmp_path):
     def losses(name, *words):
         words = [f"--config.run_dir={tmp_path / name}", *words]
         assert main([*TINY, "--config.log_every=1", *words]) == 0
         return [
-            line.get("loss", line.get("test_loss")) for line in log_of(tmp_path / name)
+            line.get("loss", line.get("test_loss"))
+            for line in log_of(tmp_path / name)[1:]
         ]
 
     two = losses("two")
@@ -136,8 +153,81 @@ def test_numbers_depend_on_the_seed_and_not_on_the_stages(tmp_path):
     assert losses("again") == two
     one = losses("one", "--config.pipeline.num_stages=1")
     np.testing.assert_allclose(one, two, rtol=1e-4)
+    replicated = losses("replicated", "--config.pipeline.data=2")
+    np.testing.assert_allclose(replicated, two, rtol=1e-4)
     other = losses("other", "--config.seed=1")
     assert np.abs(np.subtract(other, two)).min() > 1e-3
+
+
+@pytest.mark.parametrize("schedule", ["one_f_one_b", "pipedream"])
+def test_evaluation_while_training(tmp_path, schedule, capsys):
+    def records(name, *words):
+        words = [
+            f"--config.{word}"
+            for word in (*common, f"run_dir={tmp_path / name}", *words)
+        ]
+        assert main([*TINY, *words]) == 0
+        return log_of(tmp_path / name)[1:]
+
+    common = [
+        f"pipeline.schedule={schedule}",
+        "optimizer.decay=constant",
+        "optimizer.warmup_steps=0",
+    ]
+    whole = records("whole", "num_steps=4", "log_every=3", "eval_every=2")
+    assert [line["step"] for line in whole] == [2, 3, 4, 4]
+    first, _, _, last = whole
+    assert "test_loss" in first and "test_loss" in last
+    out = capsys.readouterr().out
+    assert f"step 2/4  held-out images: accuracy {first['test_accuracy']:.2%}" in out
+
+    # The first 100 of them; before the last step alone.
+    part = records(
+        "part", "num_steps=4", "log_every=3", "eval_every=3", "eval_batches=1"
+    )
+    assert [line["step"] for line in part] == [3, 3, 4, 4]
+    for line, num_examples in ((part[1], 100), (part[3], 2000)):
+        hits = line["test_accuracy"] * num_examples
+        assert hits == pytest.approx(round(hits), abs=1e-3)
+
+    # It does not change training, and sees the weights as they are after its step.
+    assert part[0]["loss"] == whole[1]["loss"]
+    assert part[3]["test_loss"] == whole[3]["test_loss"]
+    if schedule == "one_f_one_b":
+        shorter = records("shorter", "num_steps=2")
+        assert shorter[-1]["test_loss"] == pytest.approx(first["test_loss"], rel=1e-5)
+        assert shorter[-1]["test_accuracy"] == first["test_accuracy"]
+
+
+def test_text_is_counted_in_tokens(tmp_path, capsys, monkeypatch):
+    pipes, make = [], jpipe.Pipeline
+    monkeypatch.setattr(
+        jpipe, "Pipeline", lambda *a, **k: pipes.append(make(*a, **k)) or pipes[-1]
+    )
+    (tmp_path / "some.txt").write_text("To be, or not to be. " * 90)
+    words = [
+        "pipeline.num_stages=2",
+        "pipeline.num_microbatches=2",
+        "num_steps=3",
+        "data=Text",
+        f"data.path={tmp_path / 'some.txt'}",
+        "data.seq_len=8",
+        "model=Transformer",
+        "model.seq_len=8",
+        "model.dim=8",
+        "model.num_heads=2",
+        "model.num_blocks=1",
+        "model.tie_embeddings=true",
+        "batch_size=4",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    assert main([*QUICKSTART, *(f"--config.{word}" for word in words)]) == 0
+    out = capsys.readouterr().out
+    assert " tokens/s " in out and "held-out tokens: accuracy " in out
+    *_, line, result = log_of(tmp_path / "run")
+    assert line["tokens_per_second"] > 0
+    assert pipes[0].ties == [((0, "token.embedding"), (-1, "embedding"))]
+    assert result["bits_per_byte"] == pytest.approx(result["test_loss"] / np.log(2))
 
 
 def test_a_schedule_from_a_file(tmp_path, capsys):
@@ -192,7 +282,34 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
     )
     assert "a smaller --config.optimizer.learning_rate (now 1e+30)" in error
     assert str(tmp_path / "run") in error
-    assert log_of(tmp_path / "run")[-1].keys() == {"step", "loss", "error"}
+    _, line, last = log_of(tmp_path / "run")
+    assert line["step"] == 1 and line["loss"] < 4
+    assert last.keys() == {"step", "loss", "error"}
+    assert (tmp_path / "run" / "run.png").exists()
+
+
+def test_gradients_that_are_never_finite_stop_the_run(tmp_path, capsys, monkeypatch):
+    step = jpipe.Pipeline.step
+
+    def broken(*args):
+        state, metrics = step(*args)
+        return state, {**metrics, "skipped_updates": np.ones(2, np.int32)}
+
+    monkeypatch.setattr(jpipe.Pipeline, "step", broken)
+    words = [
+        "num_steps=100",
+        f"run_dir={tmp_path / 'run'}",
+        "pipeline.compute_dtype=float16",
+    ]
+    assert main([*TINY, *(f"--config.{word}" for word in words)]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "train.py: step 20: the gradients of the last 20 steps were not finite, so none "
+        "of them updated the weights. Training stopped. Try a smaller --config."
+    )
+    assert "--config.pipeline.compute_dtype=bfloat16" in error
+    assert log_of(tmp_path / "run")[-1]["step"] == 20
+    assert (tmp_path / "run" / "run.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -253,12 +370,25 @@ def test_too_few_devices_of_another_kind(monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda: [Device()])
     with pytest.raises(ValueError, match="got 1 .gpu.. Set JAX_PLATFORMS=cpu"):
         check_devices(4)
+    with pytest.raises(ValueError, match="4 devices for each of 2 replicas, got 1"):
+        check_devices(4, 2)
+    with pytest.raises(ValueError, match="fewer replicas: --config.pipeline.data=1."):
+        check_devices(1, 2)
 
 
 def test_interrupting_keeps_the_log(tmp_path):
-    words = ["--config.num_steps=1000000", f"--config.run_dir={tmp_path / 'run'}"]
+    words = [
+        "num_steps=1000000",
+        "log_every=7",
+        f"run_dir={tmp_path / 'run'}",
+    ]
     process = subprocess.Popen(
-        [sys.executable, str(ROOT / "train" / "train.py"), *TINY, *words],
+        [
+            sys.executable,
+            str(ROOT / "train" / "train.py"),
+            *TINY,
+            *(f"--config.{word}" for word in words),
+        ],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -274,9 +404,53 @@ def test_interrupting_keeps_the_log(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130
-    assert re.search(r"train.py: stopped after step \d+ of 1000000\.", error)
-    assert "Traceback" not in error
-    assert log_of(tmp_path / "run")[0]["step"] == 2
+    run_dir = tmp_path / "run"
+    stopping, stopped = error.strip().splitlines()
+    assert stopping.startswith("train.py: stopping after this step; Ctrl-C again")
+    (step,) = re.findall(
+        r"^train.py: stopped after step (\d+) of 1000000\. The log up to here is in",
+        stopped,
+    )
+    # Every step is in a line, the last one in a shorter one.
+    steps = [line["step"] for line in log_of(run_dir)]
+    assert steps == [*range(0, int(step), 7), int(step)]
+    assert [k for k, _ in events_of(run_dir)] == steps
+    assert (run_dir / "run.png").exists()
+
+
+@pytest.mark.parametrize(
+    "place, num_calls, last, steps",
+    [
+        ("record", 3, 4, [0, 2, 3, 4]),  # step 3 is recorded while step 4 runs
+        ("evaluate", 1, 2, [0, 2]),  # in the evaluation after step 2
+        ("evaluate", 5, 9, [0, 2, 3, 4, 6, 6, 8, 9]),  # in the last one
+    ],
+)
+def test_an_interrupt_loses_nothing(
+    tmp_path, monkeypatch, capsys, place, num_calls, last, steps
+):
+    function, calls = getattr(script, place), []
+
+    def interrupting(*args, **kwargs):
+        calls.append(place)
+        if len(calls) == num_calls:
+            os.kill(os.getpid(), signal.SIGINT)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(script, place, interrupting)
+    words = [
+        "pipeline.num_stages=1",
+        "num_steps=9",
+        "log_every=3",
+        "eval_every=2",
+        "eval_batches=2",
+        f"run_dir={tmp_path / 'run'}",
+    ]
+    assert main([*TINY, *(f"--config.{word}" for word in words)]) == 130
+    assert f"stopped after step {last} of 9" in capsys.readouterr().err
+    assert [line["step"] for line in log_of(tmp_path / "run")] == steps
+    assert (tmp_path / "run" / "run.png").exists()
+    assert len(calls) <= num_calls + 1  # it ends soon
 
 
 # -- Help -------------------------------------------------------------------------------
@@ -318,52 +492,26 @@ def test_evaluation_counts_every_example_once():
         loss=loss_fn,
         optimizer=optax.sgd(0.1),
         schedule=jpipe.schedules.gpipe(2, 2),
+        has_aux=True,
     )
     batch = data.train.batch(np.arange(300), None)
     state = pipe.init(jax.random.key(0), batch)
     loss, accuracy = evaluate(pipe, state, data.test, 300)  # 2,000 = 6 * 300 + 200
     outputs = np.concatenate(
-        [pipe.predict(state, b)[:n] for b, n in in_order(data.test, 300)]
+        [pipe.predict(state, batch) for batch in in_order(data.test, 300)]
     )
     labels = data.test.labels.astype(np.int32)
     assert len(outputs) == 2000
-    assert loss == pytest.approx(float(loss_fn(outputs, {"labels": labels})), rel=1e-5)
-    assert accuracy == np.mean(outputs.argmax(axis=-1) == labels)
-
-
-def make_log(tmp_path, **changes):
-    options = dict(num_steps=5, log_every=2, unit="images", units_per_step=10)
-    return Log(tmp_path / "log.jsonl", **(options | changes))
-
-
-def test_the_log_has_the_mean_since_the_line_before(tmp_path, capsys):
-    with make_log(tmp_path) as log:
-        for step, loss in enumerate([1.0, 2.0, 4.0, None, 5.0], start=1):
-            log.step(step, loss, num_skipped=int(step == 3))
-            lines = (tmp_path / "log.jsonl").read_text().splitlines()
-            assert len(lines) == (0, 1, 1, 2, 3)[step - 1]  # written at once
-    first, second, third = log_of(tmp_path)
-    assert (first["loss"], second["loss"], third["loss"]) == (1.5, 4.0, 5.0)
-    assert second["skipped_updates"] == 1 and "skipped_updates" not in third
-    assert "updates skipped, gradients not finite: 1" in capsys.readouterr().out
-
-
-def test_the_log_of_a_pipeline_that_fills_has_no_loss(tmp_path):
-    with make_log(tmp_path) as log:
-        log.step(1, None)
-        log.step(2, None)
-    (line,) = log_of(tmp_path)
-    assert "loss" not in line and line["step"] == 2
-
-
-@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
-def test_the_log_names_the_step_of_a_loss_that_is_not_finite(tmp_path, loss):
-    with make_log(tmp_path) as log:
-        log.step(1, 1.0)
-        with pytest.raises(NonFiniteLossError, match=f"step 2: the loss is {loss}"):
-            log.step(2, loss)
-    (line,) = log_of(tmp_path)
-    assert line == {"step": 2, "loss": None, "error": f"the loss is {loss}"}
+    expected, aux = loss_fn(jnp.asarray(outputs), {"labels": labels})
+    assert loss == pytest.approx(float(expected), rel=1e-5)
+    assert accuracy == pytest.approx(np.mean(outputs.argmax(axis=-1) == labels))
+    assert accuracy == pytest.approx(float(aux["accuracy"]))
+    # A part, and what ends it.
+    part, _ = evaluate(pipe, state, data.test, 300, 2)
+    expected, _ = loss_fn(jnp.asarray(outputs[:600]), {"labels": labels[:600]})
+    assert part == pytest.approx(float(expected), rel=1e-5)
+    with pytest.raises(ZeroDivisionError):
+        evaluate(pipe, state, data.test, 300, None, lambda: 1 / 0)
 
 
 # -- The quickstart, whole --------------------------------------------------------------

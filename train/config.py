@@ -48,6 +48,9 @@ class PipelineConfig:
     schedule_file: str | None = None
     """A table written by hand, in the text form of `jpipe.Schedule.to_text`; it takes
     the place of the four fields above."""
+    data: int = 1
+    """Replicas of the pipeline, which share out every minibatch among them; each has
+    devices of its own."""
     boundaries: tuple[int, ...] | None = None
     """The layer at which each stage after the first begins. None: balanced by FLOPs."""
     recompute: Literal["none", "full"] = "none"
@@ -56,7 +59,7 @@ class PipelineConfig:
     """What layers compute in. Weights and their updates stay in float32."""
 
     def __post_init__(self):
-        for name in ("num_stages", "num_microbatches"):
+        for name in ("num_stages", "num_microbatches", "data"):
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
 
     def table(self) -> jpipe.Schedule:
@@ -159,11 +162,18 @@ class TrainConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     """How it is updated."""
     batch_size: int = 128
-    """Examples to a minibatch. A multiple of `pipeline.num_microbatches`."""
+    """Examples to a minibatch. A multiple of `pipeline.num_microbatches`, times
+    `pipeline.data`."""
     num_steps: int = 1000
     """Minibatches to train on; each is one update of the weights."""
     log_every: int = 50
     """Steps to a line of the log."""
+    eval_every: int | None = None
+    """Steps from one evaluation on the held-out data to the next. None: only after the
+    last step, where there always is one, of all of them."""
+    eval_batches: int | None = None
+    """Minibatches of the held-out data, the first ones, that an evaluation before the
+    last step reads. None: all."""
     seed: int = 0
     """Of the weights and of the order of the data."""
     run_dir: str | None = None
@@ -172,4 +182,13 @@ class TrainConfig:
     def __post_init__(self):
         for name in ("batch_size", "num_steps", "log_every"):
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
+        for name in ("eval_every", "eval_batches"):
+            if getattr(self, name) is not None:
+                _check(getattr(self, name) >= 1, self, name, "must be at least 1")
+        if self.eval_batches is not None and self.eval_every is None:
+            raise ValueError(
+                f"`eval_batches` is for evaluations before the last step, got "
+                f"{self.eval_batches} without an `eval_every`, which says when they are. "
+                "Set `eval_every`, or leave `eval_batches` at none."
+            )
         _check(0 <= self.seed < 2**32, self, "seed", "must lie in [0, 2**32)")

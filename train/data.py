@@ -30,13 +30,15 @@ class Dataset(NamedTuple):
     Attributes:
       train: the examples to learn from; test: those held out.
       source: where they come from, in words.
-      unit: what one label stands for, in the plural: "images", "bytes".
+      unit: what one label stands for, in the plural: "images", "tokens".
+      bytes_per_label: of a text, how many bytes of it a label stands for; None: no text.
     """
 
     train: Examples
     test: Examples
     source: str
     unit: str
+    bytes_per_label: float | None = None
 
 
 def shuffled(
@@ -75,12 +77,8 @@ def shuffled(
         epoch, place = epoch + 1, 0
 
 
-def in_order(examples: Examples, batch_size: int) -> Iterator[tuple[Batch, int]]:
-    """Every example once, as it is: batches of one size and how many examples count.
-
-    The last batch is filled up with copies of the last example, which do not count.
-    """
+def in_order(examples: Examples, batch_size: int) -> Iterator[Batch]:
+    """Every example once, as it is; the last batch may be smaller than the others."""
     for start in range(0, len(examples), batch_size):
-        indices = np.arange(start, start + batch_size)
-        num_valid = min(batch_size, len(examples) - start)
-        yield examples.batch(np.minimum(indices, len(examples) - 1), None), num_valid
+        stop = min(start + batch_size, len(examples))
+        yield examples.batch(np.arange(start, stop), None)

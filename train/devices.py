@@ -30,16 +30,27 @@ def prepare_cpu(num_devices: int) -> None:
     os.environ["XLA_FLAGS"] = flags.strip()
 
 
-def check_devices(num_devices: int) -> None:
-    """Raises `ValueError` if JAX has fewer than `num_devices`; says what to do."""
+def check_devices(num_devices: int, num_replicas: int = 1) -> None:
+    """Raises `ValueError` if JAX has fewer than a pipeline needs; says what to do.
+
+    Args:
+      num_devices: of the schedule.
+      num_replicas: of the pipeline.
+    """
     devices = jax.devices()
-    if len(devices) >= num_devices:
+    if len(devices) >= num_devices * num_replicas:
         return
     kind = devices[0].platform
     remedy = "Set JAX_PLATFORMS=cpu to run on CPU devices instead"
     if kind == "cpu":
         remedy = "Take the number of devices out of XLA_FLAGS and JAX_NUM_CPU_DEVICES"
+    needed, fewer = f"{num_devices} devices", "stages"
+    option = f"--config.pipeline.num_stages={len(devices)}"
+    if num_replicas > 1:
+        needed += f" for each of {num_replicas} replicas"
+        fewer, most = "replicas", max(len(devices) // num_devices, 1)
+        option = f"--config.pipeline.data={most}"
     raise ValueError(
-        f"the schedule needs {num_devices} devices, got {len(devices)} ({kind}). "
-        f"{remedy}, or use fewer stages: --config.pipeline.num_stages={len(devices)}."
+        f"the schedule needs {needed}, got {len(devices)} ({kind}). "
+        f"{remedy}, or use fewer {fewer}: {option}."
     )

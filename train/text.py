@@ -1,4 +1,4 @@
-"""Text as bytes: each is predicted from those before it."""
+"""Text as bytes, its tokens: each is predicted from those before it."""
 
 import dataclasses
 import gzip
@@ -61,7 +61,8 @@ class Text:
             test=Windows(test, self.seq_len),
             source=f"text, {len(train):,} training and {len(test):,} held-out bytes "
             f"({source})",
-            unit="bytes",
+            unit="tokens",
+            bytes_per_label=1.0,
         )
 
 

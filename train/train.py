@@ -7,21 +7,31 @@
 
 Any option of the configuration can be changed as `--config.section.field=value`. On a
 machine without accelerators the CPU is split into as many devices as the schedule needs.
-What the run writes goes to a new directory `runs/NAME-TIME`: `config.json`, `log.jsonl`,
-`schedule.svg`. The exit code is 0, 1 if the loss stopped being finite, 2 if an option or
-a file is wrong, 130 after Ctrl-C.
+What the run writes goes to a new directory `runs/NAME-TIME`: `config.json`, `log.jsonl`
+and the same for TensorBoard, the pictures `schedule.svg` and `run.png`. The exit code is
+0, 1 if the loss or all gradients stopped being finite, 2 if an option or a file is wrong,
+130 after Ctrl-C, which ends the run after the step that it is at; a second one ends it at
+once.
 """
 
 import datetime
+import itertools
 import json
 import math
 import pathlib
 import shutil
+import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+if __name__ == "__main__":  # the imports below take seconds
+    from train.interrupt import leave_on_interrupt
+
+    leave_on_interrupt("train.py: stopped before training began.")
 
 import jax
 import jax.numpy as jnp
@@ -30,18 +40,22 @@ import optax
 
 import jpipe
 from jpipe import draw
-from train import flags, report
+from train import flags, plot, report
 from train.config import TrainConfig
-from train.data import Examples, in_order, shuffled
+from train.data import Dataset, Examples, in_order, shuffled
 from train.devices import check_devices, prepare_cpu
-from train.log import Log, NonFiniteLossError
+from train.interrupt import Interrupt
+from train.log import Log, NonFiniteGradientsError, NonFiniteLossError
 
 
 def loss_fn(outputs, batch):
-    """Mean cross-entropy in nats: logits `[B, ..., K]` against labels `[B, ...]`."""
-    logits = outputs.astype(jnp.float32)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"])
-    return losses.mean()
+    """Mean cross-entropy in nats, and accuracy.
+
+    Logits are `[B, ..., K]`, labels `[B, ...]`.
+    """
+    logits, labels = outputs.astype(jnp.float32), batch["labels"]
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return losses.mean(), {"accuracy": (logits.argmax(axis=-1) == labels).mean()}
 
 
 def evaluate(
@@ -49,19 +63,26 @@ def evaluate(
     state: jpipe.PipelineState,
     examples: Examples,
     batch_size: int,
+    num_batches: int | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> tuple[float, float]:
-    """Mean loss in nats and accuracy over all labels of `examples`."""
-    loss = hits = count = 0
-    for batch, num_valid in in_order(examples, batch_size):
-        logits = np.asarray(pipe.predict(state, batch), np.float32)[:num_valid]
-        labels = batch["labels"][:num_valid]
-        highest = logits.max(axis=-1, keepdims=True)
-        log_sum = np.log(np.exp(logits - highest).sum(axis=-1)) + highest[..., 0]
-        chosen = np.take_along_axis(logits, labels[..., None], axis=-1)[..., 0]
-        loss += float((log_sum - chosen).sum(dtype=np.float64))
-        hits += int((logits.argmax(axis=-1) == labels).sum())
-        count += labels.size
-    return loss / count, hits / count
+    """Mean loss in nats and accuracy over all labels of `examples`.
+
+    Args:
+      pipe, state: what to evaluate.
+      examples: on what.
+      batch_size: examples to a minibatch.
+      num_batches: minibatches to read, from the first on. None: all.
+      check: called before each of them, to raise what ends the evaluation.
+    """
+    loss = accuracy = count = 0
+    for batch in itertools.islice(in_order(examples, batch_size), num_batches):
+        check()
+        result, num_labels = pipe.evaluate(state, batch), batch["labels"].size
+        loss += num_labels * float(result["loss"])
+        accuracy += num_labels * float(result["aux"]["accuracy"])
+        count += num_labels
+    return loss / count, accuracy / count
 
 
 def make_run_dir(given: str | None, name: str) -> pathlib.Path:
@@ -96,9 +117,10 @@ def main(argv: list[str]) -> int:
         data = config.data.load()
         batches = shuffled(data.train, config.batch_size, config.seed)
         batch = next(batches)
-        prepare_cpu(schedule.num_devices)
-        check_devices(schedule.num_devices)
-        mesh = jpipe.make_mesh(stage=schedule.num_devices)
+        num_replicas = config.pipeline.data
+        prepare_cpu(schedule.num_devices * num_replicas)
+        check_devices(schedule.num_devices, num_replicas)
+        mesh = jpipe.make_mesh(stage=schedule.num_devices, data=num_replicas)
         pipe = jpipe.Pipeline(
             config.model.layers(),
             loss=loss_fn,
@@ -108,6 +130,8 @@ def main(argv: list[str]) -> int:
             mesh=mesh,
             recompute=config.pipeline.recompute,
             compute_dtype=config.pipeline.compute_dtype,
+            has_aux=True,
+            ties=config.model.ties() if hasattr(config.model, "ties") else (),
         )
         partition = pipe.partition(batch)
         run_dir = make_run_dir(config.run_dir, name)
@@ -137,60 +161,105 @@ def main(argv: list[str]) -> int:
     print(f"memory of each device:\n{report.memory(memory)}\n")
 
     # Training. A step is recorded while the next one runs.
+    rates = jax.vmap(config.optimizer.learning_rate_schedule(config.num_steps))(
+        jnp.arange(config.num_steps)
+    )
+    rates = np.asarray(rates, np.float64)
     log = Log(
         run_dir / "log.jsonl",
         num_steps=config.num_steps,
         log_every=config.log_every,
         unit=data.unit,
         units_per_step=batch["labels"].size,
+        learning_rate=lambda step: float(rates[step - 1]),
+        start=start,
     )
-    with log:
+    with Interrupt("train.py") as interrupt, log:
+        code, words = 0, ""
         try:
+            seconds = log.seconds()
+            log.write({"step": 0, "memory_bytes": memory._asdict(), "seconds": seconds})
             last = None
             for step in range(1, config.num_steps + 1):
                 state, metrics = pipe.step(state, batch)
                 batch = next(batches)
                 if last is not None:
-                    record(log, step - 1, last)
+                    record(log, step - 1, last, schedule)
                 last = metrics
-            record(log, config.num_steps, last)
+                ends = interrupt.requested or step == config.num_steps
+                pauses = config.eval_every and step % config.eval_every == 0
+                if ends or pauses:
+                    record(log, step, last, schedule)
+                    last = None
+                if ends:
+                    break
+                if pauses:
+                    with log.paused():
+                        found = evaluate(
+                            pipe,
+                            state,
+                            data.test,
+                            config.batch_size,
+                            config.eval_batches,
+                            interrupt.check,
+                        )
+                    log.held_out(step, held_out(*found, data))
+            interrupt.check()
             state, _ = pipe.flush(state)
-            loss, accuracy = evaluate(pipe, state, data.test, config.batch_size)
-        except NonFiniteLossError as error:
-            print(
-                f"train.py: {error} Training stopped. Try a smaller "
-                "--config.optimizer.learning_rate (now "
-                f"{config.optimizer.learning_rate:g}) or more "
-                f"--config.optimizer.warmup_steps (now {config.optimizer.warmup_steps}). "
-                f"The log up to here is in {run_dir}.",
-                file=sys.stderr,
+            found = evaluate(
+                pipe, state, data.test, config.batch_size, check=interrupt.check
             )
-            return 1
+            log.held_out(config.num_steps, held_out(*found, data))
+        except (NonFiniteLossError, NonFiniteGradientsError) as error:
+            code, words = 1, f"{error} Training stopped. {remedy(config)} "
         except KeyboardInterrupt:
+            log.finish_line()
+            code = 130
+            words = f"stopped after step {log.last_step} of {config.num_steps}. "
+        log.close()
+        plot.save(run_dir)
+        if code:
             print(
-                f"\ntrain.py: stopped after step {log.last_step} of {config.num_steps}. "
-                f"The log up to here is in {run_dir}.",
-                file=sys.stderr,
+                f"train.py: {words}The log up to here is in {run_dir}.", file=sys.stderr
             )
-            return 130
-        seconds = time.perf_counter() - start
-        result = {"test_loss": loss, "test_accuracy": accuracy}
-        words = f"accuracy {accuracy:.2%}, loss {loss:.4f}"
-        if data.unit == "bytes":
-            result["bits_per_byte"] = loss / math.log(2)
-            words += f", {result['bits_per_byte']:.3f} bits per byte"
-        log.write({"step": config.num_steps, **result, "seconds": round(seconds, 3)})
-
-    print(f"held-out {data.unit}: {words}")
-    print(f"{seconds:.0f} s in all; log and picture in {run_dir}")
-    return 0
+        else:
+            seconds = time.perf_counter() - start
+            print(f"{seconds:.0f} s in all; log and pictures in {run_dir}")
+    return code
 
 
-def record(log: Log, step: int, metrics: dict) -> None:
+def record(log: Log, step: int, metrics: dict, schedule: jpipe.Schedule) -> None:
     """Logs the metrics of a step; waits until it has run."""
-    finished = int(metrics["num_microbatches"])
-    loss = float(metrics["loss"]) if finished else None
-    log.step(step, loss, int(np.sum(metrics["skipped_updates"])))
+    finished, skipped = int(metrics["num_microbatches"]), metrics["skipped_updates"]
+    norm = float(metrics["gradient_norm"])
+    log.step(
+        step,
+        float(metrics["loss"]) if finished else None,
+        # A pipeline that fills has no update yet, and 0 in its place.
+        gradient_norm=norm if norm or schedule.synchronous else None,
+        num_skipped=int(np.sum(skipped)),
+        updated=not (schedule.synchronous and np.all(skipped)),
+    )
+
+
+def held_out(loss: float, accuracy: float, data: Dataset) -> dict[str, float]:
+    """What an evaluation found, as the log has it."""
+    result = {"test_loss": loss, "test_accuracy": accuracy}
+    if data.bytes_per_label is not None:
+        result["bits_per_byte"] = loss / math.log(2) / data.bytes_per_label
+    return result
+
+
+def remedy(config: TrainConfig) -> str:
+    """What to try when numbers stop being finite."""
+    words = (
+        "Try a smaller --config.optimizer.learning_rate (now "
+        f"{config.optimizer.learning_rate:g}) or more "
+        f"--config.optimizer.warmup_steps (now {config.optimizer.warmup_steps})"
+    )
+    if config.pipeline.compute_dtype == "float16":
+        words += ", or --config.pipeline.compute_dtype=bfloat16, which reaches further"
+    return f"{words}."
 
 
 def print_help(argv: list[str]) -> int:
@@ -208,8 +277,6 @@ def print_help(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     warnings.formatwarning = lambda message, *_: f"train.py: warning: {message}\n"
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except KeyboardInterrupt:
-        print("\ntrain.py: stopped before training began.", file=sys.stderr)
-        sys.exit(130)
+    code = main(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done but to leave
+    sys.exit(code)
