@@ -89,6 +89,12 @@ class _Equations:
             constants, tuple(inputs), tuple(reversed(kept)), tuple(outputs)
         )
 
+    def read(self) -> set:
+        """The variables that are read."""
+        return set(_variables(self.outputs)).union(
+            *(_variables(e.invars) for e in self.equations)
+        )
+
     def depending_on(self, inputs: Sequence) -> set:
         """The variables whose value depends on any of `inputs`."""
         return _depending_on(self.equations, inputs)
@@ -221,7 +227,8 @@ class LayerProgram:
       input_grad: `(parameters, stash, output_grads) -> (input_grads, crossing)`; reads only `input_stash`.
       weight_grad: `(parameters, stash, crossing) -> parameter_grads`; reads only `weight_stash`.
       parameters, inputs, extra, outputs, aux, stash, crossing: abstract values of those lists.
-      reads_extra: for each leaf of `extra`, whether anything depends on it.
+      reads_extra: for each leaf of `extra`, whether anything reads it; outputs_read_extra: whether outputs or
+        gradients do.
       input_stash, weight_stash: disjoint positions in the stash: read by `input_grad` alone, and read by
         `weight_grad` (and perhaps by `input_grad` before it).
       output_tree, aux_tree: the tree structures of outputs and aux.
@@ -244,6 +251,7 @@ class LayerProgram:
     input_stash: tuple[int, ...]
     weight_stash: tuple[int, ...]
     reads_extra: tuple[bool, ...]
+    outputs_read_extra: tuple[bool, ...]
     output_tree: Any
     aux_tree: Any
     text: str
@@ -341,9 +349,9 @@ def trace_layer(
     results = forward.outputs[:num_results]
     run_forward = forward.slice(forward.inputs, results)
     run_and_stash = forward.slice(forward.inputs, (*results, *stash))
-    read = set(_variables(run_and_stash.outputs)).union(
-        *(_variables(e.invars) for e in run_and_stash.equations)
-    )
+    extra_inputs = forward.inputs[num_p + num_x :]
+    read = run_and_stash.read()
+    for_outputs = forward.slice(forward.inputs, (*results[:num_y], *stash)).read()
 
     leaf_of = dict(
         zip(backward.inputs, residuals)
@@ -356,9 +364,7 @@ def trace_layer(
 
     def reading(equations: _Equations):
         """Backward equations with their residual inputs read from the stash or rebuilt, and what they stash-read."""
-        used = set(_variables(equations.outputs)).union(
-            *(_variables(e.invars) for e in equations.equations)
-        )
+        used = equations.read()
         leaves = [leaf_of[v] for v in residual_inputs if v in used]
         rebuilt = list(
             dict.fromkeys(v for v in _variables(leaves) if v not in position)
@@ -428,7 +434,8 @@ def trace_layer(
         crossing=tuple(_aval(v) for v in crossing),
         input_stash=tuple(sorted(input_reads - weight_reads)),
         weight_stash=tuple(sorted(weight_reads)),
-        reads_extra=tuple(v in read for v in forward.inputs[num_p + num_x :]),
+        reads_extra=tuple(v in read for v in extra_inputs),
+        outputs_read_extra=tuple(v in for_outputs for v in extra_inputs),
         output_tree=trees["output"],
         aux_tree=trees["aux"],
         text=text,

@@ -136,11 +136,10 @@ def skip(
     References:
       Kim et al., "torchgpipe", arXiv:2004.09910, section 3.3 (portals).
     """
-    names = {
-        what: (given,) if isinstance(given, str) else tuple(given)
-        for what, given in (("stash", stash), ("pop", pop))
-    }
-    for what, given in names.items():
+    names = {}
+    for what, given in (("stash", stash), ("pop", pop)):
+        several = not isinstance(given, str) and hasattr(given, "__iter__")
+        names[what] = given = tuple(given) if several else (given,)
         for name in given:
             if not isinstance(name, str):
                 raise ValueError(

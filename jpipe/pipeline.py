@@ -284,7 +284,7 @@ class Pipeline:
         if self.recompute == "full":
             for i, layer in enumerate(stages.layers):
                 kind = stages.kinds[stages.kind_of_layer[i]]
-                if any(kind.reads_extra[1:]):
+                if any(kind.outputs_read_extra[1:]):
                     raise ValueError(
                         f"layer {i} ({layer.name}) reads its mutable state in training, which has moved on when "
                         '`recompute="full"` runs it again. Use `recompute="none"`, or a policy of '

@@ -232,6 +232,9 @@ def trace_layers(
                     jax.random.wrap_key_data(extra["key"], impl=key_impl),
                     args,
                 )
+                statistics = jax.tree.map(
+                    lambda a, like: a.astype(like.dtype), statistics, layer.state
+                )
             outputs = layer.outputs(outputs)
             if i == len(layers) - 1:
                 outputs = _cast(outputs, output_dtype)
