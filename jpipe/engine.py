@@ -966,11 +966,8 @@ class _Device:
                     carry["gradients"],
                 )
                 carry = {**carry, "gradients": gradients}
-        tied = [self._tied_total(copies, carry) for copies in self.tied]
-        for copies, total in zip(self.tied, tied):  # in norms they count once
-            zero = jnp.zeros_like(total)
-            values = [total, *[zero for _ in copies[1:]]]
-            carry = self._write_copies(copies, values, carry)
+        for copies in self.tied:
+            carry = self._sum_tied(copies, carry)
         squares = [
             jnp.sum(jnp.square(a.astype(jnp.float32)), axis=tuple(range(1, a.ndim)))
             for a in carry["gradients"].values()
@@ -978,8 +975,6 @@ class _Device:
         squares = functools.reduce(
             jnp.add, squares, jnp.zeros(len(chunks), jnp.float32)
         )
-        for copies, total in zip(self.tied, tied):
-            carry = self._write_copies(copies, [total for _ in copies], carry)
         version = jnp.full(len(chunks), -1, jnp.int32)
         for lane in lanes:
             mine = (chunks == get(lane, "chunk")) & (get(lane, "program") >= 0)
@@ -1020,6 +1015,8 @@ class _Device:
                     **carry,
                     **lax.cond(get(lane, "program") == u, run, lambda b: b, buffers),
                 }
+        for copies in self.tied:
+            carry = self._spread_tied(copies, carry)
         return carry
 
     def _scale(self, carry: dict):
@@ -1038,32 +1035,40 @@ class _Device:
             for name, a in self._over_replicas(mine).items()
         }
 
-    # -- Tied weights: the gradients of all copies are summed, and every copy is updated alike.
+    # -- Tied weights: the first copy gets the gradients of all, so norms count them once and one stage updates them;
+    # the others take over its value.
 
-    def _tied_total(self, copies: Sequence, carry: dict) -> jax.Array:
-        """The sum of a tied weight's gradients."""
-        mine = [
-            jnp.where(
-                self.me == copy.device,
-                packing.read(carry["gradients"], copy.place, [copy.chunk], copy.row),
-                0,
-            )
-            for copy in copies
-        ]
-        total = functools.reduce(jnp.add, mine)
-        if len({copy.device for copy in copies}) == 1:
-            return total
-        return lax.psum(total, AXIS)
-
-    def _write_copies(self, copies: Sequence, values: Sequence, carry: dict) -> dict:
-        """The gradients with those of a tied weight's copies replaced."""
-        gradients = carry["gradients"]
-        for copy, value in zip(copies, values, strict=True):
+    def _sum_tied(self, copies: Sequence[_Copy], carry: dict) -> dict:
+        gradients, total = carry["gradients"], 0
+        for copy in copies:
+            at = gradients, copy.place, [copy.chunk]
+            mine = packing.read(*at, copy.row)
+            total += jnp.where(self.me == copy.device, mine, 0)
+        if len({copy.device for copy in copies}) > 1:
+            total = lax.psum(total, AXIS)
+        for copy in copies:
             at = copy.place, [copy.chunk]
+            value = total if copy is copies[0] else jnp.zeros_like(total)
             old = packing.read(gradients, *at, copy.row)
             value = jnp.where(self.me == copy.device, value, old)
             gradients = packing.write(gradients, *at, value, copy.row)
         return {**carry, "gradients": gradients}
+
+    def _spread_tied(self, copies: Sequence[_Copy], carry: dict) -> dict:
+        """Gives the copies of other columns the value of the first."""
+        others = [copy for copy in copies if copy[:2] != copies[0][:2]]
+        if not others:
+            return carry
+        parameters, first = carry["parameters"], copies[0]
+        at = [0, first.chunk]  # schedules that tie stages have one version
+        value = packing.read(parameters, first.place, at, first.row)
+        value = lax.psum(jnp.where(self.me == first.device, value, 0), AXIS)
+        for copy in others:
+            at = copy.place, [0, copy.chunk]
+            old = packing.read(parameters, *at, copy.row)
+            new = jnp.where(self.me == copy.device, value, old)
+            parameters = packing.write(parameters, *at, new, copy.row)
+        return {**carry, "parameters": parameters}
 
     def _apply(
         self, update, get: Callable, skip, global_norm, scale, buffers: dict

@@ -271,14 +271,12 @@ class Pipeline:
 
     def _check_stages(self, stages: Stages) -> None:
         """What depends on how the layers are cut."""
-        updates = self.schedule.update_ticks()
         for copies in stages.ties:
             where = sorted({stages.stage_of(layer) for layer, _ in copies})
-            columns = [int(np.flatnonzero(self.schedule.stage == s)[0]) for s in where]
-            if len({int(updates[c]) for c in columns}) > 1:
+            if len(where) > 1 and not self.schedule.synchronous:
                 raise ValueError(
                     f"layers {', '.join(str(i) for i, _ in copies)} share weights but lie on stages "
-                    f"{', '.join(map(str, where))}, which schedule {self.schedule.name!r} updates at different ticks. "
+                    f"{', '.join(map(str, where))}, which the asynchronous schedule {self.schedule.name!r} updates apart. "
                     "Choose `boundaries` that keep them on one stage, or a synchronous schedule."
                 )
         if self.recompute == "full":

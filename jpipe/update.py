@@ -49,24 +49,18 @@ class Updates:
 def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> list:
     """What the optimizer sees of the model on a stage: `per_layer` with None in place of what is not there.
 
-    A tied weight is seen under its first layer alone, on every stage that has a copy.
+    A tied weight is seen once, in the first of its layers.
     """
     return _seen(stages, stages.layers_of(stage), per_layer)
 
 
 def _seen(stages: Stages, mine: Sequence[int], per_layer: Sequence) -> list:
-    source = {}  # of tied leaves: the copy that is there, None where it is not seen
-    for copies in stages.ties:
-        source |= dict.fromkeys(copies)
-        source[copies[0]] = next((c for c in copies if c[0] in mine), None)
-    trees = []
-    for i, layer in enumerate(stages.layers):
-        leaves, tree = jax.tree.flatten(layer.parameters)
-        for j in range(len(leaves)):
-            copy = source.get((i, j), (i, j) if i in mine else None)
-            leaves[j] = copy and jax.tree.leaves(per_layer[copy[0]])[copy[1]]
-        absent = i not in mine and all(leaf is None for leaf in leaves)
-        trees.append(None if absent else tree.unflatten(leaves))
+    elsewhere = {copy for copies in stages.ties for copy in copies[1:]}
+    trees: list = [None] * len(stages.layers)
+    for i in mine:
+        leaves, tree = jax.tree.flatten(per_layer[i])
+        kept = [None if (i, j) in elsewhere else leaf for j, leaf in enumerate(leaves)]
+        trees[i] = tree.unflatten(kept)
     return trees
 
 
@@ -77,28 +71,13 @@ def _leaf_copies(stages: Stages, stage: int) -> list[list[tuple[Place, int]]]:
         for layer, run, row in stages.layer_runs(stage)
         for j, place in enumerate(run.parameters)
     }
-    copies_of = {
-        copy: [c for c in copies if c in places]
-        for copies in stages.ties
-        for copy in copies
-    }
-    names = [
-        [(i, j) for j, _ in enumerate(jax.tree.leaves(layer.parameters))]
-        for i, layer in enumerate(stages.layers)
-    ]
-    named = [
-        jax.tree.structure(layer.parameters).unflatten([_Name(n) for n in leaves])
-        for layer, leaves in zip(stages.layers, names)
-    ]
-    leaves = [name.leaf for name in jax.tree.leaves(stage_tree(stages, stage, named))]
-    return [[places[c] for c in copies_of.get(leaf, [leaf])] for leaf in leaves]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Name:
-    """A leaf that knows its layer and its number among the layer's leaves."""
-
-    leaf: tuple[int, int]
+    found = {leaf: [place] for leaf, place in places.items()}
+    for first, *others in stages.ties:
+        here = [places[copy] for copy in others if copy in places]
+        found.setdefault(first, []).extend(here)
+        for copy in others:
+            found.pop(copy, None)
+    return [found[leaf] for leaf in places if leaf in found]
 
 
 def _flat_update(optimizer, tree) -> tuple[Callable, list, int]:
