@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jpipe.backward import LayerProgram, is_inexact, jaxpr_text, trace_layer
@@ -356,7 +357,7 @@ def _trace_loss(loss: Callable, outputs, microbatch, has_aux: bool) -> LayerProg
             f"got {shapes_text(value)}. {hint}"
         )
     for path, leaf in jax.tree.leaves_with_path(aux):
-        if not (is_inexact(leaf) or leaf.dtype.kind in "iub"):
+        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             raise ValueError(
                 f"`loss` returns aux{jax.tree_util.keystr(path)} of dtype {leaf.dtype}, and only numbers can be "
                 "averaged over the microbatches."
@@ -365,15 +366,16 @@ def _trace_loss(loss: Callable, outputs, microbatch, has_aux: bool) -> LayerProg
     def function(_, outputs, batch):
         result = loss(outputs, batch)
         value, aux = result if has_aux else (result, ())
-        return value, jax.tree.map(lambda a: jax.numpy.asarray(a, _mean_dtype(a)), aux)
+        return value, jax.tree.map(
+            lambda a: jnp.asarray(a, _mean_dtype(jnp.asarray(a))), aux
+        )
 
     return trace_layer(function, (), outputs, microbatch, has_aux=True)
 
 
 def _mean_dtype(a) -> Any:
     """The dtype that a mean over microbatches has: integers and truths are averaged as floats."""
-    dtype = jax.numpy.result_type(a)
-    return dtype if jax.numpy.issubdtype(dtype, jax.numpy.inexact) else np.float32
+    return a.dtype if is_inexact(a) else np.float32
 
 
 def _flops(kind: LayerProgram) -> float:

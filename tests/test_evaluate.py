@@ -1,0 +1,138 @@
+"""Evaluation and auxiliary outputs: the loss on exactly the rows given, metrics averaged over microbatches."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+
+KEY = jax.random.key(0)
+LAYERS = [functools.partial(nnx.Linear, 3, 3)] * 2
+
+
+def weighted(outputs, batch):
+    """A ratio of sums: no mean of parts gives the whole's."""
+    errors = jnp.square(outputs - batch["targets"]).mean(axis=-1)
+    weight = batch["weight"]
+    aux = {
+        "positive": outputs > 0,
+        "largest": errors.max(),
+        "rows": jnp.int32(len(weight)),
+    }
+    aux["positive"] = aux["positive"].mean()
+    return (errors * weight).sum() / weight.sum(), aux
+
+
+def batch_of(size):
+    rng = np.random.default_rng(size)
+    batch = {
+        k: rng.normal(size=(size, 3)).astype(np.float32) for k in ("inputs", "targets")
+    }
+    return {**batch, "weight": rng.uniform(0.1, 1, size).astype(np.float32)}
+
+
+def pipeline(schedule, R=1, loss=weighted, has_aux=True):
+    return jpipe.Pipeline(
+        LAYERS,
+        loss=loss,
+        optimizer=optax.sgd(0.1),
+        schedule=schedule,
+        mesh=jpipe.make_mesh(stage=schedule.num_devices, data=R),
+        has_aux=has_aux,
+    )
+
+
+def plain(params, x):
+    for p in params:
+        x = x @ p["kernel"] + p["bias"]
+    return x
+
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_evaluate_is_the_loss_of_the_whole_batch(R):
+    pipe = pipeline(jpipe.schedules.one_f_one_b(2, 3), R)
+    state = pipe.init(KEY, batch_of(6 * R))
+    params = pipe.get_params(state)
+    for size in (1, 5, 6 * R, 13):
+        batch = batch_of(size)
+        got = pipe.evaluate(state, batch)
+        loss, aux = weighted(plain(params, batch["inputs"]), batch)
+        np.testing.assert_allclose(got["loss"], loss, rtol=1e-5)
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5), got["aux"], aux
+        )
+        assert got["aux"]["rows"] == size
+    state, _ = pipe.step(state, batch_of(6 * R))  # the state is still there
+
+
+@pytest.mark.parametrize("R", [1, 2])
+def test_aux_is_the_mean_over_microbatches_and_replicas(R):
+    N = 3
+    pipe, batch = pipeline(jpipe.schedules.one_f_one_b(2, N), R), batch_of(4 * N * R)
+    state = pipe.init(KEY, batch)
+    params = pipe.get_params(state)
+    _, metrics = pipe.step(state, batch)
+    parts = [
+        {k: a[i : i + 4] for k, a in batch.items()} for i in range(0, 4 * N * R, 4)
+    ]
+    found = [weighted(plain(params, part["inputs"]), part) for part in parts]
+    want = jax.tree.map(lambda *a: np.mean(a), *found)
+    got = metrics["loss"], metrics["aux"]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
+
+
+def test_aux_while_an_asynchronous_schedule_fills_and_drains():
+    pipe = pipeline(jpipe.schedules.pipedream(2, 1))
+    batch = batch_of(4)
+    state = pipe.init(KEY, batch)
+    state, metrics = pipe.step(state, batch)
+    assert int(metrics["num_microbatches"]) == 0 and metrics["aux"]["rows"] == 0
+    state, metrics = pipe.step(state, batch)
+    assert int(metrics["num_microbatches"]) == 1 and metrics["aux"]["rows"] == 4
+    evaluated = pipe.evaluate(state, batch)  # in flight or not
+    assert evaluated["aux"]["rows"] == 4
+    state, metrics = pipe.flush(state)
+    assert int(metrics["num_microbatches"]) > 0 and metrics["aux"]["rows"] == 4
+
+
+def test_flushing_a_synchronous_schedule_has_the_same_metrics():
+    pipe, batch = pipeline(jpipe.schedules.gpipe(2, 2)), batch_of(4)
+    state, stepped = pipe.step(pipe.init(KEY, batch), batch)
+    _, flushed = pipe.flush(state)
+    kinds = [jax.tree.map(lambda a: (a.shape, a.dtype), m) for m in (stepped, flushed)]
+    assert kinds[0] == kinds[1]
+
+
+WRONG = {
+    "pair without has_aux": (weighted, False, "set `has_aux=True`"),
+    "scalar with has_aux": (
+        lambda y, batch: y.mean(),
+        True,
+        r"must return `\(scalar, aux\)` with `has_aux=True`, got float32\[\]",
+    ),
+    "aux of keys": (
+        lambda y, batch: (y.mean(), {"key": jax.random.key(0)}),
+        True,
+        r"returns aux\['key'\] of dtype key<fry>, and only numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_losses(name):
+    loss, has_aux, message = WRONG[name]
+    with pytest.raises(ValueError, match=message):
+        pipe = pipeline(jpipe.schedules.gpipe(2, 2), loss=loss, has_aux=has_aux)
+        pipe.init(KEY, batch_of(4))
+
+
+def test_an_empty_batch_is_refused():
+    pipe = pipeline(jpipe.schedules.gpipe(2, 2))
+    state = pipe.init(KEY, batch_of(4))
+    with pytest.raises(ValueError, match="the batch is empty"):
+        pipe.evaluate(state, batch_of(0))
