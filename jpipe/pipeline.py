@@ -16,6 +16,8 @@ from jpipe.backward import jaxpr_text
 from jpipe.engine import AXIS, DATA, Engine
 from jpipe.layers import as_layers, shared_weights
 from jpipe.loss_scale import LossScale
+from jpipe.plan.min_max import min_max
+from jpipe.plan.profile import balance_costs
 from jpipe.schedule import Schedule
 from jpipe.schedules import forward_only
 from jpipe.stages import (
@@ -123,7 +125,9 @@ class Pipeline:
       optimizer: any Optax chain that treats each layer by itself. It is called with the extra arguments `delay`, the
         stage's forward delay in optimizer steps, and `global_norm`, the norm of the gradient over all stages.
       schedule: one of `jpipe.schedules`, or a table of your own.
-      boundaries: the layer index at which each stage after the first begins; None balances by FLOPs.
+      boundaries: the layer index at which each stage after the first begins, or what to balance: "flops" as XLA
+        counts them, "time" measured one layer at a time, or "memory" of weights, optimizer and activations in flight.
+        None is "flops".
       mesh: has an axis "stage" of as many devices as the schedule; see `jpipe.make_mesh`. None makes it. Along an axis
         "data" the pipeline is replicated and the minibatch shared out; other axes are left to the compiler.
       recompute: "none", or "full": a stage keeps only its inputs, and runs its forward again before its backward.
@@ -172,7 +176,7 @@ class Pipeline:
         loss: Callable[[Any, Any], jax.Array],
         optimizer: optax.GradientTransformation,
         schedule: Schedule,
-        boundaries: Sequence[int] | None = None,
+        boundaries: Sequence[int] | str | None = None,
         mesh: Mesh | None = None,
         recompute: str = "none",
         compute_dtype: Any = None,
@@ -209,6 +213,7 @@ class Pipeline:
         self.loss_scale = _check_loss_scale(loss_scale, schedule)
         self.has_aux = has_aux
         self.ties = [*shared_weights(layers), *_check_ties(ties)]
+        self._balance = boundaries if isinstance(boundaries, str) else "flops"
         self._starts = check_boundaries(
             boundaries, len(self.layers), schedule.num_stages
         )
@@ -239,8 +244,12 @@ class Pipeline:
         key = tree, shapes, str(key_impl)
         if key not in self._plans:
             traced = self._trace(self.loss, microbatch, key_impl)
+            if self._starts is None:
+                in_flight = int(self.schedule.facts().in_flight.max())
+                costs = balance_costs(self._balance, traced, self.optimizer, in_flight)
+                inner = min_max(costs, self.schedule.num_stages)
+                self._starts = [0, *inner, len(self.layers)]
             stages = self._cut(traced)
-            self._starts = list(stages.starts)
             self._check_stages(stages)
             engine = Engine(
                 self.schedule,

@@ -378,15 +378,21 @@ def _mean_dtype(a) -> Any:
     return a.dtype if is_inexact(a) else np.float32
 
 
-def _flops(kind: LayerProgram) -> float:
-    def forward_and_backward(parameters, inputs, extra, output_grads):
+def forward_and_backward(kind: LayerProgram) -> tuple[Callable, tuple]:
+    """A layer's forward and backward as one function, and its abstract arguments."""
+
+    def function(parameters, inputs, extra, output_grads):
         outputs, stash, _ = kind.forward_and_stash(parameters, inputs, extra)
         return outputs, kind.backward(parameters, stash, output_grads)
 
     grads = [y for y in kind.outputs if is_inexact(y)]
-    lowered = jax.jit(forward_and_backward).lower(
-        list(kind.parameters), list(kind.inputs), list(kind.extra), grads
-    )
+    given = list(kind.parameters), list(kind.inputs), list(kind.extra), grads
+    return function, given
+
+
+def _flops(kind: LayerProgram) -> float:
+    function, arguments = forward_and_backward(kind)
+    lowered = jax.jit(function).lower(*arguments)
     # Of the program before optimisation: within 1 % of the compiled one's, and there in a tenth of the time.
     return max(float((lowered.cost_analysis() or {}).get("flops", 0.0)), 0.0)
 
@@ -439,16 +445,19 @@ def resolve_ties(
     return resolved
 
 
+BALANCES = ("flops", "time", "memory")
+
+
 def check_boundaries(
-    boundaries: Sequence[int] | None, num_layers: int, num_stages: int
+    boundaries: Sequence[int] | str | None, num_layers: int, num_stages: int
 ) -> list[int] | None:
-    """`boundaries` as a list of starts, one a stage, and the number of layers; None stays None."""
+    """`boundaries` as a list of starts, one a stage, and the number of layers; None for one of `BALANCES`."""
     if num_stages > num_layers:
         raise ValueError(
             f"a schedule of {num_stages} stages needs at least as many layers, got {num_layers}. "
             f"Use `num_stages={num_layers}` or fewer, or split the layers more finely."
         )
-    if boundaries is None:
+    if boundaries is None or (isinstance(boundaries, str) and boundaries in BALANCES):
         return None
     want = "the layer index at which each stage after the first begins"
     if isinstance(boundaries, str) or not hasattr(boundaries, "__iter__"):
@@ -458,8 +467,8 @@ def check_boundaries(
         boundaries_are_indices = all(hasattr(b, "__index__") for b in boundaries)
     if not boundaries_are_indices:
         raise ValueError(
-            f"`boundaries` must be a list of whole numbers ({want}) or None to balance by "
-            f"FLOPs, got {boundaries!r}."
+            f"`boundaries` must be a list of whole numbers ({want}), one of {', '.join(map(repr, BALANCES))} to balance "
+            f"by that, or None to balance by FLOPs, got {boundaries!r}."
         )
     starts = [0, *(int(b) for b in boundaries), num_layers]
     if len(starts) != num_stages + 1:
