@@ -1,4 +1,4 @@
-"""A convolution whose gradients stay fast inside control flow on CPU.
+"""Convolution and pooling whose gradients stay fast inside control flow on CPU.
 
 The two gradients of a convolution are convolutions as well, and JAX writes them with
 permuted dimension numbers. In the top level of a program XLA:CPU turns those into its
@@ -7,12 +7,15 @@ does its work, it does not, and runs a scalar loop: 18 against 1.2 ms for the in
 gradient and 42 against 1.6 ms for the weight gradient of a 3x3 convolution (32 images of
 28x28, 16 to 16 channels; 2-core x86-64 CPU, JAX 0.10.2). Here they are written as
 the plain convolutions that they are, the transposes beside them. On other backends the
-compiler folds the transposes back, so nothing is lost.
+compiler folds the transposes back, so nothing is lost. The gradient of `nnx.max_pool` is
+slow there anywhere: 5.6 ms for 2x2 windows of 16 images of 56x56 with 16 channels, where
+the one here takes 1.3 ms.
 """
 
 import functools
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
@@ -20,10 +23,10 @@ _IMAGES = ("NHWC", "HWIO", "NHWC")
 
 
 class Conv(nnx.Module):
-    """2-D convolution without bias, zero padded to the image's size over `stride`.
+    """2-D convolution, zero padded to the image's size over `stride`.
 
-    The same numbers and the same parameter as
-    `nnx.Conv(..., strides=stride, padding="SAME", use_bias=False)`.
+    The same numbers and the same parameters as
+    `nnx.Conv(..., strides=stride, padding="SAME", use_bias=use_bias)`.
     """
 
     def __init__(
@@ -33,18 +36,23 @@ class Conv(nnx.Module):
         size: int,
         *,
         stride: int = 1,
+        use_bias: bool = False,
         kernel_init: nnx.Initializer,
         rngs: nnx.Rngs,
     ):
         shape = (size, size, num_inputs, num_outputs)
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape))
+        self.use_bias = use_bias
+        if use_bias:
+            self.bias = nnx.Param(jnp.zeros(num_outputs, self.kernel.dtype))
         self.stride = stride
 
     def __call__(self, x):  # [B, H, W, num_inputs] -> [B, H', W', num_outputs]
         kernel = self.kernel[...]
         strides = (self.stride, self.stride)
         padding = lax.padtype_to_pads(x.shape[1:3], kernel.shape[:2], strides, "SAME")
-        return _conv(x, kernel, strides, tuple(padding))
+        y = _conv(x, kernel, strides, tuple(padding))
+        return y + self.bias[None, None, None] if self.use_bias else y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -90,3 +98,13 @@ def _conv_backward(strides, padding, residuals, g):
 
 
 _conv.defvjp(_conv_forward, _conv_backward)
+
+
+def halve(x: jax.Array) -> jax.Array:
+    """2x2 max pooling, [B, H, W, C] -> [B, H // 2, W // 2, C].
+
+    Equal numbers in a window share its gradient; `nnx.max_pool` gives it to the first.
+    """
+    batch, height, width, channels = x.shape
+    x = x[:, : height // 2 * 2, : width // 2 * 2]
+    return x.reshape(batch, height // 2, 2, width // 2, 2, channels).max(axis=(2, 4))

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from flax import nnx
 
+from models import checks
+
 # Named once: layers that are meant to be equal must hold the same function.
 _HE_NORMAL = nnx.initializers.he_normal()
 _LOGITS = nnx.initializers.normal(0.01)
@@ -51,13 +53,8 @@ class MLP:
     """Number of classes K."""
 
     def __post_init__(self):
-        for name in ("num_inputs", "num_outputs"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"`{name}` must be at least 1, got {getattr(self, name)}."
-                )
-        if any(width < 1 for width in self.widths):
-            raise ValueError(f"`widths` must all be at least 1, got {self.widths}.")
+        checks.at_least_one(self, "num_inputs", "num_outputs")
+        checks.all_at_least_one(self, "widths")
 
     def layers(self) -> list[Callable[..., nnx.Module]]:
         """One factory per layer, the logits last."""

@@ -1,17 +1,19 @@
-"""A ResNet-18-style network for small images, with group normalisation.
+"""Residual networks (He et al., CVPR 2016, arXiv:1512.03385) for images [B, H, W, C].
 
-The CIFAR stem (one 3x3 convolution, no pooling) in front of basic blocks (He et
-al., CVPR 2016, arXiv:1512.03385). Batch norm would mix the examples of a
-microbatch; group norm (Wu and He, ECCV 2018, arXiv:1803.08494) does not, so the
-result is the same however a minibatch is cut. Images are [B, H, W, C].
+Basic blocks (ResNet-18 and 34) or bottlenecks (50), behind the stem of CIFAR (one
+3x3 convolution, no pooling) or that of ImageNet. Batch norm is the paper's; it mixes
+the examples of a microbatch, so the result depends on how a minibatch is cut. Group
+norm (Wu and He, ECCV 2018, arXiv:1803.08494) does not.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any, Literal
 
 from flax import nnx
 
+from models import checks
 from models.convolution import Conv
 
 # He initialisation over the fan out, and a last scale of zero in every residual
@@ -24,6 +26,10 @@ _ONES = nnx.initializers.ones
 
 
 def _norm(width, group_size, rngs, scale_init=_ONES):
+    if group_size is None:
+        return nnx.BatchNorm(
+            width, momentum=0.9, epsilon=1e-5, scale_init=scale_init, rngs=rngs
+        )
     return nnx.GroupNorm(
         width, num_groups=None, group_size=group_size, scale_init=scale_init, rngs=rngs
     )
@@ -37,7 +43,7 @@ class Stem(nnx.Module):
         num_channels: int,
         width: int,
         stride: int,
-        group_size: int,
+        group_size: int | None,  # here and below: None is batch norm
         *,
         rngs: nnx.Rngs,
     ):
@@ -50,15 +56,33 @@ class Stem(nnx.Module):
         return nnx.relu(self.norm(self.conv(x)))
 
 
+class ImageNetStem(nnx.Module):
+    """7x7 convolution, norm, ReLU and 3x3 max pooling: a quarter of the image's size."""
+
+    def __init__(
+        self, num_channels: int, width: int, group_size: int | None, *, rngs: nnx.Rngs
+    ):
+        self.conv = Conv(
+            num_channels, width, 7, stride=2, kernel_init=_KERNEL, rngs=rngs
+        )
+        self.norm = _norm(width, group_size, rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.conv(x)))
+        return nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+
+
 class BasicBlock(nnx.Module):
     """Two 3x3 convolutions beside a shortcut, a projection where the shape changes."""
+
+    expansion = 1
 
     def __init__(
         self,
         num_inputs: int,
         width: int,
         stride: int,
-        group_size: int,
+        group_size: int | None,
         *,
         rngs: nnx.Rngs,
     ):
@@ -78,6 +102,44 @@ class BasicBlock(nnx.Module):
         return nnx.relu(self.norm2(self.conv2(x)) + shortcut)
 
 
+class BottleneckBlock(nnx.Module):
+    """A 3x3 convolution between two 1x1, the last of which widens by 4; a shortcut.
+
+    The 3x3 convolution has the stride, as in torchvision's v1.5; in the paper the first
+    1x1 has it, and skips three quarters of its input.
+    """
+
+    expansion = 4
+
+    def __init__(
+        self,
+        num_inputs: int,
+        width: int,
+        stride: int,
+        group_size: int | None,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        conv = functools.partial(Conv, kernel_init=_KERNEL, rngs=rngs)
+        num_outputs = self.expansion * width
+        self.conv1 = conv(num_inputs, width, 1)
+        self.norm1 = _norm(width, group_size, rngs)
+        self.conv2 = conv(width, width, 3, stride=stride)
+        self.norm2 = _norm(width, group_size, rngs)
+        self.conv3 = conv(width, num_outputs, 1)
+        self.norm3 = _norm(num_outputs, group_size, rngs, scale_init=_ZEROS)
+        self.projects = stride != 1 or num_inputs != num_outputs
+        if self.projects:
+            self.projection = conv(num_inputs, num_outputs, 1, stride=stride)
+            self.projection_norm = _norm(num_outputs, group_size, rngs)
+
+    def __call__(self, x):
+        shortcut = self.projection_norm(self.projection(x)) if self.projects else x
+        x = nnx.relu(self.norm1(self.conv1(x)))
+        x = nnx.relu(self.norm2(self.conv2(x)))
+        return nnx.relu(self.norm3(self.conv3(x)) + shortcut)
+
+
 class Head(nnx.Module):
     """Mean over the image, then the logits."""
 
@@ -90,58 +152,96 @@ class Head(nnx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class ResNet:
-    """A residual network of basic blocks; the defaults are ResNet-18 on CIFAR."""
+    """A residual network; the defaults are ResNet-18 on CIFAR, with group norm.
+
+    `ResNet.of_depth(50)` is the network of the paper, for ImageNet.
+    """
 
     num_channels: int = 3
     """Channels of the image: 1 for MNIST, 3 for CIFAR."""
     widths: tuple[int, ...] = (64, 128, 256, 512)
-    """Channels of each group of blocks. The image halves between groups."""
+    """Channels of each group of blocks, a quarter of what bottlenecks put out. The image
+    halves between groups."""
     num_blocks: tuple[int, ...] = (2, 2, 2, 2)
     """Blocks in each group, one entry per width."""
+    block: Literal["basic", "bottleneck"] = "basic"
+    """Two 3x3 convolutions, or a 3x3 between two 1x1."""
+    stem: Literal["small", "imagenet"] = "small"
+    """One 3x3 convolution, or a 7x7 of stride 2 and 3x3 max pooling of stride 2."""
     stem_stride: int = 1
-    """Stride of the first convolution: 2 makes everything after it 4 times cheaper."""
+    """Stride of the small stem: 2 makes everything after it 4 times cheaper."""
+    norm: Literal["group", "batch"] = "group"
+    """Over groups of channels of an example, or over the examples of a microbatch."""
     group_size: int = 8
-    """Channels normalised together. Must divide every width."""
+    """Channels that group norm takes together. Must divide every width."""
     num_classes: int = 10
     """Number of classes K."""
 
     def __post_init__(self):
-        if len(self.widths) != len(self.num_blocks) or not self.widths:
-            raise ValueError(
-                f"`num_blocks` needs one entry for each of `widths`, got {self.num_blocks} for "
-                f"{self.widths}. Give both the same length, at least 1."
-            )
+        checks.one_entry_each(self, "num_blocks", of="widths")
+        checks.one_of(self, "block", "stem", "norm")
+        checks.at_least_one(
+            self, "num_channels", "stem_stride", "group_size", "num_classes"
+        )
+        checks.all_at_least_one(self, "num_blocks", "widths")
         for width in self.widths:
-            if width < 1 or width % self.group_size:
+            if self.norm == "group" and width % self.group_size:
                 raise ValueError(
                     f"`widths` must be multiples of `group_size` ({self.group_size}), got {width}. "
                     "Change either."
                 )
-        for name in ("num_channels", "stem_stride", "num_classes"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"`{name}` must be at least 1, got {getattr(self, name)}."
-                )
+        if self.stem == "imagenet" and self.stem_stride != 1:
+            raise ValueError(
+                f"`stem_stride` is that of the small stem, got {self.stem_stride} with "
+                'stem="imagenet", which has strides of its own. Leave it at 1.'
+            )
+
+    @classmethod
+    def of_depth(cls, depth: int, **fields: Any) -> "ResNet":
+        """ResNet-18, 34 or 50 as in the paper: batch norm, 1000 classes of ImageNet.
+
+        The convolutions and the pooling of stride 2 are padded as XLA's "SAME": for an
+        image of even size one pixel further right and down than in torchvision.
+
+        Args:
+          depth: 18, 34 or 50.
+          **fields: other values for any fields, such as `stem="small"`.
+
+        Raises:
+          ValueError: for any other depth.
+        """
+        known = {
+            18: ("basic", (2, 2, 2, 2)),
+            34: ("basic", (3, 4, 6, 3)),
+            50: ("bottleneck", (3, 4, 6, 3)),
+        }
+        if depth not in known:
+            raise ValueError(
+                f"`depth` must be 18, 34 or 50, got {depth}. For another, give "
+                "`ResNet` its `block` and `num_blocks`."
+            )
+        block, num_blocks = known[depth]
+        paper = {"stem": "imagenet", "norm": "batch", "num_classes": 1000}
+        return cls(**{"block": block, "num_blocks": num_blocks} | paper | fields)
 
     def layers(self) -> list[Callable[..., nnx.Module]]:
         """One factory per layer: the stem, each block, the head."""
-        layers = [
-            functools.partial(
-                Stem,
-                self.num_channels,
-                self.widths[0],
-                self.stem_stride,
-                self.group_size,
+        group_size = self.group_size if self.norm == "group" else None
+        if self.stem == "small":
+            stem = functools.partial(
+                Stem, self.num_channels, self.widths[0], self.stem_stride, group_size
             )
-        ]
-        num_inputs = self.widths[0]
+        else:
+            stem = functools.partial(
+                ImageNetStem, self.num_channels, self.widths[0], group_size
+            )
+        block = {"basic": BasicBlock, "bottleneck": BottleneckBlock}[self.block]
+        layers, num_inputs = [stem], self.widths[0]
         for group, (width, num_blocks) in enumerate(zip(self.widths, self.num_blocks)):
-            for block in range(num_blocks):
-                stride = 2 if group > 0 and block == 0 else 1
+            for i in range(num_blocks):
+                stride = 2 if group > 0 and i == 0 else 1
                 layers.append(
-                    functools.partial(
-                        BasicBlock, num_inputs, width, stride, self.group_size
-                    )
+                    functools.partial(block, num_inputs, width, stride, group_size)
                 )
-                num_inputs = width
+                num_inputs = block.expansion * width
         return [*layers, functools.partial(Head, num_inputs, self.num_classes)]

@@ -1,9 +1,10 @@
-"""A decoder-only transformer over bytes.
+"""A decoder-only transformer over bytes, or any tokens.
 
 GPT-2 (Radford et al., 2019): learned positions, norms before attention and MLP,
-GELU, initialised as its section 2.3 says. All blocks are structurally equal, so
-a stage can run its blocks as one loop. Letters: B batch, T positions, D `dim`,
-H heads, V vocabulary.
+GELU, initialised as its section 2.3 says. It departs from GPT-2 in having no dropout
+of the attention weights, and by default none at all, and a head of its own. All blocks
+are structurally equal, so a stage can run its blocks as one loop. Letters: B batch,
+T positions, D `dim`, H heads, V vocabulary.
 """
 
 import dataclasses
@@ -13,6 +14,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from models import checks
+from models.sublayers import dropout
 
 _KERNEL = nnx.initializers.normal(0.02)
 
@@ -24,26 +28,39 @@ def _residual_kernel(num_blocks: int):
 
 
 class Embedding(nnx.Module):
-    """Sum of a vector for each byte and a vector for each position."""
+    """Sum of a vector for each token and a vector for each position."""
 
-    def __init__(self, vocab_size: int, seq_len: int, dim: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_len: int,
+        dim: int,
+        rate: float = 0.0,
+        *,
+        rngs: nnx.Rngs,
+    ):
         self.token = nnx.Embed(vocab_size, dim, embedding_init=_KERNEL, rngs=rngs)
         self.position = nnx.Embed(seq_len, dim, embedding_init=_KERNEL, rngs=rngs)
+        self.dropout = dropout(rate, rngs)
 
     def __call__(self, tokens):  # [B, T] integers -> [B, T, D]
-        if tokens.shape[1] > self.position.num_embeddings:
-            raise ValueError(
-                f"{tokens.shape[1]} positions, but `seq_len` of the model is "
-                f"{self.position.num_embeddings}. Shorten the input or build a longer model."
-            )
+        checks.fits(tokens.shape[1], self.position.num_embeddings)
         positions = self.position(jnp.arange(tokens.shape[1]))
-        return self.token(tokens) + positions[None]
+        return self.dropout(self.token(tokens) + positions[None])
 
 
 class Block(nnx.Module):
     """Causal self-attention, then an MLP of four times the width, both residual."""
 
-    def __init__(self, dim: int, num_heads: int, num_blocks: int, *, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_blocks: int,
+        rate: float = 0.0,
+        *,
+        rngs: nnx.Rngs,
+    ):
         linear = functools.partial(nnx.Linear, rngs=rngs)
         norm = functools.partial(nnx.LayerNorm, dim, epsilon=1e-5, rngs=rngs)
         residual = _residual_kernel(num_blocks)
@@ -54,18 +71,20 @@ class Block(nnx.Module):
         self.mlp_norm = norm()
         self.mlp_in = linear(dim, 4 * dim, kernel_init=_KERNEL)
         self.mlp_out = linear(4 * dim, dim, kernel_init=residual)
+        self.dropout = dropout(rate, rngs)
 
     def __call__(self, x):  # [B, T, D] -> [B, T, D]
         qkv = self.qkv(self.attention_norm(x))
         qkv = qkv.reshape(*x.shape[:2], 3, self.num_heads, -1)  # [B, T, 3, H, D / H]
         query, key, value = jnp.moveaxis(qkv, 2, 0)
         attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.attention_out(attended.reshape(x.shape))
-        return x + self.mlp_out(nnx.gelu(self.mlp_in(self.mlp_norm(x))))
+        x = x + self.dropout(self.attention_out(attended.reshape(x.shape)))
+        hidden = nnx.gelu(self.mlp_in(self.mlp_norm(x)))
+        return x + self.dropout(self.mlp_out(hidden))
 
 
 class Head(nnx.Module):
-    """Final norm and the logits of the next byte; its weights are its own."""
+    """Final norm and the logits of the next token; its weights are its own."""
 
     def __init__(self, dim: int, vocab_size: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(dim, epsilon=1e-5, rngs=rngs)
@@ -75,6 +94,19 @@ class Head(nnx.Module):
 
     def __call__(self, x):  # [B, T, D] -> [B, T, V]
         return self.linear(self.norm(x))
+
+
+class TiedHead(nnx.Module):
+    """The same with a matrix of the shape of the token embedding's, which it shares."""
+
+    def __init__(self, dim: int, vocab_size: int, *, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(dim, epsilon=1e-5, rngs=rngs)
+        self.embedding = nnx.Param(
+            _KERNEL(rngs.params(), (vocab_size, dim), jnp.float32)
+        )
+
+    def __call__(self, x):  # [B, T, D] -> [B, T, V]
+        return self.norm(x) @ self.embedding.T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,26 +123,36 @@ class Transformer:
     """Attention heads H. Must divide `dim`."""
     num_blocks: int = 8
     """Blocks between the embedding and the head."""
+    dropout: float = 0.0
+    """Share of the activations that is dropped in training, after the embedding and
+    after each attention and MLP."""
+    tie_embeddings: bool = False
+    """Whether the head's matrix is the token embedding's."""
 
     def __post_init__(self):
-        for name in ("vocab_size", "seq_len", "dim", "num_heads", "num_blocks"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"`{name}` must be at least 1, got {getattr(self, name)}."
-                )
-        if self.dim % self.num_heads:
-            raise ValueError(
-                f"`num_heads` must divide `dim` ({self.dim}), got {self.num_heads}. "
-                "Change either."
-            )
+        checks.at_least_one(
+            self, "vocab_size", "seq_len", "dim", "num_heads", "num_blocks"
+        )
+        checks.heads_divide_dim(self)
+        checks.rate(self, "dropout")
 
     def layers(self) -> list[Callable[..., nnx.Module]]:
         """One factory per layer: the embedding, each block, the head."""
+        embedding = functools.partial(
+            Embedding, self.vocab_size, self.seq_len, self.dim, self.dropout
+        )
+        block = functools.partial(
+            Block, self.dim, self.num_heads, self.num_blocks, self.dropout
+        )
+        head = TiedHead if self.tie_embeddings else Head
         return [
-            functools.partial(Embedding, self.vocab_size, self.seq_len, self.dim),
-            *(
-                functools.partial(Block, self.dim, self.num_heads, self.num_blocks)
-                for _ in range(self.num_blocks)
-            ),
-            functools.partial(Head, self.dim, self.vocab_size),
+            embedding,
+            *[block] * self.num_blocks,
+            functools.partial(head, self.dim, self.vocab_size),
         ]
+
+    def ties(self) -> list[tuple[tuple[int, str], ...]]:
+        """The parameters that are one: `(layer, path)` of each, the owner first."""
+        if not self.tie_embeddings:
+            return []
+        return [((0, "token.embedding"), (-1, "embedding"))]

@@ -1,6 +1,9 @@
-"""The models: shapes, sizes, initial scales, and a convolution equal to Flax's."""
+"""The models: shapes, sizes against published ones, initial scales, and each part
+against a plain computation of it."""
 
+import dataclasses
 import functools
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -8,58 +11,159 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from models import MLP, ResNet, Transformer
-from models.convolution import Conv
+import jpipe
+import models
+from models import BERT, MLP, VGG, ResNet, Transformer, Translation, UNet
+from models.convolution import Conv, halve
+from models.sublayers import Attention
+from models.translation import positions
+from models.unet import UpConvolution
+from train import flags
+from train.config import TrainConfig
+from train.mnist import MNIST
 
 IMAGES = (2, 28, 28, 1)
 DIGITS = ResNet(num_channels=1, widths=(8, 16), num_blocks=(1, 2), stem_stride=2)
+BOTTLENECKS = ResNet.of_depth(
+    50, num_channels=1, widths=(4, 8), num_blocks=(2, 3), num_classes=10
+)
+CONVOLUTIONS = VGG(
+    image_size=28,
+    num_channels=1,
+    widths=(4, 8),
+    num_convolutions=(1, 3),
+    hidden_width=16,
+    num_classes=10,
+)
 BYTES = Transformer(seq_len=12, dim=16, num_heads=2, num_blocks=3)
-MODELS = [(MLP(widths=(32, 32)), IMAGES), (DIGITS, IMAGES), (BYTES, (2, 12))]
-IDS = ["MLP", "ResNet", "Transformer"]
+WORDS = BERT(vocab_size=50, seq_len=12, dim=16, num_heads=2, num_blocks=3)
+LANGUAGES = Translation(
+    vocab_size=50,
+    dim=16,
+    num_heads=2,
+    mlp_dim=24,
+    num_encoder_blocks=2,
+    num_decoder_blocks=3,
+)
+PIXELS = UNet(num_channels=3, width=4, num_levels=2, num_classes=5)
+# Each with the shape of what `example` makes for it: of the tokens, for a dict.
+MODELS = [
+    (MLP(widths=(32, 32)), IMAGES),
+    (DIGITS, IMAGES),
+    (BOTTLENECKS, IMAGES),
+    (CONVOLUTIONS, IMAGES),
+    (BYTES, (2, 12)),
+    (WORDS, (2, 12)),
+    (LANGUAGES, (2, 12)),
+]
+IDS = ["MLP", "ResNet", "Bottlenecks", "VGG", "Transformer", "BERT", "Translation"]
+UNIT = nnx.initializers.normal(1.0)
+# Programs that run once: most of their time would be compilation.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @functools.cache
-def build(model, seed=0):
-    """The layers, made as one program: faster than one operation after the other."""
+def build(model):
+    """The layers, with numbers."""
+    keys = jax.random.split(jax.random.key(0), len(factories(model)))
+    states = [_state(f.func, f.args, key) for f, key in zip(factories(model), keys)]
+    return list(map(nnx.merge, map(nnx.graphdef, abstract(model)), states))
 
-    def states(key):
-        keys = jax.random.split(key, len(model.layers()))
-        pairs = zip(model.layers(), keys, strict=True)
-        return [nnx.state(factory(rngs=nnx.Rngs(key))) for factory, key in pairs]
 
-    graphs = map(nnx.graphdef, abstract(model))
-    return list(map(nnx.merge, graphs, jax.jit(states)(jax.random.key(seed))))
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def _state(make, arguments, key):
+    return nnx.state(make(*arguments, rngs=nnx.Rngs(key)))
+
+
+def factories(model):
+    if isinstance(model, UNet):
+        return [factory for factory, _ in model.parts()]
+    return model.layers()
 
 
 def abstract(model):
     """The layers without numbers."""
-    return [
-        nnx.eval_shape(lambda factory=factory: factory(rngs=nnx.Rngs(0)))
-        for factory in model.layers()
-    ]
+    return [_abstract(f.func, f.args) for f in factories(model)]
 
 
-def run(layers, x):
-    graphs, states = zip(*map(nnx.split, layers), strict=True)
-    return _run(graphs, states, x)
+@functools.cache
+def _abstract(make, arguments):
+    return nnx.eval_shape(lambda: make(*arguments, rngs=nnx.Rngs(0)))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _run(graphs, states, x):
-    for graph, state in zip(graphs, states, strict=True):
-        x = nnx.merge(graph, state)(x)
+def run(layers, x, mode="eval"):
+    """Outputs of a copy of the layers; with "train" what the layers are then, too."""
+    after = []
+    for layer in layers:
+        x, state = apply(layer, x, mode=mode)
+        after.append(nnx.merge(nnx.graphdef(layer), state))
+    return x if mode == "eval" else (x, after)
+
+
+def run_with_skips(layers, parts, x):
+    """A plain walk over a model in which some layers keep something for later ones."""
+    kept = {}
+    for layer, (_, names) in zip(layers, parts, strict=True):
+        inputs = (x, kept.pop(names["pop"])) if "pop" in names else (x,)
+        x, _ = apply(layer, *inputs)
+        if "stash" in names:
+            x, kept[names["stash"]] = x
+    assert not kept
     return x
 
 
-def example(shape, seed=0):
+def shapes(model, x):
+    """What each layer hands on, without numbers."""
+    outputs = []
+    for layer in abstract(model):
+        x, _ = apply(layer, x, program=_apply.eval_shape)
+        outputs.append(x)
+    return outputs
+
+
+# Compiled once for all equal layers, of any model.
+@functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
+def _apply(graph, mode, state, *inputs):
+    layer = nnx.merge(graph, state)
+    getattr(layer, mode)()
+    return layer(*inputs), nnx.state(layer)
+
+
+def apply(layer, *inputs, mode="eval", program=_apply):
+    """Outputs of a copy of the layer, and its state after."""
+    graph, state = nnx.split(layer)
+    return program(graph, mode, state, *inputs)
+
+
+def example(model, shape, seed=0):
     rng = np.random.default_rng(seed)
-    if len(shape) == 2:
-        return rng.integers(0, 256, shape).astype(np.int32)
-    return rng.normal(size=shape).astype(np.float32)
+    if len(shape) > 2:
+        return rng.normal(size=shape).astype(np.float32)
+    tokens = lambda high: rng.integers(1, high, shape).astype(np.int32)  # noqa: E731
+    if isinstance(model, BERT):
+        mask = np.ones(shape, bool)
+        return {"tokens": tokens(50), "segments": tokens(3) - 1, "mask": mask}
+    if isinstance(model, Translation):
+        target_vocab_size = model.target_vocab_size or model.vocab_size
+        target = tokens(target_vocab_size)[:, :-3]
+        return {"source": tokens(model.vocab_size), "target": target}
+    return tokens(256)
 
 
-def num_parameters(layers):
-    return sum(a.size for layer in layers for a in jax.tree.leaves(nnx.state(layer)))
+def num_parameters(model):
+    """Numbers in the parameters of the layers; what is tied counts once."""
+    layers = abstract(model)
+    sizes = [a.size for a in jax.tree.leaves([nnx.state(i, nnx.Param) for i in layers])]
+    shared = [at(layers, *p).size for t in ties(model) for p in t[1:]]
+    return sum(sizes) - sum(shared)
+
+
+def ties(model):
+    return model.ties() if hasattr(model, "ties") else []
+
+
+def at(layers, layer, path):
+    return functools.reduce(getattr, path.split("."), layers[layer])
 
 
 @pytest.mark.parametrize(
@@ -70,23 +174,100 @@ def num_parameters(layers):
         # As counted for ResNet-18 with the CIFAR stem elsewhere.
         (ResNet(), (1, 32, 32, 3), 10, 11_173_962, (1, 10)),
         (DIGITS, IMAGES, 5, 9_794, (2, 10)),
+        # As torchvision counts them.
+        (ResNet.of_depth(18), (1, 224, 224, 3), 10, 11_689_512, (1, 1000)),
+        (ResNet.of_depth(34), (1, 224, 224, 3), 18, 21_797_672, (1, 1000)),
+        (ResNet.of_depth(50), (1, 224, 224, 3), 18, 25_557_032, (1, 1000)),
+        (VGG(), (1, 224, 224, 3), 16, 138_357_544, (1, 1000)),
+        # 4,224 channels, each with a scale more; the biases are the norms'.
+        (VGG(batch_norm=True), (1, 224, 224, 3), 16, 138_361_768, (1, 1000)),
         # 12 D^2 + 13 D a block, (V + T) D embedding, V D + 2 D head.
         (Transformer(), (1, 128), 10, 1_668_352, (1, 128, 256)),
         (BYTES, (2, 12), 5, 3 * (12 * 16**2 + 13 * 16) + 524 * 16 + 32, (2, 12, 256)),
+        # GPT-2 small.
+        (
+            Transformer(
+                vocab_size=50257,
+                seq_len=1024,
+                dim=768,
+                num_heads=12,
+                num_blocks=12,
+                dropout=0.1,
+                tie_embeddings=True,
+            ),
+            (1, 1024),
+            14,
+            124_439_808,
+            (1, 1024, 50257),
+        ),
+        # BERT-base with its head: D^2 + 3 D and a bias a token beside the encoder below.
+        (
+            BERT(),
+            (1, 512),
+            14,
+            108_891_648 + 768**2 + 3 * 768 + 30522,
+            (1, 512, 30522),
+        ),
+        # The base of the paper: 4 D^2 an attention, 2 D F + F + D an MLP, 2 D a norm.
+        (
+            Translation(),
+            (1, 64),
+            14,
+            37000 * 512
+            + 6 * (4 * 512**2 + (2 * 512 * 2048 + 2048 + 512) + 2 * 1024)
+            + 6 * (8 * 512**2 + (2 * 512 * 2048 + 2048 + 512) + 3 * 1024),
+            (1, 61, 37000),
+        ),
+        # Two vocabularies; a norm after each half where blocks begin with theirs.
+        (
+            dataclasses.replace(LANGUAGES, target_vocab_size=30, norm="pre"),
+            (2, 12),
+            8,
+            (50 + 30) * 16
+            + 2 * (4 * 16**2 + (2 * 16 * 24 + 24 + 16) + 2 * 32)
+            + 3 * (8 * 16**2 + (2 * 16 * 24 + 24 + 16) + 3 * 32)
+            + 2 * 32,
+            (2, 9, 30),
+        ),
     ],
 )
 def test_sizes_and_shapes(model, shape, num_layers, size, outputs):
-    layers = abstract(model)
-    assert len(layers) == num_layers
-    assert num_parameters(layers) == size
-    graphs, states = zip(*map(nnx.split, layers), strict=True)
-    result = jax.eval_shape(functools.partial(_run, graphs), states, example(shape))
-    assert result.shape == outputs
+    assert len(model.layers()) == num_layers
+    assert num_parameters(model) == size
+    assert shapes(model, example(model, shape))[-1].shape == outputs
+
+
+def test_encoder_of_bert_base():
+    model = BERT(mlm_head=False)
+    # 12 D^2 + 13 D a block, (V + T + 2 + 2) D embedding.
+    formula = 12 * (12 * 768**2 + 13 * 768) + (30522 + 512 + 2 + 2) * 768
+    assert num_parameters(model) == formula == 108_891_648
+    outputs = shapes(model, example(model, (1, 8)))[-1]
+    assert outputs["x"].shape == (1, 8, 768)
+    assert outputs["mask"].shape == (1, 8)
+
+
+def test_shapes_of_bottlenecks():
+    # One block halves the image of each group but the first, and widens it.
+    outputs = shapes(ResNet.of_depth(50), jnp.zeros((1, 224, 224, 3)))
+    assert [x.shape[1:] for x in outputs] == [
+        (56, 56, 64),
+        *[(56, 56, 256)] * 3,
+        *[(28, 28, 512)] * 4,
+        *[(14, 14, 1024)] * 6,
+        *[(7, 7, 2048)] * 3,
+        (1000,),
+    ]
+    # The image is halved between conv1 and conv3, by the 3x3 convolution.
+    first = build(BOTTLENECKS)[3]
+    assert (first.conv1.stride, first.conv2.stride, first.conv3.stride) == (1, 2, 1)
+    assert first.conv2.kernel.shape == (3, 3, 8, 8)
+    assert first.projection.stride == 2
 
 
 @pytest.mark.parametrize("model, shape", MODELS, ids=IDS)
 def test_first_loss_is_that_of_a_guess(model, shape):
-    logits = run(build(model), example((64, *shape[1:])))
+    logits = run(build(model), example(model, shape))
     labels = jnp.zeros(logits.shape[:-1], jnp.int32)
     log_probs = jax.nn.log_softmax(logits)
     loss = -jnp.take_along_axis(log_probs, labels[..., None], -1).mean()
@@ -95,50 +276,98 @@ def test_first_loss_is_that_of_a_guess(model, shape):
 
 @pytest.mark.parametrize("model, shape", MODELS, ids=IDS)
 def test_examples_do_not_touch_each_other(model, shape):
-    # What lets a minibatch be cut into microbatches anywhere.
-    layers, x = build(model), example((4, *shape[1:]))
+    # What lets a minibatch be cut into microbatches anywhere. Batch norm does but in eval.
+    layers, x = build(model), example(model, shape)
     whole = run(layers, x)
-    parts = jnp.concatenate([run(layers, x[:1]), run(layers, x[1:])])
-    np.testing.assert_allclose(whole, parts, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("model, shape", MODELS, ids=IDS)
-def test_state_is_float32_parameters_alone(model, shape):
-    for layer in abstract(model):
-        for _, variable in nnx.to_flat_state(nnx.state(layer)):
-            assert type(variable) is nnx.Param
-            assert [a.dtype for a in jax.tree.leaves(variable)] == [jnp.float32]
+    parts = [run(layers, jax.tree.map(lambda a, i=i: a[i][None], x)) for i in (0, 1)]
+    np.testing.assert_allclose(
+        whole, jnp.concatenate(parts), rtol=1e-5, atol=1e-5 * np.abs(whole).max()
+    )
 
 
 @pytest.mark.parametrize(
-    "model, equal",
+    "model, extra",
     [
-        (MLP(widths=(32, 32, 32, 32)), slice(1, 4)),
-        (ResNet(widths=(8,), num_blocks=(4,)), slice(1, 5)),
-        (BYTES, slice(1, 4)),
+        (MLP(widths=(32, 32)), set()),
+        (DIGITS, set()),
+        (PIXELS, set()),
+        (BYTES, set()),
+        (dataclasses.replace(BYTES, tie_embeddings=True), set()),
+        (BOTTLENECKS, {nnx.BatchStat}),
+        (dataclasses.replace(CONVOLUTIONS, dropout=0.0), set()),
+        (
+            dataclasses.replace(CONVOLUTIONS, dropout=0.0, batch_norm=True),
+            {nnx.BatchStat},
+        ),
+        (dataclasses.replace(WORDS, dropout=0.0), set()),
+        (dataclasses.replace(LANGUAGES, dropout=0.0), set()),
+        (CONVOLUTIONS, {nnx.RngKey, nnx.RngCount}),
+        (dataclasses.replace(BYTES, dropout=0.1), {nnx.RngKey, nnx.RngCount}),
+        (WORDS, {nnx.RngKey, nnx.RngCount}),
+        (LANGUAGES, {nnx.RngKey, nnx.RngCount}),
     ],
-    ids=IDS,
 )
-def test_equal_layers_are_structurally_equal(model, equal):
-    # Made by two calls: what is equal must not depend on which objects were shared.
-    layers = abstract(model)[equal] + abstract(model)[equal]
+def test_state_is_float32_parameters_and_what_was_asked_for(model, extra):
+    types = set()
+    for layer in abstract(model):
+        for _, variable in nnx.to_flat_state(nnx.state(layer)):
+            types.add(type(variable))
+            if isinstance(variable, nnx.Param | nnx.BatchStat):
+                assert [a.dtype for a in jax.tree.leaves(variable)] == [jnp.float32]
+    assert types == {nnx.Param} | extra
+
+
+@pytest.mark.parametrize(
+    "model, shape, equal",
+    [
+        (MLP(widths=(32, 32, 32, 32)), IMAGES, slice(1, 4)),
+        (ResNet(widths=(8,), num_blocks=(4,)), (2, 8, 8, 3), slice(1, 5)),
+        (BOTTLENECKS, (2, 28, 28, 1), slice(4, 6)),
+        (CONVOLUTIONS, (2, 28, 28, 1), slice(2, 3)),
+        (BYTES, (2, 12), slice(1, 4)),
+        (dataclasses.replace(BYTES, dropout=0.1), (2, 12), slice(1, 4)),
+        (WORDS, (2, 12), slice(1, 4)),
+        (LANGUAGES, (2, 12), slice(1, 3)),
+        (dataclasses.replace(LANGUAGES, norm="pre"), (2, 12), slice(4, 7)),
+    ],
+)
+def test_equal_layers_are_structurally_equal(model, shape, equal):
+    # Each made anew: what is equal must not depend on which objects were shared.
+    made = factories(model)[equal] + factories(model)[equal]
+    layers = [_abstract.__wrapped__(f.func, f.args) for f in made]
     first, *others = (nnx.graphdef(layer) for layer in layers)
-    assert all(other == first for other in others)
-    assert len(layers) >= 6
+    assert others and all(other == first for other in others)
+    # What a pipeline goes by: the same program of the same shapes.
+    x, texts = example(model, shape), []
+    for i, layer in enumerate(abstract(model)[: equal.stop]):
+        graph, state = nnx.split(layer)
+
+        def program(state, x, graph=graph):
+            layer = nnx.merge(graph, state)
+            return layer(x), nnx.state(layer)
+
+        if i >= equal.start:
+            texts.append(str(jax.make_jaxpr(program)(state, x)))
+        x = jax.eval_shape(program, state, x)[0]
+    assert len(texts) == len(layers) / 2 and len(set(texts)) == 1
 
 
 def test_residual_branches_start_small():
     # ResNet: an identity, up to the ReLU. Transformer: 0.02 / sqrt(2 L).
-    x = np.abs(example((2, 14, 14, 8)))
+    x = np.abs(np.random.default_rng(0).normal(size=(2, 14, 14, 8))).astype(np.float32)
     np.testing.assert_array_equal(build(DIGITS)[1](x), x)
-    blocks = build(Transformer(dim=64, num_blocks=8))[1:-1]
+    # Bottlenecks: the second block of the first group.
+    x = np.concatenate([x, x], axis=-1)
+    (y, _) = run(build(BOTTLENECKS)[2:3], x, "train")
+    np.testing.assert_array_equal(y, x)
+    block = build(Transformer(dim=128, num_blocks=8))[1]
     for name in ("attention_out", "mlp_out"):
-        kernels = [getattr(block, name).kernel[...] for block in blocks]
-        assert np.std(kernels) == pytest.approx(0.02 / 4, rel=0.02)
+        kernel = getattr(block, name).kernel[...]
+        assert np.std(kernel) == pytest.approx(0.02 / 4, rel=0.02)
 
 
 def test_transformer_is_causal():
-    layers, x = build(BYTES), example((1, 12))
+    layers, x = build(BYTES), example(BYTES, (1, 12))
     changed = x.copy()
     changed[0, 7] = (changed[0, 7] + 1) % 256
     before, after = run(layers, x), run(layers, changed)
@@ -146,24 +375,365 @@ def test_transformer_is_causal():
     assert not np.allclose(before[:, 7], after[:, 7], rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_decoder_is_causal_and_reads_all_of_the_source():
+    layers, x = build(LANGUAGES), example(LANGUAGES, (1, 12))
+    before = run(layers, x)
+    changed = {name: tokens.copy() for name, tokens in x.items()}
+    changed["target"][0, 5] = changed["target"][0, 5] % 49 + 1
+    after = run(layers, changed)
+    np.testing.assert_allclose(before[:, :5], after[:, :5], rtol=1e-5, atol=1e-5)
+    assert np.abs(before - after)[0, 5:].max(-1).min() > 1e-3
+    changed = {name: tokens.copy() for name, tokens in x.items()}
+    changed["source"][0, 11] = changed["source"][0, 11] % 49 + 1
+    after = run(layers, changed)
+    assert np.abs(before - after)[0].max(-1).min() > 1e-3
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+def test_padding_of_either_language_changes_nothing(norm):
+    model = dataclasses.replace(LANGUAGES, norm=norm)
+    layers, x = build(model), example(model, (2, 12))
+    padded = {name: np.pad(tokens, ((0, 0), (0, 3))) for name, tokens in x.items()}
+    np.testing.assert_allclose(
+        run(layers, padded)[:, :9], run(layers, x), rtol=1e-5, atol=1e-5
+    )
+    # Wherever it stands, nothing but its own position sees its vector.
+    x["source"][0, 4], x["source"][1, 0], x["target"][0, 3] = 0, 0, 0
+    changed = [nnx.clone(layers[0]), *layers[1:]]
+    vectors = changed[0].token.embedding
+    vectors[...] = vectors[...].at[0].add(jnp.arange(16.0))
+    before, after = run(layers, x), run(changed, x)
+    seen = x["target"] != 0
+    np.testing.assert_allclose(before[seen], after[seen], rtol=1e-5, atol=1e-5)
+    assert np.abs(before - after)[~seen].max() > 1e-2
+    # A row that may look at nothing is still a number: before the target's first word.
+    starts_empty = padded | {"target": np.pad(x["target"], ((0, 0), (2, 1)))}
+    assert np.isfinite(run(layers, starts_empty)).all()
+
+
+def test_bert_reads_both_ways_but_no_padding():
+    layers, x = build(WORDS), example(WORDS, (2, 12))
+    x["mask"][1, 8:] = False
+    changed = x | {"tokens": x["tokens"].copy(), "segments": x["segments"].copy()}
+    changed["tokens"][1, 8:] = changed["tokens"][1, 8:] % 49 + 1
+    changed["segments"][1, 8:] = 1 - changed["segments"][1, 8:]
+    before, after = run(layers, x), run(layers, changed)
+    np.testing.assert_allclose(before[0], after[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(before[1, :8], after[1, :8], rtol=1e-5, atol=1e-6)
+    # The last word that is no padding is seen by all, and its segment.
+    for name in ("tokens", "segments"):
+        changed = x | {name: x[name].copy()}
+        changed[name][1, 7] = (
+            1 - x[name][1, 7] if name == "segments" else x[name][1, 7] % 49 + 1
+        )
+        difference = np.abs(run(layers, changed) - before).max(-1)
+        assert difference[1, :8].min() > 1e-5 and difference[0].max() == 0
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_attention_equals_a_plain_computation(is_causal):
+    dim, num_heads, rng = 6, 3, np.random.default_rng(0)
+    attention = Attention(
+        dim, num_heads, use_bias=True, kernel_init=UNIT, rngs=nnx.Rngs(0)
+    )
+    for linear in (attention.query, attention.key, attention.value, attention.out):
+        linear.bias[...] = jnp.asarray(rng.normal(size=dim), jnp.float32)
+    x = rng.normal(size=(2, 4, dim)).astype(np.float32)
+    memory = rng.normal(size=(2, 4 if is_causal else 5, dim)).astype(np.float32)
+    mask = np.ones(memory.shape[:2], bool)
+    mask[0, 2:4] = False
+    attend = functools.partial(attention, is_causal=is_causal)
+    got = jax.jit(attend, compiler_options=QUICK)(x, memory, mask)
+
+    def projected(linear, x):
+        return x @ np.float64(linear.kernel[...]) + np.float64(linear.bias[...])
+
+    attended = np.zeros(x.shape)
+    q, k, v = attention.query, attention.key, attention.value
+    q, k, v = projected(q, x), projected(k, memory), projected(v, memory)
+    for b in range(2):
+        for t in range(4):
+            for h in range(num_heads):
+                of_head = slice(2 * h, 2 * h + 2)
+                seen = [
+                    m
+                    for m in range(memory.shape[1])
+                    if mask[b, m] and (m <= t or not is_causal)
+                ]
+                scores = k[b, seen, of_head] @ q[b, t, of_head] / np.sqrt(2)
+                weights = np.exp(scores - scores.max())
+                weights /= weights.sum()
+                attended[b, t, of_head] = weights @ v[b, seen, of_head]
+    expected = projected(attention.out, attended)
+    np.testing.assert_allclose(
+        got, expected, rtol=0, atol=1e-5 * np.abs(expected).max()
+    )
+
+
+def test_positions_are_the_papers_sines():
+    num_positions, dim = 40, 10
+    expected = np.zeros((num_positions, dim))
+    for pos in range(num_positions):
+        for i in range(dim // 2):
+            expected[pos, 2 * i] = np.sin(pos / 10000 ** (2 * i / dim))
+            expected[pos, 2 * i + 1] = np.cos(pos / 10000 ** (2 * i / dim))
+    np.testing.assert_allclose(positions(num_positions, dim), expected, atol=1e-5)
+
+
+def test_translation_embeds_tokens_and_positions_alike_in_size():
+    model = dataclasses.replace(LANGUAGES, dim=256)
+    x = example(model, (2, 12))
+    layer = model.layers()[0](rngs=nnx.Rngs(0))
+    got = run([layer], x)
+    vectors = np.asarray(layer.token.embedding[...])
+    for name in ("source", "target"):
+        waves = positions(x[name].shape[1], 256)[None]
+        expected = 16 * vectors[x[name]] + waves
+        np.testing.assert_allclose(got[name], expected, rtol=1e-5, atol=1e-5)
+        assert got[f"{name}_mask"].all()
+    assert np.std(16 * vectors) == pytest.approx(1, rel=0.05)
+
+
+def test_blocks_norm_after_or_before():
+    # After: what leaves a block has mean 0 and deviation 1. Before: it is the stream,
+    # and what leaves the encoder is normed by a layer of its own.
+    for model, stream, normed in [
+        (WORDS, "x", {0, 1, 2, 3}),
+        (LANGUAGES, "source", {1, 2, 3, 4, 5}),
+        (LANGUAGES, "target", {3, 4, 5}),
+        (dataclasses.replace(LANGUAGES, norm="pre"), "source", {3, 4, 5, 6}),
+        (dataclasses.replace(LANGUAGES, norm="pre"), "target", set()),
+    ]:
+        layers, x = build(model), example(model, (2, 12))
+        got = set()
+        for i, layer in enumerate(layers[:-1]):
+            x = run([layer], x)
+            if np.allclose(np.std(x[stream], axis=-1), 1, rtol=1e-3, atol=1e-3):
+                got.add(i)
+        assert got == normed, (model, stream)
+
+
+@pytest.mark.parametrize(
+    "model, shape, draws",
+    [
+        (CONVOLUTIONS, IMAGES, [0, 0, 0, 0, 1, 1, 0]),
+        # The embedding, of each language; every sublayer of a block.
+        (dataclasses.replace(BYTES, dropout=0.1), (2, 12), [1, 2, 2, 2, 0]),
+        (WORDS, (2, 12), [1, 2, 2, 2, 0]),
+        (LANGUAGES, (2, 12), [2, 2, 2, 3, 3, 3, 0]),
+    ],
+    ids=["VGG", "Transformer", "BERT", "Translation"],
+)
+def test_dropout_is_of_training_alone(model, shape, draws):
+    layers, x = build(model), example(model, shape)
+    first, after = run(layers, x, "train")
+    again, _ = run(layers, x, "train")
+    second, _ = run(after, x, "train")
+    np.testing.assert_array_equal(first, again)
+    counts = [jax.tree.leaves(nnx.state(layer, nnx.RngCount)) for layer in after]
+    assert [sum(map(int, count)) for count in counts] == draws
+    assert np.abs(first - second).max() > 1e-4
+    # Without it: the same model with the same weights, whose layers hold no dropout.
+    without = [
+        nnx.merge(nnx.graphdef(layer), nnx.state(weights, nnx.Param))
+        for layer, weights in zip(
+            abstract(dataclasses.replace(model, dropout=0.0)), layers, strict=True
+        )
+    ]
+    np.testing.assert_array_equal(run(layers, x), run(without, x))
+    np.testing.assert_array_equal(run(after, x), run(without, x))
+    assert np.abs(first - run(layers, x)).max() > 1e-4
+
+
+def test_rate_of_dropout():
+    model = dataclasses.replace(CONVOLUTIONS, hidden_width=400, dropout=0.25)
+    hidden = model.layers()[-2](rngs=nnx.Rngs(0))
+    hidden.linear.kernel[...] = jnp.eye(400)
+    y, _ = run([hidden], jnp.ones((4, 400)), "train")
+    np.testing.assert_allclose(np.unique(y), [0, 1 / 0.75], rtol=1e-6)
+    assert np.mean(y == 0) == pytest.approx(0.25, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        ResNet(num_channels=1, widths=(4,), num_blocks=(1,), norm="batch"),
+        BOTTLENECKS,
+        dataclasses.replace(CONVOLUTIONS, batch_norm=True),
+    ],
+    ids=["ResNet", "Bottlenecks", "VGG"],
+)
+def test_batch_norm_learns_its_statistics_in_training(model):
+    layers, x = build(model), example(model, (4, 12, 12, 1), seed=1)
+    layers = layers[:3]  # before an image of VGG is flattened
+    y, after = run(layers, x, "train")
+    # The first norm: a tenth of the way to what its convolution put out.
+    convolved = np.asarray(run([layers[0].conv], x), np.float64)
+    mean, var = convolved.mean((0, 1, 2)), convolved.var((0, 1, 2))
+    np.testing.assert_allclose(after[0].norm.mean[...], 0.1 * mean, atol=1e-5)
+    np.testing.assert_allclose(after[0].norm.var[...], 0.9 + 0.1 * var, rtol=1e-4)
+    normed = (convolved - mean) / np.sqrt(var + 1e-5)
+    first, _ = run(layers[:1], x, "train")
+    if first.shape == normed.shape:
+        np.testing.assert_allclose(first, np.maximum(normed, 0), atol=1e-4)
+    # All of them move, and what is normed by them is another image.
+    pairs = [jax.tree.leaves(nnx.state(i, nnx.BatchStat)) for i in (layers, after)]
+    assert all(np.abs(a - b).max() > 0 for a, b in zip(*pairs, strict=True))
+    assert not np.allclose(run(after, x), y, rtol=1e-3, atol=1e-3)
+    # In eval they stay.
+    _, state = apply(after[0], x)
+    jax.tree.map(np.testing.assert_array_equal, state, nnx.state(after[0]))
+
+
+TIED = [
+    dataclasses.replace(BYTES, tie_embeddings=True),
+    WORDS,
+    LANGUAGES,
+    dataclasses.replace(LANGUAGES, target_vocab_size=30),
+]
+
+
+@pytest.mark.parametrize("model", TIED)
+def test_ties_are_of_the_embedding_and_the_head(model):
+    ((owner, head),) = model.ties()
+    assert owner[0] == 0 and head == (-1, "embedding")
+    first, last = (model.layers()[i](rngs=nnx.Rngs(i + 1)) for i in (0, -1))
+    vectors = at([first], *owner)
+    assert at([last], *head).shape == vectors.shape
+    # Tied, the head scores against the vectors that tokens are read as.
+    last.embedding = vectors
+    x = np.random.default_rng(0).normal(size=(2, 9, 16)).astype(np.float32)
+    x = x if isinstance(model, Transformer) else {"x": x, "target": x}
+    logits = run([last], x)
+    vectors[...] = vectors[...].at[3].set(0)
+    changed = run([last], x)
+    np.testing.assert_array_equal(changed[..., 3], 0)
+    np.testing.assert_array_equal(changed[..., 4:], logits[..., 4:])
+    assert np.abs(logits[..., 3]).min() > 0
+
+
+def test_what_is_not_tied():
+    assert BYTES.ties() == []
+    for model in TIED:
+        untied = dataclasses.replace(model, tie_embeddings=False)
+        assert untied.ties() == []
+        (((_, path), _),) = model.ties()
+        embedding = at(abstract(model), 0, path)
+        assert num_parameters(untied) == num_parameters(model) + embedding.size
+    assert BERT(mlm_head=False).ties() == []
+
+
+def test_one_vocabulary_has_one_embedding():
+    # Both languages read it; with two, each has its own.
+    shared, separate = LANGUAGES, dataclasses.replace(LANGUAGES, target_vocab_size=50)
+    tokens = example(shared, (1, 9))["target"]
+    for model, equal in [(shared, True), (separate, False)]:
+        layer = model.layers()[0](rngs=nnx.Rngs(0))
+        y = run([layer], {"source": tokens, "target": tokens})
+        assert np.array_equal(y["source"], y["target"]) == equal
+
+
+def test_unet_gives_every_pixel_its_classes():
+    layers, parts = build(PIXELS), PIXELS.parts()
+    x = example(PIXELS, (2, 8, 12, 3))
+    y = run_with_skips(layers, parts, x)
+    assert y.shape == (2, 8, 12, 5)
+    # An image alone gives the same.
+    np.testing.assert_allclose(
+        run_with_skips(layers, parts, x[1:]), y[1:], rtol=1e-5, atol=1e-6
+    )
+
+
+def test_unet_is_the_papers():
+    # With 64 channels at first and 4 levels below: counted level by level. A pair of
+    # convolutions has 9 I O + O + 9 O^2 + O weights, an up-convolution 4 I O + O.
+    pair = lambda i, o: 9 * i * o + 9 * o * o + 2 * o  # noqa: E731
+    widths = [64, 128, 256, 512, 1024]
+    down = pair(1, 64) + sum(pair(w, 2 * w) for w in widths[:-1])
+    up = sum(pair(2 * w, w) + 8 * w * w + w for w in widths[:-1])
+    model = UNet(width=64, num_levels=4)
+    assert num_parameters(model) == down + up + 2 * 64 + 2 == 31_030_658
+
+
+def test_unet_keeps_the_image_before_it_is_halved():
+    down, *_, up, _ = build(PIXELS)
+    halved, kept = run([down], example(PIXELS, (1, 8, 8, 3)))
+    assert kept.shape == (1, 8, 8, 4)
+    np.testing.assert_array_equal(halved, halve(kept))
+    # What comes up again is worth as much as what was kept.
+    below = example(PIXELS, (1, 4, 4, 8), seed=1)
+    both, without_kept, without_below = (
+        apply(up, *inputs)[0]
+        for inputs in [(below, kept), (below, 0 * kept), (0 * below, kept)]
+    )
+    assert both.shape == (1, 8, 8, 4)
+    assert np.abs(both - without_kept).max() > 1e-2
+    assert np.abs(both - without_below).max() > 1e-2
+
+
+def test_unet_names_its_skips():
+    names = [names for _, names in PIXELS.parts()]
+    stashes = [{"stash": "level0"}, {"stash": "level1"}]
+    pops = [{"pop": "level1"}, {"pop": "level0"}]
+    assert names == [*stashes, {}, *pops, {}]
+
+
+@pytest.mark.skipif(not hasattr(jpipe, "skip"), reason="needs `jpipe.skip`")
+def test_unet_has_its_layers_wrapped():
+    assert len(PIXELS.layers()) == len(PIXELS.parts()) == 6
+
+
+def test_up_convolution_equals_that_of_flax():
+    ours = UpConvolution(3, 4, rngs=nnx.Rngs(0))
+    ours.bias[...] = jnp.arange(4.0)
+    theirs = nnx.ConvTranspose(3, 4, (2, 2), strides=(2, 2), rngs=nnx.Rngs(0))
+    # Flax puts the window's first pixel last.
+    theirs.kernel[...] = ours.kernel[...][::-1, ::-1]
+    theirs.bias[...] = ours.bias[...]
+    x = example(PIXELS, (2, 3, 5, 3))
+    np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("image", [(4, 6), (5, 7)])
+def test_halving_equals_max_pooling_of_flax(image):
+    x = example(PIXELS, (2, *image, 3))
+    pool = functools.partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2))
+    for f in (lambda pool: pool, lambda pool: jax.grad(lambda x: (pool(x) ** 2).sum())):
+        np.testing.assert_allclose(f(halve)(x), f(pool)(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "size, stride, use_bias",
+    [(n, s, False) for n in (1, 2, 3, 5) for s in (1, 2, 3)] + [(3, 2, True)],
+)
 @pytest.mark.parametrize("image", [(7, 10), (4, 4)])
-def test_convolution_equals_that_of_flax(size, stride, image):
-    init = nnx.initializers.normal(1.0)
-    ours = Conv(3, 4, size, stride=stride, kernel_init=init, rngs=nnx.Rngs(0))
+def test_convolution_equals_that_of_flax(size, stride, use_bias, image):
+    ours = Conv(
+        3,
+        4,
+        size,
+        stride=stride,
+        use_bias=use_bias,
+        kernel_init=UNIT,
+        rngs=nnx.Rngs(0),
+    )
     theirs = nnx.Conv(
-        3, 4, (size, size), strides=stride, use_bias=False, rngs=nnx.Rngs(0)
+        3, 4, (size, size), strides=stride, use_bias=use_bias, rngs=nnx.Rngs(0)
     )
     theirs.kernel[...] = ours.kernel[...]
 
     def value_and_gradients(layer, x):
         graph, state = nnx.split(layer)
-        y, vjp = jax.vjp(lambda s, x: nnx.merge(graph, s)(x), state, x)
-        gradients = vjp(jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape)))
-        return jax.tree.leaves((y, gradients))
 
-    x = example((2, *image, 3))
+        @functools.partial(jax.jit, compiler_options=QUICK)
+        def program(state, x):
+            y, vjp = jax.vjp(lambda s, x: nnx.merge(graph, s)(x), state, x)
+            gradient = jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))
+            return y, vjp(gradient)
+
+        return jax.tree.leaves(program(state, x))
+
+    x = example(PIXELS, (2, *image, 3))
     got, expected = value_and_gradients(ours, x), value_and_gradients(theirs, x)
     for a, b in zip(got, expected, strict=True):
         assert a.shape == b.shape
@@ -172,17 +742,52 @@ def test_convolution_equals_that_of_flax(size, stride, image):
 
 def test_convolution_gradients_need_no_permuted_dimensions():
     # XLA:CPU runs those on a slow path inside `scan` and `cond`.
-    init = nnx.initializers.normal(1.0)
     graph, state = nnx.split(
-        Conv(3, 4, 3, stride=2, kernel_init=init, rngs=nnx.Rngs(0))
+        Conv(3, 4, 3, stride=2, kernel_init=UNIT, rngs=nnx.Rngs(0))
     )
     gradient = jax.jit(
         jax.grad(lambda s, x: nnx.merge(graph, s)(x).sum(), argnums=(0, 1))
     )
-    text = gradient.lower(state, example((2, 8, 8, 3))).as_text()
+    text = gradient.lower(state, example(PIXELS, (2, 8, 8, 3))).as_text()
     convolutions = [line for line in text.splitlines() if ".convolution(" in line]
     assert len(convolutions) >= 2
     assert all("[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]" in c for c in convolutions)
+
+
+def test_every_model_can_be_chosen_on_the_command_line():
+    classes = typing.get_args(models.Model)
+    assert sorted(c.__name__ for c in classes) == sorted(
+        set(models.__all__) - {"Model"}
+    )
+    config = TrainConfig(model=MLP(), data=MNIST())
+    for model in classes:
+        fields = {"": model.__name__}
+        assert flags.override(config, {"model": fields}).model == model()
+    # Text in, values of every kind of field out, and back.
+    for words, model in [
+        (
+            {"": "ResNet", "block": "bottleneck", "norm": "batch", "stem": "imagenet"},
+            ResNet(block="bottleneck", norm="batch", stem="imagenet"),
+        ),
+        (
+            {"": "VGG", "batch_norm": "true", "dropout": "0.1"},
+            VGG(batch_norm=True, dropout=0.1),
+        ),
+        (
+            {"": "Translation", "target_vocab_size": "9"},
+            Translation(target_vocab_size=9),
+        ),
+        ({"": "BERT", "mlm_head": "false"}, BERT(mlm_head=False)),
+    ]:
+        changed = flags.override(config, {"model": words})
+        assert changed.model == model
+        again = dict(word.split("=") for word in flags.to_flags(model, "m"))
+        again = {name.removeprefix("m."): text for name, text in again.items()}
+        assert flags.override(type(model)(), again) == model
+    usage = flags.usage(TrainConfig)
+    for model in classes:
+        for field in dataclasses.fields(model):
+            assert f"--config.model.{field.name}: " in usage
 
 
 @pytest.mark.parametrize(
@@ -191,11 +796,56 @@ def test_convolution_gradients_need_no_permuted_dimensions():
         (lambda: MLP(widths=(8, 0)), "`widths` must all be at least 1, got (8, 0)."),
         (lambda: MLP(num_outputs=0), "`num_outputs` must be at least 1, got 0."),
         (lambda: ResNet(widths=(8,)), "one entry for each of `widths`"),
+        (lambda: ResNet(widths=(), num_blocks=()), "got () for (). Give both"),
         (lambda: ResNet(widths=(8, 12), num_blocks=(1, 1)), "got 12. Change either."),
         (lambda: ResNet(stem_stride=0), "`stem_stride` must be at least 1, got 0."),
+        (lambda: ResNet(norm="layer"), "must be 'group' or 'batch', got 'layer'."),
+        (lambda: ResNet(block="wide"), "must be 'basic' or 'bottleneck', got 'wide'."),
+        (
+            lambda: ResNet(stem="imagenet", stem_stride=2),
+            'got 2 with stem="imagenet", which has strides of its own. Leave it at 1.',
+        ),
+        (lambda: ResNet.of_depth(20), "must be 18, 34 or 50, got 20. For another,"),
+        (lambda: VGG(image_size=28), "must be at least 32, got 28: 5 groups halve it"),
+        (lambda: VGG(num_convolutions=(1,)), "one entry for each of `widths`"),
+        (lambda: VGG(dropout=1.0), "`dropout` must lie in [0, 1), got 1.0."),
+        (lambda: VGG(hidden_width=0), "`hidden_width` must be at least 1, got 0."),
+        (
+            lambda: shapes(CONVOLUTIONS, example(CONVOLUTIONS, (1, 32, 32, 1))),
+            "512 numbers are left of each image, but `image_size` of the model leaves 392.",
+        ),
+        (lambda: UNet(num_levels=0), "`num_levels` must be at least 1, got 0."),
+        (
+            lambda: run_with_skips(
+                build(PIXELS), PIXELS.parts(), example(PIXELS, (1, 10, 8, 3))
+            ),
+            "an image of 5x4 cannot be halved. Use images whose sides are multiples of",
+        ),
         (lambda: Transformer(dim=10, num_heads=4), "must divide `dim` (10), got 4."),
         (lambda: Transformer(num_blocks=0), "`num_blocks` must be at least 1, got 0."),
-        (lambda: run(build(BYTES), example((1, 13))), "13 positions, but `seq_len`"),
+        (lambda: Transformer(dropout=-0.1), "`dropout` must lie in [0, 1), got -0.1."),
+        (lambda: shapes(BYTES, example(BYTES, (1, 13))), "13 positions, but `seq"),
+        (lambda: BERT(num_segments=0), "`num_segments` must be at least 1, got 0."),
+        (lambda: BERT(num_heads=5), "must divide `dim` (768), got 5."),
+        (lambda: shapes(WORDS, example(WORDS, (1, 13))), "13 positions, but `seq"),
+        (
+            lambda: shapes(WORDS, {"tokens": jnp.ones((1, 4), int)}),
+            "must be a dict of tokens, segments, mask, got ['tokens']. Give each",
+        ),
+        (
+            lambda: shapes(
+                WORDS, example(WORDS, (1, 4)) | {"mask": np.ones((1, 4), int)}
+            ),
+            "`mask` must be boolean, False at padding, got int32. Write `tokens !=",
+        ),
+        (lambda: Translation(norm="none"), "must be 'post' or 'pre', got 'none'."),
+        (lambda: Translation(dim=9, num_heads=3), "`dim` must be even, got 9"),
+        (lambda: Translation(dim=9, num_heads=2), "must divide `dim` (9), got 2."),
+        (lambda: Translation(target_vocab_size=0), "size` must be at least 1, got 0."),
+        (
+            lambda: shapes(LANGUAGES, jnp.ones((1, 4), int)),
+            "must be a dict of source, target, got an array. Give each of these",
+        ),
     ],
 )
 def test_messages(make, message):

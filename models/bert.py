@@ -1,0 +1,155 @@
+"""BERT, an encoder of tokens that sees both ways.
+
+Devlin et al., NAACL 2019, arXiv:1810.04805. As in the paper: token, segment and
+learned position embeddings, the norm after each residual, GELU, an MLP of four times
+the width, dropout after embedding, attention and MLP, and the head that predicts
+masked words from the token embedding's own matrix. As in its program, where the paper
+is silent: norm before the embedding's dropout, epsilon 1e-12, weights of standard
+deviation 0.02, and the linear layer, GELU and norm in the head. Left out: dropout of
+the attention weights, and the head that tells whether one sentence follows another.
+
+Inputs are a dict of `tokens` [B, T], `segments` [B, T], both integers, and `mask`
+[B, T], which is False at padding. Letters: B batch, T positions, D `dim`, V vocabulary.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from flax import nnx
+
+from models import checks
+from models.sublayers import Attention, FeedForward, Residual, dropout
+
+_KERNEL = nnx.initializers.truncated_normal(0.02)
+_EPSILON = 1e-12
+
+
+def _gelu(x):
+    return nnx.gelu(x, approximate=False)
+
+
+class Embedding(nnx.Module):
+    """Sum of a vector for each token, position and segment; norm, dropout."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        seq_len: int,
+        num_segments: int,
+        dim: int,
+        rate: float,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        embed = functools.partial(nnx.Embed, embedding_init=_KERNEL, rngs=rngs)
+        self.token = embed(vocab_size, dim)
+        self.position = embed(seq_len, dim)
+        self.segment = embed(num_segments, dim)
+        self.norm = nnx.LayerNorm(dim, epsilon=_EPSILON, rngs=rngs)
+        self.dropout = dropout(rate, rngs)
+
+    def __call__(self, inputs):  # -> {"x": [B, T, D], "mask": [B, T]}
+        tokens, segments, mask = checks.entries_of(inputs, "tokens", "segments", "mask")
+        if mask.dtype != bool:
+            raise ValueError(
+                f"`mask` must be boolean, False at padding, got {mask.dtype}. "
+                "Write `tokens != padding`."
+            )
+        checks.fits(tokens.shape[1], self.position.num_embeddings)
+        positions = self.position(jnp.arange(tokens.shape[1]))
+        x = self.token(tokens) + positions[None] + self.segment(segments)
+        return {"x": self.dropout(self.norm(x)), "mask": mask}
+
+
+class Block(nnx.Module):
+    """Self-attention to all but padding, then an MLP, a norm after each."""
+
+    def __init__(self, dim: int, num_heads: int, rate: float, *, rngs: nnx.Rngs):
+        residual = functools.partial(Residual, dim, rate, epsilon=_EPSILON, rngs=rngs)
+        self.attention = Attention(
+            dim, num_heads, use_bias=True, kernel_init=_KERNEL, rngs=rngs
+        )
+        self.attention_residual = residual()
+        self.mlp = FeedForward(dim, 4 * dim, _gelu, kernel_init=_KERNEL, rngs=rngs)
+        self.mlp_residual = residual()
+
+    def __call__(self, activation):
+        x, mask = activation["x"], activation["mask"]
+        x = self.attention_residual(x, lambda x: self.attention(x, x, mask))
+        return {"x": self.mlp_residual(x, self.mlp), "mask": mask}
+
+
+class Head(nnx.Module):
+    """Logits of the word at each position, of which the loss takes the masked ones."""
+
+    def __init__(self, dim: int, vocab_size: int, *, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(dim, dim, kernel_init=_KERNEL, rngs=rngs)
+        self.norm = nnx.LayerNorm(dim, epsilon=_EPSILON, rngs=rngs)
+        self.embedding = nnx.Param(
+            _KERNEL(rngs.params(), (vocab_size, dim), jnp.float32)
+        )
+        self.bias = nnx.Param(jnp.zeros(vocab_size, jnp.float32))
+
+    def __call__(self, activation):  # -> [B, T, V]
+        x = self.norm(_gelu(self.linear(activation["x"])))
+        return x @ self.embedding.T + self.bias[None, None]
+
+
+@dataclasses.dataclass(frozen=True)
+class BERT:
+    """An encoder of `num_blocks` equal blocks; the defaults are BERT-base."""
+
+    vocab_size: int = 30522
+    """Number of tokens V."""
+    seq_len: int = 512
+    """The most positions T that it can read."""
+    num_segments: int = 2
+    """Kinds of segments: 2 for pairs of sentences."""
+    dim: int = 768
+    """Width D of the residual stream."""
+    num_heads: int = 12
+    """Attention heads H. Must divide `dim`."""
+    num_blocks: int = 12
+    """Blocks after the embedding."""
+    dropout: float = 0.1
+    """Share of the activations that is dropped in training."""
+    mlm_head: bool = True
+    """Whether the last layer predicts masked words. Without it the outputs are those of
+    the last block: a dict of `x` [B, T, D] and `mask` [B, T]."""
+    tie_embeddings: bool = True
+    """Whether that layer's matrix is the token embedding's."""
+
+    def __post_init__(self):
+        checks.at_least_one(
+            self,
+            "vocab_size",
+            "seq_len",
+            "num_segments",
+            "dim",
+            "num_heads",
+            "num_blocks",
+        )
+        checks.heads_divide_dim(self)
+        checks.rate(self, "dropout")
+
+    def layers(self) -> list[Callable[..., nnx.Module]]:
+        """One factory per layer: the embedding, each block, the head if there is one."""
+        embedding = functools.partial(
+            Embedding,
+            self.vocab_size,
+            self.seq_len,
+            self.num_segments,
+            self.dim,
+            self.dropout,
+        )
+        block = functools.partial(Block, self.dim, self.num_heads, self.dropout)
+        head = functools.partial(Head, self.dim, self.vocab_size)
+        return [embedding, *[block] * self.num_blocks, *[head] * self.mlm_head]
+
+    def ties(self) -> list[tuple[tuple[int, str], ...]]:
+        """The parameters that are one: `(layer, path)` of each, the owner first."""
+        if not (self.mlm_head and self.tie_embeddings):
+            return []
+        return [((0, "token.embedding"), (-1, "embedding"))]

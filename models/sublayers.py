@@ -1,0 +1,99 @@
+"""What transformers are made of: attention, the MLP, and the residual around either.
+
+Letters: B batch, T positions, D width, H heads.
+"""
+
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+
+
+def _identity(x):
+    return x
+
+
+def dropout(rate: float, rngs: nnx.Rngs) -> Callable:
+    """Dropout, or at rate 0 the identity, which needs no random numbers."""
+    return nnx.Dropout(rate, rngs=rngs) if rate else _identity
+
+
+class Attention(nnx.Module):
+    """Multi-head attention (Vaswani et al., 2017, section 3.2).
+
+    A position may attend to those memories that `mask` marks, with `is_causal` to none
+    after its own. One that may attend to nothing gets the plain mean of all.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        *,
+        use_bias: bool,
+        kernel_init: nnx.Initializer,
+        rngs: nnx.Rngs,
+    ):
+        def linear():
+            return nnx.Linear(
+                dim, dim, use_bias=use_bias, kernel_init=kernel_init, rngs=rngs
+            )
+
+        self.num_heads = num_heads
+        self.query, self.key, self.value, self.out = (linear() for _ in range(4))
+
+    def __call__(self, x, memory, mask, *, is_causal: bool = False):
+        # [B, T, D], [B, M, D], [B, M] booleans -> [B, T, D]
+        def heads(x):  # [B, T, H, D / H]
+            return x.reshape(*x.shape[:2], self.num_heads, -1)
+
+        attended = jax.nn.dot_product_attention(
+            heads(self.query(x)),
+            heads(self.key(memory)),
+            heads(self.value(memory)),
+            mask=mask[:, None, None, :],
+            is_causal=is_causal,
+        )
+        return self.out(attended.reshape(x.shape))
+
+
+class FeedForward(nnx.Module):
+    """Two linear layers with a nonlinearity between, at every position alike."""
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        activation: Callable,
+        *,
+        kernel_init: nnx.Initializer,
+        rngs: nnx.Rngs,
+    ):
+        self.linear_in = nnx.Linear(dim, hidden, kernel_init=kernel_init, rngs=rngs)
+        self.linear_out = nnx.Linear(hidden, dim, kernel_init=kernel_init, rngs=rngs)
+        self.activation = activation
+
+    def __call__(self, x):  # [B, T, D] -> [B, T, D]
+        return self.linear_out(self.activation(self.linear_in(x)))
+
+
+class Residual(nnx.Module):
+    """`norm(x + dropout(f(x)))`, or `x + dropout(f(norm(x)))` with the norm first."""
+
+    def __init__(
+        self,
+        dim: int,
+        rate: float,
+        *,
+        norm_first: bool = False,
+        epsilon: float,
+        rngs: nnx.Rngs,
+    ):
+        self.norm = nnx.LayerNorm(dim, epsilon=epsilon, rngs=rngs)
+        self.dropout = dropout(rate, rngs)
+        self.norm_first = norm_first
+
+    def __call__(self, x, f: Callable):
+        if self.norm_first:
+            return x + self.dropout(f(self.norm(x)))
+        return self.norm(x + self.dropout(f(x)))

@@ -1,0 +1,254 @@
+"""The transformer of encoder and decoder, for translation.
+
+Vaswani et al., NeurIPS 2017, arXiv:1706.03762. As in the paper: sinusoidal positions,
+embeddings scaled by sqrt(D), the norm after each residual (or before, as most do
+since), ReLU, dropout of every sublayer's output and of the embedding, and one matrix
+for both embeddings and the head (section 3.4). As in its formulas, attention has no
+biases and the MLP has. The paper does not give initial weights: here they are Glorot's,
+and 1 / sqrt(D) for the embedding, so that what enters the first block is of size 1.
+
+Inputs are a dict of `source` [B, S] and `target` [B, T], integers, 0 being padding.
+`target` is what the decoder reads, so shifted right: it begins with a token that means
+begin, and the logits at each position are for the token after. Letters: B batch,
+S and T positions, D `dim`, V vocabulary of the target.
+
+The layers hand on one dict:
+
+    source       [B, S, D]  the encoder's stream, then its result, the decoder's memory
+    source_mask  [B, S]     False at padding
+    target       [B, T, D]  the target's embedding, then the decoder's stream
+    target_mask  [B, T]     False at padding
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Literal
+
+import jax.numpy as jnp
+from flax import nnx
+
+from models import checks
+from models.sublayers import Attention, FeedForward, Residual, dropout
+
+_KERNEL = nnx.initializers.glorot_uniform()
+_EPSILON = 1e-6
+
+
+def positions(num_positions: int, dim: int):
+    """The vectors of positions, [T, D]: sin(t r^i) at 2 i, cos(t r^i) at 2 i + 1.
+
+    r is 10000^(-2 / D): wavelengths from 2 pi to 10000 * 2 pi (section 3.5).
+    """
+    rates = 10000.0 ** (-jnp.arange(0, dim, 2) / dim)
+    times = jnp.arange(num_positions, dtype=rates.dtype)
+    angles = times[:, None] * rates[None]  # [T, D / 2]
+    waves = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return waves.reshape(num_positions, dim)
+
+
+@functools.cache  # the same function each time
+def _embedding_init(dim: int):
+    return nnx.initializers.normal(dim**-0.5)
+
+
+class Embedding(nnx.Module):
+    """Vectors of the tokens and of their positions, of source and target."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        target_vocab_size: int | None,
+        dim: int,
+        rate: float,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        embed = functools.partial(
+            nnx.Embed, features=dim, embedding_init=_embedding_init(dim), rngs=rngs
+        )
+        self.token = embed(vocab_size)
+        self.shares = target_vocab_size is None
+        if not self.shares:
+            self.target_token = embed(target_vocab_size)
+        self.dropout = dropout(rate, rngs)
+
+    def __call__(self, inputs):
+        source, target = checks.entries_of(inputs, "source", "target")
+        target_token = self.token if self.shares else self.target_token
+        return {
+            "source": self._embedded(self.token, source),
+            "source_mask": source != 0,
+            "target": self._embedded(target_token, target),
+            "target_mask": target != 0,
+        }
+
+    def _embedded(self, token, tokens):  # [B, T] -> [B, T, D]
+        x = token(tokens) * token.features**0.5
+        waves = positions(tokens.shape[1], token.features)
+        return self.dropout(x + waves[None].astype(x.dtype))
+
+
+class EncoderBlock(nnx.Module):
+    """Self-attention of the source, then an MLP."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_dim: int,
+        rate: float,
+        norm_first: bool,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        residual = functools.partial(
+            Residual, dim, rate, norm_first=norm_first, epsilon=_EPSILON, rngs=rngs
+        )
+        self.attention = Attention(
+            dim, num_heads, use_bias=False, kernel_init=_KERNEL, rngs=rngs
+        )
+        self.attention_residual = residual()
+        self.mlp = FeedForward(dim, mlp_dim, nnx.relu, kernel_init=_KERNEL, rngs=rngs)
+        self.mlp_residual = residual()
+
+    def __call__(self, activation):
+        x, mask = activation["source"], activation["source_mask"]
+        x = self.attention_residual(x, lambda x: self.attention(x, x, mask))
+        return activation | {"source": self.mlp_residual(x, self.mlp)}
+
+
+class EncoderNorm(nnx.Module):
+    """The norm of the encoder's result, where blocks begin with their norms."""
+
+    def __init__(self, dim: int, *, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(dim, epsilon=_EPSILON, rngs=rngs)
+
+    def __call__(self, activation):
+        return activation | {"source": self.norm(activation["source"])}
+
+
+class DecoderBlock(nnx.Module):
+    """Causal self-attention of the target, attention to the source, then an MLP."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mlp_dim: int,
+        rate: float,
+        norm_first: bool,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        attention = functools.partial(
+            Attention, dim, num_heads, use_bias=False, kernel_init=_KERNEL, rngs=rngs
+        )
+        residual = functools.partial(
+            Residual, dim, rate, norm_first=norm_first, epsilon=_EPSILON, rngs=rngs
+        )
+        self.attention = attention()
+        self.attention_residual = residual()
+        self.memory_attention = attention()
+        self.memory_residual = residual()
+        self.mlp = FeedForward(dim, mlp_dim, nnx.relu, kernel_init=_KERNEL, rngs=rngs)
+        self.mlp_residual = residual()
+
+    def __call__(self, activation):
+        memory, memory_mask = activation["source"], activation["source_mask"]
+        x, mask = activation["target"], activation["target_mask"]
+        x = self.attention_residual(
+            x, lambda x: self.attention(x, x, mask, is_causal=True)
+        )
+        x = self.memory_residual(
+            x, lambda x: self.memory_attention(x, memory, memory_mask)
+        )
+        return activation | {"target": self.mlp_residual(x, self.mlp)}
+
+
+class Head(nnx.Module):
+    """Logits of the next token of the target; a norm where blocks begin with theirs."""
+
+    def __init__(self, dim: int, vocab_size: int, normed: bool, *, rngs: nnx.Rngs):
+        self.normed = normed
+        if normed:
+            self.norm = nnx.LayerNorm(dim, epsilon=_EPSILON, rngs=rngs)
+        init = _embedding_init(dim)
+        self.embedding = nnx.Param(init(rngs.params(), (vocab_size, dim), jnp.float32))
+
+    def __call__(self, activation):  # -> [B, T, V]
+        x = activation["target"]
+        return (self.norm(x) if self.normed else x) @ self.embedding.T
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """An encoder and a decoder of equal blocks; the defaults are the paper's base."""
+
+    vocab_size: int = 37000
+    """Number of tokens of the source, 0 being padding."""
+    target_vocab_size: int | None = None
+    """Number of tokens V of the target. None: the source's, and one embedding for both."""
+    dim: int = 512
+    """Width D of both residual streams. Even: half sines, half cosines."""
+    num_heads: int = 8
+    """Attention heads H. Must divide `dim`."""
+    mlp_dim: int = 2048
+    """Width of the hidden layer of each MLP."""
+    num_encoder_blocks: int = 6
+    """Blocks of the encoder."""
+    num_decoder_blocks: int = 6
+    """Blocks of the decoder."""
+    norm: Literal["post", "pre"] = "post"
+    """Whether the norm follows each residual, or begins each branch."""
+    dropout: float = 0.1
+    """Share of the activations that is dropped in training."""
+    tie_embeddings: bool = True
+    """Whether the head's matrix is that of the target's embedding."""
+
+    def __post_init__(self):
+        checks.at_least_one(
+            self,
+            "vocab_size",
+            "dim",
+            "num_heads",
+            "mlp_dim",
+            "num_encoder_blocks",
+            "num_decoder_blocks",
+        )
+        if self.target_vocab_size is not None:
+            checks.at_least_one(self, "target_vocab_size")
+        checks.heads_divide_dim(self)
+        if self.dim % 2:
+            raise ValueError(
+                f"`dim` must be even, got {self.dim}: positions are pairs of a sine and "
+                "a cosine. Add 1."
+            )
+        checks.one_of(self, "norm")
+        checks.rate(self, "dropout")
+
+    def layers(self) -> list[Callable[..., nnx.Module]]:
+        """One factory per layer: the embedding, each block of the encoder, with "pre" its
+        norm, each block of the decoder, the head."""
+        sizes = (self.dim, self.num_heads, self.mlp_dim, self.dropout)
+        norm_first = self.norm == "pre"
+        vocab_size = self.target_vocab_size or self.vocab_size
+        embedding = functools.partial(
+            Embedding, self.vocab_size, self.target_vocab_size, self.dim, self.dropout
+        )
+        encoder_block = functools.partial(EncoderBlock, *sizes, norm_first)
+        decoder_block = functools.partial(DecoderBlock, *sizes, norm_first)
+        return [
+            embedding,
+            *[encoder_block] * self.num_encoder_blocks,
+            *[functools.partial(EncoderNorm, self.dim)] * norm_first,
+            *[decoder_block] * self.num_decoder_blocks,
+            functools.partial(Head, self.dim, vocab_size, norm_first),
+        ]
+
+    def ties(self) -> list[tuple[tuple[int, str], ...]]:
+        """The parameters that are one: `(layer, path)` of each, the owner first."""
+        if not self.tie_embeddings:
+            return []
+        owner = "token" if self.target_vocab_size is None else "target_token"
+        return [((0, f"{owner}.embedding"), (-1, "embedding"))]
