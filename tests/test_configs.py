@@ -17,7 +17,7 @@ CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.py"))
 # What makes one step of each kind of model light.
 SHRUNKEN = {
     "MLP": ["model.widths=8,8,8,8,8,8,8"],
-    "ResNet": ["model.widths=8,8", "model.num_blocks=1,1", "model.stem_stride=4"],
+    "ResNet": ["model.widths=8,8", "model.num_blocks=1,1"],
     "Transformer": [
         "model.dim=8",
         "model.num_heads=2",

@@ -52,15 +52,39 @@ class PipelineConfig:
     """Replicas of the pipeline, which share out every minibatch among them; each has
     devices of its own."""
     boundaries: tuple[int, ...] | None = None
-    """The layer at which each stage after the first begins. None: balanced by FLOPs."""
-    recompute: Literal["none", "full"] = "none"
-    """Whether a stage keeps its activations, or its inputs alone and runs again."""
+    """The layer at which each stage after the first begins. None: balanced."""
+    balance: Literal["flops", "time", "memory"] = "flops"
+    """What the stages get equal shares of, where `boundaries` does not say: operations,
+    seconds of each layer as measured before the run, or bytes."""
+    recompute: Literal[
+        "none",
+        "full",
+        "dots_saveable",
+        "dots_with_no_batch_dims_saveable",
+        "nothing_saveable",
+    ] = "none"
+    """Whether a stage keeps its activations, or its inputs alone and runs again; or
+    which of them a layer keeps, as `jax.checkpoint_policies` names it."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """What layers compute in. Weights and their updates stay in float32."""
+    loss_scale: Literal["none", "dynamic"] = "none"
+    """Whether the loss is scaled up for its gradient, which float16 needs."""
 
     def __post_init__(self):
         for name in ("num_stages", "num_microbatches", "data"):
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
+
+    def options_of_pipeline(self) -> dict[str, Any]:
+        """What `jpipe.Pipeline` takes beside model, loss, optimizer, schedule and mesh."""
+        recompute: Any = self.recompute
+        if recompute not in ("none", "full"):
+            recompute = getattr(jax.checkpoint_policies, recompute)
+        return {
+            "boundaries": self.boundaries or self.balance,
+            "recompute": recompute,
+            "compute_dtype": self.compute_dtype,
+            "loss_scale": jpipe.LossScale() if self.loss_scale == "dynamic" else None,
+        }
 
     def table(self) -> jpipe.Schedule:
         """The schedule that is asked for.

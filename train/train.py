@@ -126,12 +126,10 @@ def main(argv: list[str]) -> int:
             loss=loss_fn,
             optimizer=config.optimizer.transform(config.num_steps),
             schedule=schedule,
-            boundaries=config.pipeline.boundaries,
             mesh=mesh,
-            recompute=config.pipeline.recompute,
-            compute_dtype=config.pipeline.compute_dtype,
             has_aux=True,
             ties=config.model.ties() if hasattr(config.model, "ties") else (),
+            **config.pipeline.options_of_pipeline(),
         )
         partition = pipe.partition(batch)
         run_dir = make_run_dir(config.run_dir, name)
