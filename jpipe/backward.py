@@ -14,7 +14,11 @@ equations (calls are inlined), and everything else is read off those lists:
                                             └──> weight_grad ──> parameter gradients
 
 `input_grad` holds exactly the backward equations that the input gradient needs, `weight_grad` the rest of
-those the parameter gradients need, so no equation runs twice and both together are the whole backward.
+those the parameter gradients need, so no equation runs twice and both together are the whole backward; what
+depends on the parameters alone is rebuilt by each half that reads it.
+
+Under a checkpoint policy the residuals are what the policy saves and the layer's inputs, and the backward
+begins with the forward equations that it runs again: of those too, none runs in both halves.
 
 References: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, section 2 (the split).
 """
@@ -29,13 +33,18 @@ import jax.numpy as jnp
 import numpy as np
 
 # Calls, and the parameter that holds what they call. Nothing is differentiated after tracing, so custom
-# derivative rules, which name Python functions by their address, have done their work.
+# derivative rules, which name Python functions by their address, and checkpoints have done their work.
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
 }
+
+
+class OffloadError(ValueError):
+    """A checkpoint policy would keep values in the memory of the host."""
 
 
 def is_inexact(aval) -> bool:
@@ -44,7 +53,7 @@ def is_inexact(aval) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Equations:
+class Equations:
     """A straight-line piece of a jaxpr: evaluated, sliced and asked what depends on what."""
 
     constants: dict[Any, Any]
@@ -53,7 +62,7 @@ class _Equations:
     outputs: tuple[Any, ...]
 
     @classmethod
-    def trace(cls, function: Callable, *avals) -> "_Equations":
+    def trace(cls, function: Callable, *avals) -> "Equations":
         """Traces `function`, of and to flat lists of arrays, with every call inlined."""
         closed = jax.make_jaxpr(function)(*avals)
         closed = jax.make_jaxpr(
@@ -73,7 +82,7 @@ class _Equations:
             )
         return [_read(env, v) for v in self.outputs]
 
-    def slice(self, inputs: Sequence, outputs: Sequence) -> "_Equations":
+    def slice(self, inputs: Sequence, outputs: Sequence) -> "Equations":
         """The equations that `outputs` need, computed from `inputs`."""
         needed, kept = set(_variables(outputs)) - set(inputs), []
         for eqn in reversed(self.equations):
@@ -85,7 +94,7 @@ class _Equations:
         assert needed == set(constants), (
             f"{needed - set(constants)} cannot be computed from the inputs given"
         )
-        return _Equations(
+        return Equations(
             constants, tuple(inputs), tuple(reversed(kept)), tuple(outputs)
         )
 
@@ -98,6 +107,44 @@ class _Equations:
     def depending_on(self, inputs: Sequence) -> set:
         """The variables whose value depends on any of `inputs`."""
         return _depending_on(self.equations, inputs)
+
+    def text(self) -> str:
+        """What is computed: equal texts are equal programs. Constants are named by content."""
+        names = {v: f"v{i}" for i, v in enumerate((*self.constants, *self.inputs))}
+        lines = [f"{names[v]} = {_content(c)}" for v, c in self.constants.items()]
+        lines += [f"{names[v]}: {v.aval}" for v in self.inputs]
+
+        def name(atom):
+            return (
+                f"{atom.val!r}:{atom.aval}"
+                if isinstance(atom, jex.Literal)
+                else names[atom]
+            )
+
+        for eqn in self.equations:
+            operands = " ".join(name(v) for v in eqn.invars)
+            for v in eqn.outvars:
+                names[v] = f"v{len(names)}"
+            results = " ".join(f"{names[v]}:{v.aval}" for v in eqn.outvars)
+            params = {k: v for k, v in eqn.params.items() if k != "name"}
+            lines.append(f"{results} = {eqn.primitive.name} {params} {operands}")
+        return "\n".join([*lines, " ".join(name(v) for v in self.outputs)])
+
+    def expressions(self, names: Sequence, numbers: dict) -> list[int]:
+        """A number for each output: equal numbers are equal expressions of inputs of equal names.
+
+        Whatever else is computed, and in which order, does not matter.
+
+        Args:
+          names: one name an input.
+          numbers: of the expressions met so far, added to; the same dict for all that are compared.
+        """
+        known = {
+            v: _number(numbers, "input", name, str(v.aval))
+            for v, name in zip(self.inputs, names, strict=True)
+        }
+        known |= _constants(self.constants, self.constants.values(), numbers)
+        return _numbered(self.equations, self.outputs, known, numbers)
 
 
 def _depending_on(equations: Sequence, inputs: Sequence) -> set:
@@ -145,7 +192,11 @@ def _inline(jaxpr, constants: Sequence, args: Sequence) -> list:
         values = [_read(env, v) for v in eqn.invars]
         if eqn.primitive.name in _CALLS:
             inner = eqn.params[_CALLS[eqn.primitive.name]]
-            out = _inline(inner.jaxpr, inner.consts, values)
+            # Without constants it may be an open jaxpr.
+            constants = getattr(inner, "consts", ())
+            out = _inline(getattr(inner, "jaxpr", inner), constants, values)
+        elif eqn.primitive.name == "name":  # read by checkpoint policies, now done
+            out = values
         else:
             out = _bind(eqn, values)
         env.update(zip(eqn.outvars, out))
@@ -153,67 +204,79 @@ def _inline(jaxpr, constants: Sequence, args: Sequence) -> list:
 
 
 def jaxpr_text(function: Callable, *avals) -> str:
-    """What `function` computes, as text: equal texts are equal programs. Constants are named by content."""
-    traced = _Equations.trace(function, *avals)
-    return _text(traced)
+    """What `function`, of and to flat lists of arrays, computes, as text: equal texts are equal programs."""
+    return Equations.trace(function, *avals).text()
 
 
-def _text(traced: _Equations) -> str:
-    names = {v: f"v{i}" for i, v in enumerate((*traced.constants, *traced.inputs))}
-    lines = [
-        f"{names[v]} = {np.asarray(c).dtype}{np.shape(c)} {np.asarray(c).tobytes()!r}"
-        for v, c in traced.constants.items()
+def _number(numbers: dict, *expression) -> int:
+    return numbers.setdefault(expression, len(numbers))
+
+
+def _content(constant) -> tuple:
+    """What tells a constant from others."""
+    if jnp.issubdtype(jnp.result_type(constant), jax.dtypes.extended):  # a random key
+        constant = jax.random.key_data(constant)
+    array = np.asarray(constant)
+    return str(array.dtype), array.shape, array.tobytes()
+
+
+def _constants(variables, values, numbers: dict) -> dict:
+    return {
+        v: _number(numbers, "constant", *_content(value))
+        for v, value in zip(variables, values)
+    }
+
+
+def _numbered(equations, outputs, known: dict, numbers: dict) -> list[int]:
+    known = dict(known)
+
+    def of(atom) -> int:
+        if isinstance(atom, jex.Literal):
+            return _number(numbers, "literal", repr(atom.val), str(atom.aval))
+        return known[atom]
+
+    for eqn in equations:
+        name, operands = eqn.primitive.name, [of(v) for v in eqn.invars]
+        if name in _CALLS:
+            results = _numbered_call(eqn.params[_CALLS[name]], operands, numbers)
+        elif name == "cond":  # a choice for each result by itself
+            branches = [
+                _numbered_call(branch, operands[1:], numbers)
+                for branch in eqn.params["branches"]
+            ]
+            results = [
+                _number(numbers, "cond", operands[0], *choice)
+                for choice in zip(*branches, strict=True)
+            ]
+        else:
+            params = [(k, _content_of_param(v, numbers)) for k, v in eqn.params.items()]
+            results = [
+                _number(numbers, name, *sorted(params), *operands, i)
+                for i, _ in enumerate(eqn.outvars)
+            ]
+        known.update(zip(eqn.outvars, results))
+    return [of(v) for v in outputs]
+
+
+def _numbered_call(called, operands: Sequence[int], numbers: dict) -> list[int]:
+    """The results of a jaxpr, open or closed."""
+    jaxpr = getattr(called, "jaxpr", called)
+    known = _constants(jaxpr.constvars, getattr(called, "consts", ()), numbers)
+    known |= dict(zip(jaxpr.invars, operands, strict=True))
+    return _numbered(jaxpr.eqns, jaxpr.outvars, known, numbers)
+
+
+def _content_of_param(value, numbers: dict) -> Any:
+    """What tells a parameter of an equation from others: of a loop's body, its results."""
+    if isinstance(value, (tuple, list)):
+        return str([_content_of_param(v, numbers) for v in value])
+    jaxpr = getattr(value, "jaxpr", value)
+    if not hasattr(jaxpr, "eqns"):
+        return str(value)
+    inputs = [
+        _number(numbers, "argument", i, str(v.aval)) for i, v in enumerate(jaxpr.invars)
     ]
-    lines += [f"{names[v]}: {v.aval}" for v in traced.inputs]
-
-    def name(atom):
-        return (
-            f"{atom.val!r}:{atom.aval}"
-            if isinstance(atom, jex.Literal)
-            else names[atom]
-        )
-
-    for eqn in traced.equations:
-        operands = " ".join(name(v) for v in eqn.invars)
-        for v in eqn.outvars:
-            names[v] = f"v{len(names)}"
-        results = " ".join(f"{names[v]}:{v.aval}" for v in eqn.outvars)
-        params = {k: v for k, v in eqn.params.items() if k != "name"}
-        lines.append(f"{results} = {eqn.primitive.name} {params} {operands}")
-    return "\n".join([*lines, " ".join(name(v) for v in traced.outputs)])
-
-
-def mixes(
-    function: Callable,
-    avals: Sequence,
-    groups: Sequence[int],
-    out_groups: Sequence[int],
-    carried: Sequence[tuple[int, int]] = (),
-) -> bool:
-    """Whether an output of one group depends on an input of another (group -1 belongs to all).
-
-    Args:
-      function: of and to flat lists of arrays.
-      avals: one abstract value an input.
-      groups: the group of each input.
-      out_groups: the group of each output.
-      carried: (input, output): what one call returns there is given to the next.
-    """
-    traced = _Equations.trace(function, *avals)
-    for group in {g for g in groups if g >= 0}:
-        inputs = {v for v, g in zip(traced.inputs, groups) if g == group}
-        while True:
-            found = traced.depending_on(inputs)
-            later = {
-                traced.inputs[i] for i, o in carried if _in(traced.outputs[o], found)
-            }
-            if later <= inputs:
-                break
-            inputs |= later
-        for v, g in zip(traced.outputs, out_groups):
-            if g >= 0 and g != group and _in(v, found):
-                return True
-    return False
+    return str(_numbered_call(value, inputs, numbers))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,6 +332,7 @@ def trace_layer(
     *,
     has_aux: bool = False,
     input_grads: bool = True,
+    policy: Callable | None = None,
 ) -> LayerProgram:
     """Traces `function(parameters, inputs, extra) -> outputs` into its programs.
 
@@ -279,6 +343,8 @@ def trace_layer(
       extra: pytree of abstract arrays that are never differentiated (the loss's batch, a layer's state and key).
       has_aux: the function returns `(outputs, aux)`; aux is a pytree of arrays that are not differentiated.
       input_grads: False drops the gradient of the inputs and whatever only it needs (a model's first layer).
+      policy: one of `jax.checkpoint_policies`: beside its inputs the layer stashes what the policy saves, and its
+        backward computes the rest again. None stashes every residual.
     Returns: The `LayerProgram`.
     """
     p_flat, p_tree = jax.tree.flatten(parameters)
@@ -298,6 +364,9 @@ def trace_layer(
         flat_aux, trees["aux"] = jax.tree.flatten(aux)
         return [jnp.asarray(y) for y in flat], [jnp.asarray(a) for a in flat_aux]
 
+    if policy is not None:
+        call = jax.checkpoint(call, policy=policy)
+
     def with_residuals(*args):
         ps, xs, es = split(args)
 
@@ -314,11 +383,18 @@ def trace_layer(
         trees["outputs"] = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
         return [*ys, *aux, *residuals]
 
-    forward = _Equations.trace(with_residuals, *p_flat, *x_flat, *e_flat)
+    forward = Equations.trace(with_residuals, *p_flat, *x_flat, *e_flat)
     outputs = trees["outputs"]
     num_y = len(outputs)
     num_results = num_y + trees["aux"].num_leaves
     aux, residuals = forward.outputs[num_y:num_results], forward.outputs[num_results:]
+    for v in _variables(residuals):
+        if v.aval.memory_space == jax.memory.Space.Host:
+            raise OffloadError(
+                f"the policy of `recompute` offloads {v.aval.dtype}{list(v.aval.shape)} to the "
+                "memory of the host, and what is in flight stays on its device. Use a policy that saves or "
+                "recomputes it, such as `jax.checkpoint_policies.save_only_these_names(...)`."
+            )
 
     def backward_of(*args):
         leaves, given = args[: len(residuals)], iter(args[len(residuals) :])
@@ -330,11 +406,11 @@ def trace_layer(
         return [*gps, *gxs]
 
     gy_avals = [y for y in outputs if is_inexact(y)]
-    backward = _Equations.trace(backward_of, *[_aval(v) for v in residuals], *gy_avals)
+    backward = Equations.trace(backward_of, *[_aval(v) for v in residuals], *gy_avals)
     text = "\n".join(
         [
-            _text(forward),
-            _text(backward),
+            forward.text(),
+            backward.text(),
             str(p_tree),
             str(x_tree),
             str(trees["output"]),
@@ -362,7 +438,7 @@ def trace_layer(
     )
     gp_vars, gx_vars = backward.outputs[:num_p], backward.outputs[num_p:]
 
-    def reading(equations: _Equations):
+    def reading(equations: Equations):
         """Backward equations with their residual inputs read from the stash or rebuilt, and what they stash-read."""
         used = equations.read()
         leaves = [leaf_of[v] for v in residual_inputs if v in used]
@@ -389,6 +465,9 @@ def trace_layer(
     known = {v for eqn in for_inputs.equations for v in eqn.outvars}.union(
         gradient_inputs
     )
+    # What a policy has the backward compute from the parameters alone is rebuilt too and does not cross.
+    stashed = [v for v in residual_inputs if _in(leaf_of[v], varying)]
+    known &= backward.depending_on([*stashed, *gradient_inputs])
     for_weights = backward.slice((*residual_inputs, *known), gp_vars)
     used = dict.fromkeys(
         v for eqn in for_weights.equations for v in _variables(eqn.invars)

@@ -1,6 +1,7 @@
 """The face of the library: `Pipeline(...)`, its training state, and `make_mesh`."""
 
 import dataclasses
+import difflib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -130,7 +131,9 @@ class Pipeline:
         None is "flops".
       mesh: has an axis "stage" of as many devices as the schedule; see `jpipe.make_mesh`. None makes it. Along an axis
         "data" the pipeline is replicated and the minibatch shared out; other axes are left to the compiler.
-      recompute: "none", or "full": a stage keeps only its inputs, and runs its forward again before its backward.
+      recompute: "none"; "full": a stage keeps only its inputs, and runs its forward again before its backward; or a
+        policy of `jax.checkpoint_policies`: a layer keeps its inputs and what the policy saves, and its backward
+        computes the rest again, from the weights that the backward reads.
       compute_dtype: cast weights and activations to it in every layer, for example `jnp.bfloat16`; the weights that
         are kept, gradients and the outputs that the loss sees stay in the weights' own dtype. None casts nothing.
       loss_scale: a number, or a `jpipe.LossScale`, that the loss is multiplied by for its gradient, which float16
@@ -178,7 +181,7 @@ class Pipeline:
         schedule: Schedule,
         boundaries: Sequence[int] | str | None = None,
         mesh: Mesh | None = None,
-        recompute: str = "none",
+        recompute: str | Callable[..., Any] = "none",
         compute_dtype: Any = None,
         loss_scale: LossScale | float | None = None,
         has_aux: bool = False,
@@ -203,10 +206,7 @@ class Pipeline:
             raise ValueError(
                 f"`optimizer` must be an Optax transformation, such as `optax.sgd(0.1)`, got {type(optimizer).__name__}."
             )
-        if recompute not in ("none", "full"):
-            raise ValueError(
-                f'`recompute` must be "none" or "full", got {recompute!r}.'
-            )
+        _check_recompute(recompute)
         self.layers = as_layers(layers)
         self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
         self.recompute, self.compute_dtype = recompute, _floating(compute_dtype)
@@ -272,6 +272,7 @@ class Pipeline:
             compute_dtype=self.compute_dtype,
             has_aux=self.has_aux,
             key_impl=key_impl,
+            policy=self.recompute if callable(self.recompute) else None,
         )
 
     def _cut(self, traced: Traced) -> Stages:
@@ -969,6 +970,29 @@ def _floating(dtype: Any) -> np.dtype | None:
             f"None, got {dtype!r}."
         )
     return found
+
+
+def _check_recompute(recompute: Any) -> None:
+    policies = vars(jax.checkpoint_policies)
+    makes_one = [
+        name
+        for name, policy in policies.items()
+        if policy is recompute and name.startswith(("save_", "offload_"))
+    ]
+    if recompute in ("none", "full") or (callable(recompute) and not makes_one):
+        return
+    remedy = ""
+    if makes_one:
+        remedy = f" It makes one: `jax.checkpoint_policies.{makes_one[0]}(...)`."
+    elif isinstance(recompute, str):
+        name = recompute.rpartition(".")[2]
+        for close in difflib.get_close_matches(name, ["none", "full", *policies], n=1):
+            known = f"jax.checkpoint_policies.{close}" if close in policies else close
+            remedy = f" Did you mean `{known}`?"
+    raise ValueError(
+        '`recompute` must be "none", "full" or a policy of `jax.checkpoint_policies`, got '
+        f"{recompute!r}.{remedy}"
+    )
 
 
 def _check_key(key: Any) -> jax.Array:

@@ -18,7 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.backward import LayerProgram, is_inexact, jaxpr_text, trace_layer
+from jpipe.backward import (
+    LayerProgram,
+    OffloadError,
+    is_inexact,
+    jaxpr_text,
+    trace_layer,
+)
 from jpipe.layers import Layer
 from jpipe.packing import Packing
 from jpipe.plan.min_max import min_max
@@ -196,6 +202,7 @@ def trace_layers(
     compute_dtype: Any = None,
     has_aux: bool = False,
     key_impl: Any = None,
+    policy: Callable | None = None,
 ) -> Traced:
     """Traces every layer, and the loss, for the abstract `microbatch`.
 
@@ -206,6 +213,7 @@ def trace_layers(
       compute_dtype: cast weights and activations to it in every layer.
       has_aux: whether the loss returns `(scalar, aux)`.
       key_impl: implementation of the random keys that layers get; None is JAX's default.
+      policy: the checkpoint policy of the layers; the loss stashes all its residuals.
     """
     x = inputs = microbatch["inputs"]
     layers = list(layers)
@@ -244,8 +252,16 @@ def trace_layers(
         extra = {"key": key, "state": layer.state}
         try:
             return trace_layer(
-                function, layer.parameters, args, extra, has_aux=True, **options
+                function,
+                layer.parameters,
+                args,
+                extra,
+                has_aux=True,
+                policy=policy,
+                **options,
             )
+        except OffloadError as error:
+            raise ValueError(f"layer {i} ({layer.name}): {error}") from None
         except Exception as error:
             taken = args[0] if len(args) == 1 else args
             raise ValueError(

@@ -5,13 +5,16 @@ labels are the same at any stage count. Stages whose update is the same program 
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe.backward import jaxpr_text, mixes
+from jpipe.backward import Equations
 from jpipe.packing import Packing, Place
 from jpipe.stages import Stages
 
@@ -80,65 +83,171 @@ def _leaf_copies(stages: Stages, stage: int) -> list[list[tuple[Place, int]]]:
     return [found[leaf] for leaf in places if leaf in found]
 
 
-def _flat_update(optimizer, tree) -> tuple[Callable, list, int]:
-    """One update of `tree` from and to flat lists, its arguments, and how many of them are parameters."""
-    leaves, treedef = jax.tree.flatten(tree)
-    state_leaves, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, tree))
-    num_p, num_s = len(leaves), len(state_leaves)
+@dataclasses.dataclass(frozen=True)
+class _Flat:
+    """An optimizer on one tree, of and to flat lists.
 
-    def flat(*args):
-        parameters, gradients = (
-            treedef.unflatten(args[:num_p]),
-            treedef.unflatten(args[num_p : 2 * num_p]),
-        )
-        state = state_tree.unflatten(args[2 * num_p : 2 * num_p + num_s])
-        delay, global_norm = args[2 * num_p + num_s :]
+    Attributes:
+      function: `(*parameters, *gradients, *state, delay, global_norm) -> [*parameters, *state]`.
+      update: the same, traced; init: `(*parameters) -> state`, traced.
+      parameters, state: the paths of their leaves.
+      state_avals: abstract values of the state.
+    """
+
+    function: Callable
+    update: Equations
+    init: Equations
+    parameters: Sequence[str]
+    state: Sequence[str]
+    state_avals: Sequence
+
+    def expressions(self, numbers: dict, own: Mapping[str, Any]) -> dict[str, tuple]:
+        """What one step makes of each weight, and init and one step of each leaf of the state, as numbers to compare.
+
+        Args:
+          numbers: see `Equations.expressions`.
+          own: paths of state that is not what it is elsewhere, each with a name of its own.
+        """
+        weights = [("weight", path) for path in self.parameters]
+        gradients = [("gradient", path) for path in self.parameters]
+        state = [("state", own.get(path, path)) for path in self.state]
+        names = [*weights, *gradients, *state, "delay", "global norm"]
+        after = self.update.expressions(names, numbers)
+        first = self.init.expressions(weights, numbers)
+        paths = [f"parameters{path}" for path in self.parameters] + list(self.state)
+        return dict(zip(paths, zip([None] * len(weights) + first, after), strict=True))
+
+
+def _given(gradients, delay, global_norm) -> dict:
+    return dict(delay=delay, global_norm=global_norm)
+
+
+def _flat(optimizer, tree, where: str, extra: Callable = _given) -> _Flat:
+    """Traces `optimizer` on a tree of abstract arrays, updating with the arguments that `extra` returns."""
+    leaves, treedef = jax.tree.flatten(tree)
+    num_p = len(leaves)
+
+    def init(*parameters):
+        return jax.tree.leaves(optimizer.init(treedef.unflatten(parameters)))
+
+    def update(*args):
+        parameters = treedef.unflatten(args[:num_p])
+        gradients = treedef.unflatten(args[num_p : 2 * num_p])
+        state = state_tree.unflatten(args[2 * num_p : -2])
         updates, state = optimizer.update(
-            gradients, state, parameters, delay=delay, global_norm=global_norm
+            gradients, state, parameters, **extra(gradients, *args[-2:])
         )
-        return [
-            *jax.tree.leaves(optax.apply_updates(parameters, updates)),
-            *jax.tree.leaves(state),
-        ]
+        updated = optax.apply_updates(parameters, updates)
+        return [*jax.tree.leaves(updated), *jax.tree.leaves(state)]
+
+    def paths(tree) -> list[str]:
+        return [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(tree)]
 
     scalar = jax.ShapeDtypeStruct((), np.float32)
-    return flat, [*leaves, *leaves, *state_leaves, scalar, scalar], num_p
+    try:
+        state = jax.eval_shape(optimizer.init, tree)
+        state_leaves, state_tree = jax.tree.flatten(state)
+        avals = [*leaves, *leaves, *state_leaves, scalar, scalar]
+        return _Flat(
+            update,
+            Equations.trace(update, *avals),
+            Equations.trace(init, *leaves),
+            paths(tree),
+            paths(state),
+            state_leaves,
+        )
+    except Exception as error:
+        raise ValueError(
+            f"`optimizer` cannot update {where}: {type(error).__name__}: {error}\n"
+            "It is called as `optimizer.update(gradients, state, parameters, delay=..., global_norm=...)` with lists "
+            "that hold one nested dict a layer, and None for the layers of other stages. Masks and labels are given as "
+            "functions of such a list; what needs more than that, such as the loss, cannot be used."
+        ) from error
+
+
+def _check_layers_apart(whole: _Flat, on_stages: Sequence[_Flat]) -> None:
+    """Raises unless every stage's update makes of its weights what the update of the whole model would."""
+    numbers: dict = {}
+    different: set[str] = set()  # state that may be another on a stage
+    while True:
+        expected = whole.expressions(numbers, {p: (p, "whole") for p in different})
+        found = [
+            flat.expressions(numbers, {p: (p, s) for p in different})
+            for s, flat in enumerate(on_stages)
+        ]
+        wrong = [
+            (s, path)
+            for s, of_stage in enumerate(found)
+            for path, number in of_stage.items()
+            if expected.get(path) != number
+        ]
+        if {path for _, path in wrong} <= different:
+            return
+        for s, path in wrong:
+            if path.startswith("parameters"):
+                raise ValueError(
+                    "`optimizer` lets the update of one layer depend on others: that of "
+                    f"{path} on stage {s} alone is not what it is in the whole model, so the result would depend on "
+                    "how the model is cut. Use transforms that treat each layer by itself: not "
+                    "`optax.clip_by_global_norm` but `jpipe.optim.clip_by_global_norm`, which takes the norm over all "
+                    "stages; no `optax.add_noise`, which draws by the number of layers."
+                )
+        different |= {path for _, path in wrong}
+
+
+def _check_global_norm(optimizer, tree, whole: _Flat) -> None:
+    """Warns if the optimizer puts `global_norm` where the norm of something else belongs."""
+    if whole.update.inputs[-1] not in whole.update.read():
+        return
+    numbers: dict = {}
+
+    def weights(extra: Callable) -> list:
+        found = _flat(optimizer, tree, "the model", extra).expressions(numbers, {})
+        return [found[f"parameters{path}"] for path in whole.parameters]
+
+    try:
+        of_itself = weights(lambda _, delay, __: dict(delay=delay))
+    except ValueError:
+        return  # it must be given a norm, so it takes none
+    if of_itself != weights(lambda g, delay, _: _given(g, delay, optax.tree.norm(g))):
+        warnings.warn(
+            "`optimizer` clips by `global_norm`, the norm of the gradient, something that is "
+            "not the gradient. Put `jpipe.optim.clip_by_global_norm` first in the chain.",
+            stacklevel=2,
+        )
 
 
 def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Updates:
     """Traces the optimizer on every stage.
 
     Raises:
-      ValueError: if an update of one layer depends on the gradient of another, which a stage cannot see whole.
+      ValueError: if the optimizer cannot update the layers of a stage by themselves, as it would in the whole model.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     texts: dict = {}
     drafts, program_of_stage = [], []
     parameters = [layer.parameters for layer in stages.layers]
-    whole = _seen(stages, range(len(stages.layers)), parameters)
+    tree = _seen(stages, range(len(stages.layers)), parameters)
+    whole = _flat(optimizer, tree, "the model")
+    on_stages = [
+        _flat(optimizer, stage_tree(stages, s, parameters), f"stage {s} by itself")
+        for s in range(stages.num_stages)
+    ]
     if stages.num_stages > 1:
-        flat, avals, num_p = _flat_update(optimizer, whole)
-        layer = [i for i, t in enumerate(whole) for _ in jax.tree.leaves(t)]
-        everyone = [-1] * (len(avals) - 2 * num_p - 2)
-        carried = [(2 * num_p + i, num_p + i) for i in range(len(everyone))]
-        groups = [*[-1] * num_p, *layer, *everyone, -1, -1]
-        if mixes(flat, avals, groups, [*layer, *everyone], carried):
-            raise ValueError(
-                "`optimizer` lets the update of one layer depend on the gradients "
-                "of others, as `optax.clip_by_global_norm` does: a stage sees "
-                "its own layers only, so the result would depend on how the "
-                "model is cut. Use `jpipe.optim.clip_by_global_norm` for the "
-                "norm over all stages, and otherwise transforms that treat each "
-                "layer by itself."
-            )
-    for s in range(stages.num_stages):
-        flat, avals, num_p = _flat_update(optimizer, stage_tree(stages, s, parameters))
-        state_leaves = avals[2 * num_p : -2]
+        _check_layers_apart(whole, on_stages)
+    _check_global_norm(optimizer, tree, whole)
+    for s, flat in enumerate(on_stages):
+        for path, leaf in zip(flat.state, flat.state_avals):
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+                raise ValueError(
+                    f"`optimizer` keeps {path} of dtype {leaf.dtype} in its state, and only numbers can be kept there. "
+                    "Keep `jax.random.key_data` of a random key."
+                )
         places = tuple(tuple(copies) for copies in _leaf_copies(stages, s))
-        key = (stages.program_of_stage[s], places, jaxpr_text(flat, *avals))
+        key = (stages.program_of_stage[s], places, flat.update.text())
         if key not in texts:
             texts[key] = len(drafts)
-            drafts.append((flat, places, state_leaves))
+            drafts.append((flat.function, places, flat.state_avals))
         program_of_stage.append(texts[key])
     packing = Packing.of(
         [[(leaf, 1) for leaf in state_leaves] for _, _, state_leaves in drafts]

@@ -5,11 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
+from jax import checkpoint_policies as policies
+from jax.ad_checkpoint import checkpoint_name
 
-from jpipe.backward import is_inexact, jaxpr_text, mixes, trace_layer
+from jpipe.backward import Equations, OffloadError, is_inexact, jaxpr_text, trace_layer
 from models.mlp import Hidden
 from models.resnet import BasicBlock
 from models.transformer import Block, Embedding
@@ -86,11 +87,25 @@ LAYERS = {
 every_layer = pytest.mark.parametrize("name", LAYERS)
 
 
+POLICIES = {
+    "none": None,
+    "everything_saveable": policies.everything_saveable,
+    "dots_saveable": policies.dots_saveable,
+    "dots_with_no_batch_dims_saveable": policies.dots_with_no_batch_dims_saveable,
+    "nothing_saveable": policies.nothing_saveable,
+}
+every_policy = pytest.mark.parametrize("policy", POLICIES)
+
+
 @functools.cache
-def traced(name, input_grads=True):
+def traced(name, input_grads=True, policy="none"):
     function, parameters, inputs = LAYERS[name]()
     return trace_layer(
-        function, abstract(parameters), abstract(inputs), input_grads=input_grads
+        function,
+        abstract(parameters),
+        abstract(inputs),
+        input_grads=input_grads,
+        policy=POLICIES[policy],
     )
 
 
@@ -143,9 +158,10 @@ def shapes(arrays):
 
 
 @every_layer
-def test_forward(name):
+@pytest.mark.parametrize("policy", ["none", "dots_saveable"])
+def test_forward(name, policy):
     parameters, inputs, outputs, *_ = answers(name)
-    kind = traced(name)
+    kind = traced(name, policy=policy)
     assert_equal(jax.jit(kind.forward)(parameters, inputs)[0], outputs)
     kept, stash, _ = jax.jit(kind.forward_and_stash)(parameters, inputs)
     assert_equal(kept, outputs)
@@ -155,11 +171,18 @@ def test_forward(name):
 
 
 @every_layer
-@pytest.mark.parametrize("input_grads", [True, False])
-def test_backward(name, input_grads):
+@pytest.mark.parametrize(
+    ("input_grads", "policy"),
+    [
+        *((True, policy) for policy in POLICIES),
+        (False, "none"),
+        (False, "dots_saveable"),
+    ],
+)
+def test_backward(name, input_grads, policy):
     """The whole, and both halves, are what `jax.vjp` says."""
     parameters, inputs, _, given, of_parameters, of_inputs = answers(name)
-    kind = traced(name, input_grads)
+    kind = traced(name, input_grads, policy)
 
     def gradients(parameters, inputs, given):
         _, stash, _ = kind.forward_and_stash(parameters, inputs)
@@ -193,10 +216,13 @@ def test_without_input_gradients_less_is_kept():
     ],
     ids=["mlp", "transformer", "resnet"],
 )
-def test_no_work_is_done_twice(make, shape):
+@pytest.mark.parametrize("policy", ["none", "dots_saveable", "nothing_saveable"])
+def test_no_work_is_done_twice(make, shape, policy):
     """Compiled input gradient and weight gradient cost what the compiled whole costs."""
     function, parameters, x = of_module(make, normal(*shape))
-    kind = trace_layer(function, abstract(parameters), abstract(x))
+    kind = trace_layer(
+        function, abstract(parameters), abstract(x), policy=POLICIES[policy]
+    )
 
     def flops(function, *avals):
         return jax.jit(function).lower(*avals).compile().cost_analysis()["flops"]
@@ -282,6 +308,175 @@ def test_extra_inputs_are_not_differentiated():
     np.testing.assert_allclose(of_y, 2 * difference * batch["weight"] / 6, rtol=1e-5)
 
 
+# -- What a checkpoint policy stashes -------------------------------------------------
+
+
+def num_bytes(avals):
+    return sum(a.size * a.dtype.itemsize for a in avals)
+
+
+@every_layer
+def test_everything_saveable_stashes_what_no_policy_stashes(name):
+    assert sorted(
+        shapes(traced(name, policy="everything_saveable").stash), key=str
+    ) == sorted(shapes(traced(name).stash), key=str)
+
+
+@every_layer
+def test_nothing_saveable_stashes_inputs_alone(name):
+    inputs = shapes(traced(name).inputs)
+    for aval in shapes(traced(name, policy="nothing_saveable").stash):
+        inputs.remove(aval)
+
+
+@pytest.mark.parametrize("name", ["transformer", "resnet"])
+def test_dots_saveable_stashes_in_between(name):
+    sizes = [num_bytes(traced(name, policy=policy).stash) for policy in POLICIES]
+    assert sizes[0] == sizes[1] > sizes[2] >= sizes[3] >= sizes[4]
+    assert sizes[4] == num_bytes(traced(name).inputs)
+
+
+def test_dots_are_stashed_by_hand():
+    # x; the queries, keys and values; scores and their mixture, both of batched products;
+    # the attention's output; the MLP's hidden layer. Its output is read by nobody.
+    B, L, D, H = 2, 5, 8, 2
+    x, qkv, out, up = (B, L, D), (B, L, 3 * D), (B, L, D), (B, L, 4 * D)
+    batched = [(B, H, L, L), (B, H, D // H, L)]
+    got = [a.shape for a in traced("transformer", policy="dots_saveable").stash]
+    none_batched = traced("transformer", policy="dots_with_no_batch_dims_saveable")
+    assert sorted(a.shape for a in none_batched.stash) == sorted([x, qkv, out, up])
+    assert len(got) == 6 and sorted(map(np.prod, got)) == sorted(
+        map(np.prod, [x, qkv, *batched, out, up])
+    )
+
+
+def named(p, x, _):
+    hidden = checkpoint_name(jnp.exp(x @ p["a"]), "hidden")
+    return jnp.sin(checkpoint_name(hidden @ p["b"], "product"))
+
+
+@pytest.mark.parametrize(
+    ("policy", "widths"),
+    [
+        (None, [3, 5, 6]),  # x, the exponential once, and the cosine
+        (policies.save_only_these_names("hidden"), [3, 5]),
+        (policies.save_only_these_names("product"), [3, 6]),
+        (policies.save_only_these_names("product", "hidden"), [3, 5, 6]),
+        (policies.save_any_names_but_these("product"), [3, 5]),
+        (
+            policies.save_from_both_policies(
+                policies.save_only_these_names("hidden"), policies.dots_saveable
+            ),
+            [3, 5, 5, 6],
+        ),
+        (policies.nothing_saveable, [3]),
+        (lambda primitive, *_, **__: primitive.name == "exp", [3, 5]),
+    ],
+    ids=[
+        "none",
+        "hidden",
+        "product",
+        "both",
+        "all but product",
+        "or dots",
+        "nothing",
+        "own",
+    ],
+)
+def test_named_values_are_stashed(policy, widths):
+    p, x, gy = {"a": normal(3, 5), "b": normal(5, 6)}, normal(2, 3), normal(2, 6)
+    kind = trace_layer(named, abstract(p), abstract(x), policy=policy)
+    assert sorted(a.shape[1] for a in kind.stash) == widths
+    _, vjp = jax.vjp(lambda p, x: named(p, x, ()), p, x)
+    _, stash, _ = kind.forward_and_stash(jax.tree.leaves(p), [x])
+    for backward in (kind.backward, functools.partial(halves, kind)):
+        got = backward(jax.tree.leaves(p), stash, [gy])
+        assert_equal(jax.tree.leaves(got), jax.tree.leaves(vjp(gy)))
+
+
+@every_policy
+def test_parameters_alone_are_rebuilt_under_every_policy(policy):
+    """From the weights given to the backward, in each of its halves; nothing shaped like a weight is kept."""
+    p, x, gy = normal(5, 5), normal(2, 5), normal(2, 5, seed=1)
+
+    def layer(p, x, _):
+        weight = jax.nn.softplus(p)
+        return jnp.tanh(x @ weight) @ weight
+
+    kind = trace_layer(layer, abstract(p), abstract(x), policy=POLICIES[policy])
+    assert (5, 5) not in {a.shape for a in (*kind.stash, *kind.crossing)}
+    _, stash, _ = kind.forward_and_stash([p], [x])
+    whole = kind.backward([p + 1], stash, [gy])
+    assert_equal(
+        jax.tree.leaves(halves(kind, [p + 1], stash, [gy])), jax.tree.leaves(whole)
+    )
+    if policy == "nothing_saveable":  # then nothing else of the old weights is left
+        _, vjp = jax.vjp(lambda p, x: layer(p, x, ()), p + 1, x)
+        assert_equal(jax.tree.leaves(whole), vjp(gy))
+
+
+def test_a_checkpoint_inside_a_layer():
+    """As `nnx.remat` makes it: its input gradient does not wait for its weight gradient."""
+    function, p, x = LAYERS["two dots"]()
+    inside = trace_layer(
+        lambda p, x, _: jax.checkpoint(function)(p, x, ()), abstract(p), abstract(x)
+    )
+    around = traced("two dots", policy="nothing_saveable")
+    assert shapes(inside.stash) == shapes(around.stash) == [((3, 4), np.float32)]
+    assert shapes(inside.crossing) == shapes(around.crossing)
+    assert (4, 4) not in {a.shape for a in inside.crossing}
+
+
+def test_extra_inputs_and_aux_under_a_policy():
+    """A key is stashed, and dropout runs again from it; aux comes from the forward alone."""
+
+    def layer(p, x, extra):
+        key = jax.random.wrap_key_data(extra["key"])
+        kept = jax.random.bernoulli(key, 0.5, (6, 3))
+        hidden = jnp.where(kept, jnp.tanh(x @ p), 0)
+        return hidden, {"mean": hidden.mean() + extra["mean"]}
+
+    extra = {"key": jax.random.key_data(jax.random.key(0)), "mean": np.float32(3)}
+    p, x, gy = normal(4, 3), normal(6, 4), normal(6, 3)
+    kind = trace_layer(
+        layer,
+        abstract(p),
+        abstract(x),
+        abstract(extra),
+        has_aux=True,
+        policy=policies.nothing_saveable,
+    )
+    assert [a.shape for a in kind.stash] == [(6, 4), (2,)]
+    assert kind.reads_extra == (True, True)
+    outputs, stash, aux = kind.forward_and_stash([p], [x], jax.tree.leaves(extra))
+    want, vjp, want_aux = jax.vjp(lambda p, x: layer(p, x, extra), p, x, has_aux=True)
+    assert_equal([*outputs, *aux], [want, want_aux["mean"]])
+    for backward in (kind.backward, functools.partial(halves, kind)):
+        got = backward([p], stash, [gy])
+        assert_equal(jax.tree.leaves(got), vjp(gy))
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.offload_dot_with_no_batch_dims("device", "pinned_host"),
+        policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=["product"],
+            names_which_can_be_offloaded=["hidden"],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
+    ],
+    ids=["dots", "names"],
+)
+def test_offloading_is_refused(policy):
+    p, x = {"a": normal(3, 5), "b": normal(5, 6)}, normal(2, 3)
+    with pytest.raises(
+        OffloadError, match=r"offloads float32\[2, 5\].*save_only_these"
+    ):
+        trace_layer(named, abstract(p), abstract(x), policy=policy)
+
+
 # -- Which layers are equal -----------------------------------------------------------
 
 
@@ -335,39 +530,77 @@ def test_jaxpr_text_ignores_the_names_of_jitted_calls():
     )
 
 
-# -- Which optimizers mix -------------------------------------------------------------
+# -- Which expressions are equal ------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "expected"),
-    [
-        (optax.sgd(0.1, momentum=0.9), False),
-        (optax.adamw(1e-3), False),
-        (optax.chain(optax.clip(1.0), optax.adam(1e-3)), False),
-        (optax.clip_by_block_rms(1.0), False),
-        (optax.lamb(1e-3), False),
-        (optax.clip_by_global_norm(1.0), True),
-        (optax.chain(optax.adam(1e-3), optax.clip_by_global_norm(1.0)), True),
-        (optax.apply_if_finite(optax.sgd(0.1), 3), True),
-    ],
-    ids=lambda v: None if isinstance(v, bool) else "",
-)
-def test_mixes(optimizer, expected):
-    p = [jnp.ones((2, 3)), jnp.ones(3), jnp.ones(2)]
-    state = optimizer.init(p)
-    leaves, tree = jax.tree.flatten(state)
-
-    def update(*args):
-        updates, after = optimizer.update(list(args[:3]), tree.unflatten(args[3:]), p)
-        return [*jax.tree.leaves(updates), *jax.tree.leaves(after)]
-
-    groups = [0, 0, 1, *[-1] * len(leaves)]
-    with jax.numpy_dtype_promotion("standard"):  # as Optax is written
-        assert mixes(update, abstract([*p, *leaves]), groups, groups) is expected
+def numbers_of(function, names, numbers, aval=None):
+    aval = jax.ShapeDtypeStruct((3,), np.float32) if aval is None else aval
+    traced = Equations.trace(function, *[aval for _ in names])
+    return traced.expressions(names, numbers)
 
 
-def test_mixing_within_a_group_is_allowed():
-    x = abstract([normal(2), normal(2), normal(2)])
-    assert not mixes(lambda a, b, c: [a + b, b * a, c], x, [0, 0, 1], [0, 0, 1])
-    assert mixes(lambda a, b, c: [a + b, b * c, c], x, [0, 0, 1], [0, 0, 1])
-    assert not mixes(lambda a, b, c: [a, b, c * a], x, [-1, 0, 1], [0, 0, 1])
+def loop(x, body):
+    return jax.lax.scan(lambda c, _: (body(c), None), x, length=3)[0]
+
+
+def choose(pred, *values):
+    """A cond that passes its values through, or the doubles of them."""
+    return jax.lax.cond(
+        pred, lambda *v: v, lambda *v: tuple(jax.jit(jnp.add)(a, a) for a in v), *values
+    )
+
+
+LARGE = np.arange(2000, dtype=np.float32)
+KEY = jax.random.key(0)
+EXPRESSIONS = {
+    "input": lambda x: x,
+    "product": lambda x: 2 * x,
+    "another literal": lambda x: 3 * x,
+    "sine": jnp.sin,
+    "sum": lambda x: x.sum()[None],
+    "sum of two": lambda x: x[:2].sum()[None],
+    "constant": lambda x: x + np.arange(3, dtype=np.float32),
+    "another constant": lambda x: x + np.arange(1, 4, dtype=np.float32),
+    "large": lambda x: x.sum() + LARGE,
+    "almost": lambda x: x.sum() + np.where(LARGE == 1000, 0, LARGE),
+    "key": lambda x: x + jax.random.normal(KEY, (3,)),
+    "another key": lambda x: x + jax.random.normal(jax.random.key(1), (3,)),
+    "loop": lambda x: loop(x, jnp.sin),
+    "another loop": lambda x: loop(x, jnp.cos),
+    "loop of a constant": lambda x: loop(x, lambda c: c + LARGE[:3]),
+    "loop of another": lambda x: loop(x, lambda c: c + LARGE[1:4]),
+    "choice": lambda x: choose(x[0] > 0, x)[0],
+    "choice by another": lambda x: choose(x[1] > 0, x)[0],
+}
+
+
+def test_different_expressions_have_different_numbers():
+    numbers: dict = {}
+    found = [
+        numbers_of(lambda x, f=f: [f(x)], "x", numbers) for f in EXPRESSIONS.values()
+    ]
+    assert len({n for (n,) in found}) == len(EXPRESSIONS)
+    other = jax.ShapeDtypeStruct((4,), np.float32)
+    assert numbers_of(lambda x: [x], "x", numbers, other) != numbers_of(
+        lambda x: [x], "x", numbers
+    )
+
+
+@pytest.mark.parametrize("name", EXPRESSIONS)
+def test_equal_expressions_have_equal_numbers(name):
+    """Among others, in any order, in a call, and of inputs at other positions."""
+    f, numbers = EXPRESSIONS[name], {}
+    (alone,) = numbers_of(lambda x: [f(x)], ["x"], numbers)
+
+    def among(y, x):
+        return [jnp.cos(y), f(y), jax.jit(f)(x), jnp.exp(f(x))]
+
+    of_others = numbers_of(among, ["y", "x"], numbers)
+    assert of_others[2] == alone and alone not in (of_others[:2] + of_others[3:])
+
+
+def test_each_result_of_a_cond_is_an_expression_by_itself():
+    numbers: dict = {}
+    (alone,) = numbers_of(lambda p, x: choose(p[0] > 0, x), ["p", "x"], numbers)
+    both = numbers_of(lambda y, p, x: choose(p[0] > 0, y, x), ["y", "p", "x"], numbers)
+    assert both[1] == alone != both[0]

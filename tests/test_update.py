@@ -1,6 +1,7 @@
 """The optimizer on stages against the optimizer on the whole model."""
 
 import itertools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 
+from jpipe import optim
 from jpipe.layers import as_layers
 from jpipe.stages import cut, trace_layers
 from jpipe.update import make_updates, stage_tree
@@ -170,11 +172,43 @@ def scale_by_last_norm():
     return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
 
 
+def scale_by_sizes():
+    """Depends on the weights of all layers, not on their gradients."""
+
+    def update(updates, state, params=None):
+        size = optax.tree.norm(params)
+        return jax.tree.map(lambda g: g * size, updates), state
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+def mean_over_leaves():
+    """Depends on how many leaves there are."""
+
+    def update(updates, state, params=None):
+        count = len(jax.tree.leaves(updates))
+        return jax.tree.map(lambda g: g / count, updates), state
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+def scale_by_initial_norm():
+    """Mixes layers in its first state alone."""
+
+    def update(updates, norm, params=None):
+        return jax.tree.map(lambda g: g / norm, updates), norm
+
+    return optax.GradientTransformation(optax.tree.norm, update)
+
+
 MIXING = {
     "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
     "clip after": optax.chain(optax.adam(0.1), optax.clip_by_global_norm(1.0)),
     "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
     "by its state": scale_by_last_norm(),
+    "by its first state": scale_by_initial_norm(),
+    "by weights": scale_by_sizes(),
+    "by number": mean_over_leaves(),
 }
 
 
@@ -182,10 +216,74 @@ MIXING = {
 @pytest.mark.parametrize("name", MIXING)
 def test_optimizers_that_mix_layers_are_refused(name, num_stages):
     message = (
-        "`optimizer` lets the update of one layer depend on the gradients of others"
+        "`optimizer` lets the update of one layer depend on others: that of "
+        r"parameters\[0\]\['bias'\] on stage 0"
     )
     with pytest.raises(ValueError, match=message):
         make_updates(stages_of(num_stages), MIXING[name])
+
+
+def test_noise_by_the_number_of_leaves_is_refused():
+    noise = optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="depend on others.*add_noise"):
+        make_updates(stages_of(2), noise)
+    with pytest.raises(
+        ValueError, match=r"keeps \[0\].rng_key of dtype key<.*key_data"
+    ):
+        make_updates(stages_of(1), noise)
+
+
+def test_state_that_is_only_looked_at_may_mix():
+    """A stage sees its own norm; what it does to its weights depends on none."""
+    seen = optax.chain(optax.snapshot("norm", optax.tree.norm), optax.sgd(0.1))
+    make_updates(stages_of(2), seen)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (optax.polyak_sgd(), "the model: TypeError: .*'value'.*such as the loss"),
+        (optax.lookahead(optax.sgd(0.1), 2, 0.5), "the model: AttributeError: .*fast"),
+    ],
+    ids=["asks for the loss", "asks for other weights"],
+)
+def test_optimizers_that_ask_for_more_are_refused(optimizer, message, num_stages):
+    with pytest.raises(ValueError, match=f"(?s)`optimizer` cannot update {message}"):
+        make_updates(stages_of(num_stages), optimizer)
+
+
+def test_masks_that_are_trees_are_refused():
+    mask = [{"kernel": True, "bias": False}] * 4
+    optimizer = optax.adamw(0.1, mask=mask)
+    make_updates(stages_of(1), optimizer)
+    message = (
+        "(?s)`optimizer` cannot update stage 0 by itself.*Masks and labels are given"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_updates(stages_of(2), optimizer)
+
+
+CLIP = optim.clip_by_global_norm(0.1)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "warns"),
+    [
+        (optax.chain(CLIP, optax.adam(0.1)), False),
+        (optax.sgd(0.1), False),
+        (optax.chain(optax.adam(0.1), CLIP), True),
+        (optax.chain(optax.masked(CLIP, kernels), optax.sgd(0.1)), True),
+    ],
+    ids=["first", "not at all", "last", "masked"],
+)
+def test_clipping_anything_but_the_gradient_warns(optimizer, warns, num_stages):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_updates(stages_of(num_stages), optimizer)
+    texts = [str(w.message) for w in caught]
+    assert warns == any("`jpipe.optim.clip_by_global_norm` first" in t for t in texts)
 
 
 @pytest.mark.parametrize("name", MIXING)
