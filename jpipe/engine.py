@@ -16,6 +16,7 @@ Letters: T ticks, D devices, V weight versions, R columns a device, K slots of a
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -47,7 +48,8 @@ class Engine:
       stages: the model, cut.
       updates: the optimizer, or None for a forward-only table.
       mesh: has an axis "stage" of the schedule's number of devices, and perhaps an axis "data" of replicas. Other
-        axes are left to the compiler.
+        axes are left to the compiler: weights, gradients and optimizer state are split over them as the layers say,
+        stashed activations as the compiler would; messages and batches are whole on each of their devices.
       recompute: whether a stage keeps only its inputs from forward to backward.
       microbatch: the abstract microbatch.
       loss_scale: what the loss is multiplied by before its gradient is taken.
@@ -119,17 +121,17 @@ class Engine:
 
     def parameter_shapes(self) -> dict:
         """Local shapes of the weights, `[V, R, ...]`."""
-        return _leading(
+        return self._leading(
             self.stages.parameters, self.num_versions, self.lowered.num_chunks
         )
 
     def gradient_shapes(self) -> dict:
         """Local shapes of the gradient accumulators, `[R, ...]`."""
-        return _leading(self.stages.parameters, self.lowered.num_chunks)
+        return self._leading(self.stages.parameters, self.lowered.num_chunks)
 
     def optimizer_shapes(self) -> dict:
         """Local shapes of the optimizer's state, `[R, ...]`."""
-        return _leading(self.updates.state, self.lowered.num_chunks)
+        return self._leading(self.updates.state, self.lowered.num_chunks)
 
     def mutable_shapes(self) -> dict:
         """Local shapes of the layers' mutable state, `[R, ...]`."""
@@ -159,7 +161,7 @@ class Engine:
                 k: _leading(m, slots[k] + _BIN) for k, m in message.items() if slots[k]
             },
             "rings": {
-                k: _leading(getattr(stages, k), slots[k])
+                k: self._leading(getattr(stages, k), slots[k])
                 for k in STASHES
                 if slots[k] and not self.schedule.forward_only
             },
@@ -184,6 +186,27 @@ class Engine:
             )
         return shapes
 
+    def _leading(self, pack: packing.Packing, *lead: int) -> dict:
+        """Local shapes of arrays that may be split over automatic axes: then with the sharding that says how."""
+        shapes = _leading(pack, *lead)
+        for name, spec in pack.specs.items():
+            dims = [None] * (len(lead) + 1) + list(spec)
+            while dims[-1] is None:  # as XLA writes it: another would be compiled for
+                dims.pop()
+            sharding = NamedSharding(self.mesh, PartitionSpec(*dims))
+            a = shapes[name]
+            shapes[name] = jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+        return shapes
+
+    def device_bytes(self, places: Sequence[packing.Place], dtype_of: Mapping) -> int:
+        """Bytes of the leaves at `places` on one device, one leaf a place."""
+        return sum(
+            math.prod(place.shape)
+            * dtype_of[place.array].dtype.itemsize
+            // math.prod(self.mesh.shape[axis] for axis in packing.axes(place.spec))
+            for place in places
+        )
+
     held_spec = PartitionSpec(AXIS)
     """How arrays that a stage holds are split along their first axis."""
 
@@ -206,13 +229,14 @@ class Engine:
         parts = self.schedule.num_devices
         if spec == self.own_spec:
             parts *= self.num_replicas if DATA in self.mesh.shape else 1
-        sharding = NamedSharding(self.mesh, spec)
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(
-                (parts * a.shape[0], *a.shape[1:]), a.dtype, sharding=sharding
-            ),
-            shapes,
-        )
+
+        def whole(a):
+            inner = () if a.sharding is None else a.sharding.spec[1:]
+            sharding = NamedSharding(self.mesh, PartitionSpec(*spec, *inner))
+            shape = (parts * a.shape[0], *a.shape[1:])
+            return jax.ShapeDtypeStruct(shape, a.dtype, sharding=sharding)
+
+        return jax.tree.map(whole, shapes)
 
     # -- The step
 

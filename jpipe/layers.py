@@ -18,6 +18,7 @@ import numpy as np
 from flax import linen, nnx
 from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import PartitionSpec
 
 from jpipe.backward import is_inexact
 
@@ -167,6 +168,8 @@ class Layer:
       given: the parameters and state it came with, or None.
       bind: `args -> Layer` for layers whose parameters depend on the shape of their inputs, else None.
       stash, pop: names of the skips that start and end here.
+      specs: nested dict like `parameters`, of the `PartitionSpec` that Flax metadata gives each: `with_partitioning`
+        of NNX or Linen. Empty if nothing is split.
     """
 
     name: str
@@ -180,6 +183,7 @@ class Layer:
     bind: Callable[[tuple], "Layer"] | None = None
     stash: tuple[str, ...] = ()
     pop: tuple[str, ...] = ()
+    specs: Any = dataclasses.field(default_factory=dict)
 
     def bound(self, args: tuple) -> "Layer":
         """The layer for abstract `args`, its parameters known."""
@@ -304,7 +308,9 @@ def _as_layer(layer, index: int) -> Layer:
 
 
 def _called(make: Callable, key: jax.Array) -> nnx.Module:
-    module = make(rngs=nnx.Rngs(key))
+    # Flax would split annotated parameters as they are made, for which it wants the mesh in a context.
+    with nnx.use_eager_sharding(False):
+        module = make(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
         raise ValueError(
             f"the factory must return a Flax NNX module, got {type(module).__name__}."
@@ -410,6 +416,10 @@ def _commit(state: dict, statistics: dict, momenta: Mapping[tuple, float]) -> di
     return unflatten_dict(new)
 
 
+def _is_spec(leaf: Any) -> bool:
+    return isinstance(leaf, PartitionSpec)
+
+
 # -- Flax NNX
 
 
@@ -473,6 +483,7 @@ def _from_nnx(module: nnx.Module, make: Callable | None, index: int) -> Layer:
         values = dict(zip(role_of, jax.tree.leaves(whole), strict=True))
         return with_role(values, "parameters"), with_role(values, "state")
 
+    split = jax.tree.leaves(nnx.get_partition_spec(whole), is_leaf=_is_spec)
     parameters, state = _abstract(roles(module))
     _check_leaves(parameters, state, name, index)
     return Layer(
@@ -484,6 +495,7 @@ def _from_nnx(module: nnx.Module, make: Callable | None, index: int) -> Layer:
         commit=lambda state, statistics: _commit(state, statistics, momenta),
         init=None if make is None else lambda key: roles(_called(make, key)),
         given=jax.tree.map(np.asarray, roles(module)) if make is None else None,
+        specs=with_role(dict(zip(role_of, split, strict=True)), "parameters"),
     )
 
 
@@ -528,12 +540,14 @@ def _from_linen(layer: Linen, index: int) -> Layer:
     unbound = Layer(name, None, {}, train, evaluate)
 
     def bind(args):
+        split: dict = {}
+
         def init(key):
             first, second = jax.random.split(key)
             rngs = {"params": first, **streams(second)}
-            variables = meta.unbox(
-                dict(module.init(rngs, *_zeros(args), **layer.train))
-            )
+            boxed = dict(module.init(rngs, *_zeros(args), **layer.train))
+            split.update(linen.get_partition_spec(boxed).get("params", {}))
+            variables = meta.unbox(boxed)
             parameters = variables.pop("params", {})
             variables.pop("intermediates", None)
             return parameters, variables
@@ -561,6 +575,7 @@ def _from_linen(layer: Linen, index: int) -> Layer:
             commit=lambda state, statistics: _commit(state, statistics, momenta),
             init=init,
             bind=None,
+            specs=split,
         )
 
     return dataclasses.replace(unbound, bind=bind)

@@ -7,6 +7,9 @@ each of its leaves in
 - *pools*, one array `[n, *shape]` a (shape, dtype): leaf i of the pool is row i. Right for what most owners have;
 - *flat* vectors, one `[size]` a dtype: right for leaves whose pool would be mostly padding.
 
+A leaf that is split over an automatic axis of the mesh (tensor parallelism) has a *spec*, for each of its dims the
+axis, or axes, it is split over, or None. Leaves of one spec share a pool, which is split as they are; never a vector.
+
 Every device holds the largest owner's share of each array; `Packing.waste` says what that costs.
 """
 
@@ -14,11 +17,21 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
+
+
+class Leaf(NamedTuple):
+    """What an owner has: `count` equal leaves, and how each is split; `()` leaves it to the compiler."""
+
+    aval: jax.ShapeDtypeStruct
+    count: int = 1
+    spec: tuple = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +43,7 @@ class Place:
     count: int
     shape: tuple[int, ...]
     flat: bool
+    spec: tuple = ()
 
     def start(self, i=0):
         """The first index of leaf i."""
@@ -49,50 +63,57 @@ class Packing:
       arrays: name -> shape and dtype: `[n, *shape]` for pools, `[size]` for vectors.
       places: for each owner, for each of its leaves, its `Place`.
       used_bytes: for each owner, the bytes of its leaves.
+      specs: name -> how the leaves of a pool are split, for pools whose leaves are.
     """
 
     arrays: Mapping[str, jax.ShapeDtypeStruct]
     places: Sequence[Sequence[Place]]
     used_bytes: Sequence[int]
+    specs: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(
         cls,
-        owners: Sequence[Sequence[tuple[jax.ShapeDtypeStruct, int]]],
+        owners: Sequence[Sequence[Leaf | tuple]],
         occupancy: float = 0.5,
     ) -> "Packing":
-        """Packs for each owner a list of `(aval, count)`.
+        """Packs for each owner a list of `Leaf`, or `(aval, count)`.
 
         Args:
           owners: the leaves of each owner; `count` equal leaves are laid one after the other.
-          occupancy: a (shape, dtype) is pooled if on average at least this share of the pool is used.
+          occupancy: a (shape, dtype) is pooled if on average at least this share of the pool is used, and always if
+            its leaves are split.
         """
+        owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
         counts: dict = collections.defaultdict(lambda: [0] * len(owners))
         for o, leaves in enumerate(owners):
-            for aval, count in leaves:
-                counts[tuple(aval.shape), np.dtype(aval.dtype)][o] += count
+            for aval, count, spec in leaves:
+                counts[tuple(aval.shape), np.dtype(aval.dtype), spec][o] += count
         pooled = {
             key
             for key, n in counts.items()
-            if sum(n) >= occupancy * len(owners) * max(n)
+            if any(key[2]) or sum(n) >= occupancy * len(owners) * max(n)
         }
         sizes: dict = collections.defaultdict(int)
-        dtypes, places, used = {}, [], []
+        dtypes, places, used, specs = {}, [], [], {}
         for leaves in owners:
             next_free: dict = collections.defaultdict(int)
             mine = []
-            for aval, count in leaves:
+            for aval, count, spec in leaves:
                 shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
-                flat = (shape, dtype) not in pooled
+                flat = (shape, dtype, spec) not in pooled
                 name = f"{dtype}" if flat else f"{dtype}{list(shape)}"
+                if any(spec):
+                    name += f" split {list(spec)}"
+                    specs[name] = spec
                 dtypes[name] = (() if flat else shape, dtype)
-                mine.append(Place(name, next_free[name], count, shape, flat))
+                mine.append(Place(name, next_free[name], count, shape, flat, spec))
                 next_free[name] += count * (math.prod(shape) if flat else 1)
             places.append(tuple(mine))
             used.append(
                 sum(
                     count * math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
-                    for aval, count in leaves
+                    for aval, count, _ in leaves
                 )
             )
             for name, size in next_free.items():
@@ -101,12 +122,18 @@ class Packing:
             name: jax.ShapeDtypeStruct((sizes[name], *dtypes[name][0]), dtypes[name][1])
             for name in sorted(sizes)
         }
-        return cls(arrays, tuple(places), tuple(used))
+        return cls(arrays, tuple(places), tuple(used), specs)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of one copy of the arrays: what every device holds."""
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.arrays.values())
+
+
+def axes(spec: tuple) -> list[str]:
+    """The axes of the mesh that a spec names."""
+    dims = [(names,) if isinstance(names, str) else names or () for names in spec]
+    return [name for names in dims for name in names]
 
 
 def read(
@@ -116,9 +143,8 @@ def read(
     array = arrays[place.array]
     rest = array.ndim - len(lead) - 1
     start = _int32([*lead, place.start(i), *[0] * rest])
-    return lax.dynamic_slice(array, start, [1] * len(lead) + list(place.block)).reshape(
-        place.shape
-    )
+    block = lax.dynamic_slice(array, start, [1] * len(lead) + list(place.block))
+    return _split_as(place, block.reshape(place.shape))
 
 
 def write(
@@ -128,7 +154,7 @@ def write(
     array = arrays[place.array]
     rest = array.ndim - len(lead) - 1
     start = _int32([*lead, place.start(i), *[0] * rest])
-    block = value.reshape([1] * len(lead) + list(place.block))
+    block = _split_as(place, value).reshape([1] * len(lead) + list(place.block))
     return {**arrays, place.array: lax.dynamic_update_slice(array, block, start)}
 
 
@@ -151,6 +177,13 @@ def write_all(
     for place, value in zip(places, values, strict=True):
         arrays = write(arrays, place, lead, value, i)
     return arrays
+
+
+def _split_as(place: Place, value: jax.Array) -> jax.Array:
+    """Tells the compiler how a leaf is split. Only inside a `shard_map`, whose mesh has the axes."""
+    if not place.spec:
+        return value
+    return lax.with_sharding_constraint(value, PartitionSpec(*place.spec))
 
 
 def _int32(indices: Sequence) -> list:

@@ -44,7 +44,7 @@ def make_mesh(
       data: replicas of the pipeline, each of which trains on its share of every minibatch; above 1 adds an axis
         "data".
       model: devices that share the work of a stage (tensor parallelism); above 1 adds an axis "model", which is left
-        to the compiler.
+        to the compiler. Parameters are split over it as Flax's `with_partitioning` says.
       devices: the devices to take the first from; by default `jax.devices()`.
 
     Raises:
@@ -130,7 +130,10 @@ class Pipeline:
         counts them, "time" measured one layer at a time, or "memory" of weights, optimizer and activations in flight.
         None is "flops".
       mesh: has an axis "stage" of as many devices as the schedule; see `jpipe.make_mesh`. None makes it. Along an axis
-        "data" the pipeline is replicated and the minibatch shared out; other axes are left to the compiler.
+        "data" the pipeline is replicated and the minibatch shared out. Other axes are left to the compiler, and
+        parameters that Flax's `with_partitioning` annotates with one of them are stored split over it, as are their
+        gradients and optimizer state, and the stashed activations that follow from them; messages between stages are
+        whole on each of its devices. Names that are not of such an axis count as None, so a model runs on any mesh.
       recompute: "none"; "full": a stage keeps only its inputs, and runs its forward again before its backward; or a
         policy of `jax.checkpoint_policies`: a layer keeps its inputs and what the policy saves, and its backward
         computes the rest again, from the weights that the backward reads.
@@ -221,13 +224,13 @@ class Pipeline:
             make_mesh(stage=schedule.num_devices) if mesh is None else mesh, schedule
         )
         self._plans: dict = {}
-        held, own = Engine.held_spec, Engine.own_spec_on(self.mesh)
-        options = dict(
-            donate_argnums=0,
-            out_shardings=tuple(
-                NamedSharding(self.mesh, spec) for spec in (held, own, PartitionSpec())
-            ),
-        )
+        specs = Engine.held_spec, Engine.own_spec_on(self.mesh), PartitionSpec()
+        held, own, everywhere = (NamedSharding(self.mesh, spec) for spec in specs)
+        if (
+            self._automatic is not None
+        ):  # arrays are split in ways of their own: `_parted` says how
+            held = own = None
+        options = dict(donate_argnums=0, out_shardings=(held, own, everywhere))
         self._step = jax.jit(self._run_step, **options)
         self._flush = jax.jit(self._run_flush, **options)
         self._predict = jax.jit(self._run_predict)
@@ -264,6 +267,17 @@ class Pipeline:
             self._plans[key] = Plan(microbatch, traced, stages, engine, self.optimizer)
         return self._plans[key]
 
+    @property
+    def _automatic(self) -> Mesh | None:
+        """The mesh of the axes alone that are left to the compiler; None if there are none."""
+        sizes = self.mesh.shape.items()
+        names = [name for name, n in sizes if name not in (AXIS, DATA) and n > 1]
+        if not names:
+            return None
+        at = tuple(slice(None) if name in names else 0 for name, _ in sizes)
+        kinds = (AxisType.Auto,) * len(names)
+        return Mesh(self.mesh.devices[at], names, axis_types=kinds)
+
     def _trace(self, loss: Callable | None, microbatch: Any, key_impl: Any) -> Traced:
         return trace_layers(
             self.layers,
@@ -273,6 +287,7 @@ class Pipeline:
             has_aux=self.has_aux,
             key_impl=key_impl,
             policy=self.recompute if callable(self.recompute) else None,
+            automatic=self._automatic,
         )
 
     def _cut(self, traced: Traced) -> Stages:
@@ -558,7 +573,14 @@ class Pipeline:
 
     def _parted(self, state: PipelineState, metrics: dict):
         """What a compiled function returns: arrays apart by where they lie."""
-        return {**state.held(), **state.clock()}, state.own(), metrics
+        held, own = {**state.held(), **state.clock()}, state.own()
+        if self._automatic is not None:
+            held, own = jax.tree.map(
+                lambda a, want: jax.lax.with_sharding_constraint(a, want.sharding),
+                (held, own),
+                self._abstract_state(state.plan),
+            )
+        return held, own, metrics
 
     def _joined(self, state: PipelineState, held: dict, own: dict, metrics: dict):
         """The state from what a compiled function returned."""
@@ -759,7 +781,9 @@ class Pipeline:
 
         def size(shapes) -> int:
             return sum(
-                math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(shapes)
+                math.prod(a.sharding.shard_shape(a.shape) if a.sharding else a.shape)
+                * a.dtype.itemsize
+                for a in jax.tree.leaves(shapes)
             )
 
         weights, optimizer = (
@@ -767,9 +791,16 @@ class Pipeline:
             size(engine.optimizer_shapes()),
         )
         gradients = size(engine.gradient_shapes())
-        updates = engine.updates
-        used = size([layer.parameters for layer in engine.stages.layers])
-        used_state = sum(updates.state.used_bytes[u] for u in updates.program_of_stage)
+        stages, updates = engine.stages, engine.updates
+        used = sum(
+            engine.device_bytes(run.parameters, stages.parameters.arrays)
+            for s in range(stages.num_stages)
+            for _, run, _ in stages.layer_runs(s)
+        )
+        used_state = sum(
+            engine.device_bytes(updates.programs[u].state, updates.state.arrays)
+            for u in updates.program_of_stage
+        )
         V = engine.lowered.num_versions
         return Memory(
             weights=weights,
@@ -789,15 +820,8 @@ class Pipeline:
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """The compiled step for minibatches shaped like `batch`: its memory, its cost, its text."""
         plan = self._plan(self._microbatch(batch))
-        engine, one = plan.engine, jax.ShapeDtypeStruct((1,), jnp.int32)
-        impl = engine.key_impl
-        key = jax.eval_shape(lambda: jax.random.key(0, impl=impl)[None])
-        held = {**engine.held_shapes(), "round": one, "started": one, "key": key}
-        state = PipelineState(
-            **engine.globally(held, engine.held_spec),
-            **engine.globally(engine.own_shapes(), engine.own_spec),
-            plan=plan,
-        )
+        engine, (held, own) = plan.engine, self._abstract_state(plan)
+        state = PipelineState(**held, **own, plan=plan)
         sharding = NamedSharding(self.mesh, engine.batch_spec)
 
         def placed(a):
@@ -807,6 +831,17 @@ class Pipeline:
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
         return self._step.lower(state, jax.tree.map(placed, dict(batch))).compile()
+
+    def _abstract_state(self, plan: Plan) -> tuple[dict, dict]:
+        """Abstract arrays of a state, with where they lie: what stages hold, and what is the devices' own."""
+        engine, one = plan.engine, jax.ShapeDtypeStruct((1,), jnp.int32)
+        impl = engine.key_impl
+        key = jax.eval_shape(lambda: jax.random.key(0, impl=impl)[None])
+        held = {**engine.held_shapes(), "round": one, "started": one, "key": key}
+        return (
+            engine.globally(held, engine.held_spec),
+            engine.globally(engine.own_shapes(), engine.own_spec),
+        )
 
     # -- Odds and ends
 

@@ -11,12 +11,14 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.backward import (
     LayerProgram,
@@ -26,7 +28,7 @@ from jpipe.backward import (
     trace_layer,
 )
 from jpipe.layers import Layer
-from jpipe.packing import Packing
+from jpipe.packing import Leaf, Packing, axes
 from jpipe.plan.min_max import min_max
 
 
@@ -175,6 +177,9 @@ class Traced:
       outputs: abstract leaves of what each layer hands to the next, skips left out.
       output_tree: tree structure of the last of them.
       skips: name -> (layer that stashes it, layer that pops it, abstract leaves).
+      specs: how each kind's parameters are split over automatic axes of the mesh, as `packing.Leaf` has it.
+      stash_specs: how what each kind stashes is split: as the compiler splits it in a forward of its own.
+      automatic: the mesh of those axes; None if there are none.
     """
 
     layers: Sequence[Layer]
@@ -186,6 +191,13 @@ class Traced:
     outputs: Sequence[tuple]
     output_tree: Any
     skips: Mapping[str, tuple[int, int, tuple]]
+    specs: Sequence[tuple[tuple, ...]]
+    stash_specs: Sequence[Sequence[tuple]]
+    automatic: Mesh | None
+
+    def whole(self, aval: jax.ShapeDtypeStruct) -> Leaf:
+        """A leaf that is not split, such as those of messages."""
+        return Leaf(aval, 1, () if self.automatic is None else (None,) * aval.ndim)
 
     @functools.cached_property
     def flops(self) -> list[float]:
@@ -203,6 +215,7 @@ def trace_layers(
     has_aux: bool = False,
     key_impl: Any = None,
     policy: Callable | None = None,
+    automatic: Mesh | None = None,
 ) -> Traced:
     """Traces every layer, and the loss, for the abstract `microbatch`.
 
@@ -214,12 +227,14 @@ def trace_layers(
       has_aux: whether the loss returns `(scalar, aux)`.
       key_impl: implementation of the random keys that layers get; None is JAX's default.
       policy: the checkpoint policy of the layers; the loss stashes all its residuals.
+      automatic: the mesh's automatic axes alone, which parameters may be split over; None if it has none.
     """
     x = inputs = microbatch["inputs"]
     layers = list(layers)
     kinds: list[LayerProgram] = []
     mutable: list[Mutable] = []
     kind_of_layer: list[int] = []
+    specs: list[tuple] = []
     by_text: dict[str, int] = {}
     live: dict[str, Any] = {}
     skips: dict[str, tuple] = {}
@@ -277,11 +292,13 @@ def trace_layers(
             output_dtype = np.result_type(np.float32, *(a.dtype for a in weights))
         traced = trace(i, args)
         held = _mutable(layer)
-        text = f"{traced.text}\n{_commit_text(held)}"
+        spec = _split_over(layer, i, {} if automatic is None else automatic.shape)
+        text = f"{traced.text}\n{_commit_text(held)}\n{spec}"
         kind = by_text.setdefault(text, len(kinds))
         if kind == len(kinds):
             kinds.append(traced)
             mutable.append(held)
+            specs.append(spec)
         kind_of_layer.append(kind)
         x, *kept = traced.output_tree.unflatten(traced.outputs)
         handed_on.append(tuple(jax.tree.leaves(x)))
@@ -301,7 +318,89 @@ def trace_layers(
         handed_on,
         jax.tree.structure(x),
         skips,
+        specs,
+        [
+            [()] * len(kind.stash)
+            if loss is None or automatic is None
+            else _stash_specs(kind, spec, automatic)
+            for kind, spec in zip(kinds, specs, strict=True)
+        ],
+        automatic,
     )
+
+
+def _split_over(
+    layer: Layer, index: int, sizes: Mapping[str, int]
+) -> tuple[tuple, ...]:
+    """For each parameter the axes that its dims are split over; axes that the mesh has not are left out."""
+    if not sizes:
+        return ((),) * len(jax.tree.leaves(layer.parameters))
+    leaves, tree = jax.tree.flatten_with_path(layer.parameters)
+    given = tree.flatten_up_to(layer.specs) if layer.specs else [()] * len(leaves)
+    found = []
+    for (path, leaf), spec in zip(leaves, given, strict=True):
+        of_dim = [(names,) if isinstance(names, str) else names or () for names in spec]
+        of_dim = [tuple(name for name in names if name in sizes) for names in of_dim]
+        while of_dim and not of_dim[-1]:
+            of_dim.pop()
+        what = (
+            f"layer {index} ({layer.name}): parameter {jax.tree_util.keystr(path)} of shape {list(leaf.shape)} cannot be "
+            f"split as {spec}"
+        )
+        if len(of_dim) > len(leaf.shape):
+            raise ValueError(
+                f"{what}: it has {len(leaf.shape)} dims, not {len(of_dim)}. Name one axis, or None, for each dim."
+            )
+        for dim, names in enumerate(of_dim):
+            parts = math.prod(sizes[name] for name in names)
+            if leaf.shape[dim] % parts:
+                raise ValueError(
+                    f"{what}: the {parts} devices along {', '.join(map(repr, names))} do not divide its dim {dim}, "
+                    f"{leaf.shape[dim]}. Make the dim a multiple of {parts}, the axis of the mesh smaller, or leave it out "
+                    "of the parameter's partition."
+                )
+        named = [names[0] if len(names) == 1 else names or None for names in of_dim]
+        found.append(tuple(named) + (None,) * (len(leaf.shape) - len(named)))
+    return tuple(found)
+
+
+def _stash_specs(
+    kind: LayerProgram, parameter_specs: Sequence[tuple], mesh: Mesh
+) -> list[tuple]:
+    """How the compiler splits what a forward stashes, given how its parameters are split."""
+    if not kind.stash:
+        return []
+    parameters = [
+        jax.ShapeDtypeStruct(
+            a.shape, a.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
+        )
+        for a, spec in zip(kind.parameters, parameter_specs, strict=True)
+    ]
+    inputs, extra = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(
+            a.shape, a.dtype, sharding=NamedSharding(mesh, PartitionSpec())
+        ),
+        (list(kind.inputs), list(kind.extra)),
+    )
+    # The partitioner alone matters here.
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    stash = jax.jit(lambda *args: kind.forward_and_stash(*args)[1])
+    lowered = stash.lower(parameters, inputs, extra)
+    found = []
+    for aval, sharding in zip(
+        kind.stash, lowered.compile(options).output_shardings, strict=True
+    ):
+        spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+        dims = zip(aval.shape, spec + (None,) * (aval.ndim - len(spec)))
+        parts = [(n, names, _size(mesh, names)) for n, names in dims]
+        found.append(tuple(None if n % k else names for n, names, k in parts))
+    return found
+
+
+def _size(mesh: Mesh, names: str | tuple | None) -> int:
+    """The number of parts that a dim is split into."""
+    return math.prod(mesh.shape[name] for name in axes((names,)))
 
 
 def _mutable(layer: Layer) -> Mutable:
@@ -540,16 +639,31 @@ def cut(
         "crossing": lambda k: kinds[k].crossing,
     }
 
+    specs_of: dict[str, Callable] = {
+        "parameters": lambda k: traced.specs[k],
+        "input_stash": lambda k: [
+            traced.stash_specs[k][i] for i in kinds[k].input_stash
+        ],
+        "weight_stash": lambda k: [
+            traced.stash_specs[k][i] for i in kinds[k].weight_stash
+        ],
+    }
+
     def packed(name: str) -> Packing:
         loss = traced.loss.stash if name == "input_stash" and traced.loss else ()
         owners = []
         for p, signature in enumerate(signatures):
             leaves = [
-                (a, n)
+                Leaf(a, n, spec)
                 for (k, *_), n in zip(signature, longest[p])
-                for a in leaves_of[name](k)
+                for a, spec in zip(
+                    leaves_of[name](k),
+                    specs_of[name](k) if name in specs_of else itertools.repeat(()),
+                )
             ]
-            owners.append(leaves + [(a, 1) for a in loss if last in stages_of[p]])
+            owners.append(
+                leaves + [traced.whole(a) for a in loss if last in stages_of[p]]
+            )
         return Packing.of(owners)
 
     packings = {name: packed(name) for name in leaves_of}
@@ -586,18 +700,20 @@ def cut(
         lengths=lengths,
         **packings,
         activations=Packing.of(
-            [[(a, 1) for a in leaves] for leaves in outputs], occupancy
+            [[traced.whole(a) for a in leaves] for leaves in outputs], occupancy
         ),
         gradients=Packing.of(
-            [[(a, 1) for a in leaves if is_inexact(a)] for leaves in outputs], occupancy
+            [[traced.whole(a) for a in leaves if is_inexact(a)] for leaves in outputs],
+            occupancy,
         ),
         ties=ties,
     )
-    return dataclasses.replace(stages, portals=_portals(stages, traced.skips))
+    return dataclasses.replace(stages, portals=_portals(stages, traced))
 
 
-def _portals(stages: Stages, skips: Mapping[str, tuple]) -> list[Portal]:
+def _portals(stages: Stages, traced: Traced) -> list[Portal]:
     """One portal for each pair of stages that skips connect."""
+    skips = traced.skips
     ways: dict[tuple[int, int], list[str]] = {}
     for name, (first, last, _) in skips.items():
         way = stages.stage_of(first), stages.stage_of(last)
@@ -608,7 +724,8 @@ def _portals(stages: Stages, skips: Mapping[str, tuple]) -> list[Portal]:
         packings, places = [], []
         for wanted in (lambda a: True, is_inexact):
             leaves = {n: [a for a in skips[n][2] if wanted(a)] for n in names}
-            packing = Packing.of([[(a, 1) for n in names for a in leaves[n]]])
+            sent = [traced.whole(a) for n in names for a in leaves[n]]
+            packing = Packing.of([sent])
             left = iter(packing.places[0])
             packings.append(packing)
             places.append(

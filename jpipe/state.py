@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jpipe.engine import AXIS, Engine
 from jpipe.packing import Place
@@ -85,16 +85,15 @@ class Plan:
         if self.engine.loss_scale is not None:
             for arrays in local:
                 arrays["loss_scale"] = self.engine.loss_scale.start()
-        sharding = NamedSharding(mesh, self.engine.held_spec)
+        whole = self.engine.globally(shapes, self.engine.held_spec)
 
-        def joined(*parts: np.ndarray) -> jax.Array:
-            rows = len(parts[0])
-            shape = (len(parts) * rows, *parts[0].shape[1:])
-            return jax.make_array_from_callback(
-                shape, sharding, lambda at: parts[(at[0].start or 0) // rows]
-            )
+        def joined(want: jax.ShapeDtypeStruct, *parts: np.ndarray) -> jax.Array:
+            def shard(at):
+                return parts[(at[0].start or 0) // len(parts[0])][:, *at[1:]]
 
-        return jax.tree.map(joined, *local)
+            return jax.make_array_from_callback(want.shape, want.sharding, shard)
+
+        return jax.tree.map(joined, whole, *local)
 
     def parameters(self, state: "PipelineState") -> list:
         """The newest weights: one nested dict a layer, of host arrays."""
@@ -167,6 +166,9 @@ class Plan:
 @dataclasses.dataclass(frozen=True)
 class PipelineState:
     """The training state. A pytree; every array is split over the devices along its first axis.
+
+    Weights that a layer splits over an automatic axis of the mesh, their gradients and their optimizer state are split
+    along their own dims too.
 
     Attributes:
       parameters: packed weights, `[D * V, R, ...]`; `Pipeline.get_params` unpacks them.

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from jpipe.backward import Equations
-from jpipe.packing import Packing, Place
+from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages import Stages
 
 
@@ -217,6 +217,28 @@ def _check_global_norm(optimizer, tree, whole: _Flat) -> None:
         )
 
 
+def _state_leaves(flat: _Flat, places: Sequence) -> list[Leaf]:
+    """The optimizer's state, each leaf split as the parameter it belongs to.
+
+    A leaf belongs to the parameter whose path its own ends with, if it has its shape. `optax.tree_map_params` would
+    call `optimizer.init` on a stand-in without layers, on which functions that label parameters by path fail.
+    """
+    owners = {path: copies[0][0] for path, copies in zip(flat.parameters, places)}
+    if not any(place.spec for place in owners.values()):
+        return [Leaf(aval) for aval in flat.state_avals]
+
+    def spec(path: str, shape: tuple) -> tuple:
+        owner = next((owners[p] for p in owners if path.endswith(p)), None)
+        if owner is not None and owner.shape == shape:
+            return owner.spec
+        return (None,) * len(shape)
+
+    return [
+        Leaf(aval, 1, spec(path, tuple(aval.shape)))
+        for path, aval in zip(flat.state, flat.state_avals, strict=True)
+    ]
+
+
 def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Updates:
     """Traces the optimizer on every stage.
 
@@ -247,11 +269,9 @@ def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Upd
         key = (stages.program_of_stage[s], places, flat.update.text())
         if key not in texts:
             texts[key] = len(drafts)
-            drafts.append((flat.function, places, flat.state_avals))
+            drafts.append((flat.function, places, _state_leaves(flat, places)))
         program_of_stage.append(texts[key])
-    packing = Packing.of(
-        [[(leaf, 1) for leaf in state_leaves] for _, _, state_leaves in drafts]
-    )
+    packing = Packing.of([state_leaves for _, _, state_leaves in drafts])
     programs = []
     for (flat, places, _), state_places in zip(drafts, packing.places):
 

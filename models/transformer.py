@@ -27,6 +27,14 @@ def _residual_kernel(num_blocks: int):
     return nnx.initializers.normal(0.02 / (2 * num_blocks) ** 0.5)
 
 
+@functools.cache
+def _split(init: Callable, *axes: str | None) -> Callable:
+    """`init`, whose array's dims are split over these axes of the mesh, if any."""
+    if not any(axes):
+        return init
+    return nnx.with_partitioning(init, axes, eager_sharding=False)
+
+
 class Embedding(nnx.Module):
     """Sum of a vector for each token and a vector for each position."""
 
@@ -50,7 +58,13 @@ class Embedding(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Causal self-attention, then an MLP of four times the width, both residual."""
+    """Causal self-attention, then an MLP of four times the width, both residual.
+
+    With a `model_axis` the first matrix of each is split by columns and the second by rows (Shoeybi et al., 2019), so
+    that a branch needs one sum over the axis. The MLP's hidden units stay apart. The columns of `qkv` are gathered
+    before attention, which every device computes whole: query, key and value follow each other there, so equal parts
+    of the columns are not whole heads.
+    """
 
     def __init__(
         self,
@@ -58,18 +72,23 @@ class Block(nnx.Module):
         num_heads: int,
         num_blocks: int,
         rate: float = 0.0,
+        model_axis: str | None = None,
         *,
         rngs: nnx.Rngs,
     ):
         linear = functools.partial(nnx.Linear, rngs=rngs)
+        columns = dict(
+            kernel_init=_split(_KERNEL, None, model_axis),
+            bias_init=_split(nnx.initializers.zeros, model_axis),
+        )
         norm = functools.partial(nnx.LayerNorm, dim, epsilon=1e-5, rngs=rngs)
-        residual = _residual_kernel(num_blocks)
+        residual = _split(_residual_kernel(num_blocks), model_axis, None)
         self.num_heads = num_heads
         self.attention_norm = norm()
-        self.qkv = linear(dim, 3 * dim, kernel_init=_KERNEL)
+        self.qkv = linear(dim, 3 * dim, **columns)
         self.attention_out = linear(dim, dim, kernel_init=residual)
         self.mlp_norm = norm()
-        self.mlp_in = linear(dim, 4 * dim, kernel_init=_KERNEL)
+        self.mlp_in = linear(dim, 4 * dim, **columns)
         self.mlp_out = linear(4 * dim, dim, kernel_init=residual)
         self.dropout = dropout(rate, rngs)
 
@@ -128,6 +147,8 @@ class Transformer:
     after each attention and MLP."""
     tie_embeddings: bool = False
     """Whether the head's matrix is the token embedding's."""
+    model_axis: str | None = None
+    """The axis of the mesh that the blocks' matrices are split over; None splits nothing."""
 
     def __post_init__(self):
         checks.at_least_one(
@@ -142,7 +163,12 @@ class Transformer:
             Embedding, self.vocab_size, self.seq_len, self.dim, self.dropout
         )
         block = functools.partial(
-            Block, self.dim, self.num_heads, self.num_blocks, self.dropout
+            Block,
+            self.dim,
+            self.num_heads,
+            self.num_blocks,
+            self.dropout,
+            self.model_axis,
         )
         head = TiedHead if self.tie_embeddings else Head
         return [
