@@ -1,5 +1,19 @@
-"""Optax transforms for pipelines. Each works in any Optax chain, with or without the engine."""
+"""Optax transforms for pipelines. Each works in any Optax chain, with or without the engine.
+
+    clip_by_global_norm   clips by the norm of the gradient over all stages
+    scale_by_delay        PipeMare's T1: a smaller learning rate where gradients are late
+
+Delays are counted in updates of the weights. A pipeline gives each stage its own as extra
+arguments, `update(grads, state, params, delay=..., backward_delay=...)`; a training loop
+without one may do the same, or make the transforms with `delay=`, one number or a tree of
+them. Functions `(params, optimizer_state, delay) -> params` give the weights that a forward
+or a backward reads. Where there is no delay, nothing is corrected.
+"""
 
 from jpipe.optim.clip_by_global_norm import clip_by_global_norm
+from jpipe.optim.scale_by_delay import scale_by_delay
 
-__all__ = ["clip_by_global_norm"]
+__all__ = [
+    "clip_by_global_norm",
+    "scale_by_delay",
+]
