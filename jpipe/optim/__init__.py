@@ -3,6 +3,7 @@
     clip_by_global_norm   clips by the norm of the gradient over all stages
     scale_by_delay        PipeMare's T1: a smaller learning rate where gradients are late
     correct_discrepancy   PipeMare's T2, with `corrected_params` for the backward
+    predict_weights       SpecTrain, XPipe, PipeOptim, with `predicted_params` for the forward
 
 Delays are counted in updates of the weights. A pipeline gives each stage its own as extra
 arguments, `update(grads, state, params, delay=..., backward_delay=...)`; a training loop
@@ -22,11 +23,14 @@ Example: PipeMare.
 
 from jpipe.optim.clip_by_global_norm import clip_by_global_norm
 from jpipe.optim.correct_discrepancy import correct_discrepancy, corrected_params
+from jpipe.optim.predict_weights import predict_weights, predicted_params
 from jpipe.optim.scale_by_delay import scale_by_delay
 
 __all__ = [
     "clip_by_global_norm",
     "correct_discrepancy",
     "corrected_params",
+    "predict_weights",
+    "predicted_params",
     "scale_by_delay",
 ]
