@@ -4,6 +4,7 @@
     scale_by_delay        PipeMare's T1: a smaller learning rate where gradients are late
     correct_discrepancy   PipeMare's T2, with `corrected_params` for the backward
     predict_weights       SpecTrain, XPipe, PipeOptim, with `predicted_params` for the forward
+    spike_compensation    momentum for late gradients, with `velocity_predicted_params` for the forward
 
 Delays are counted in updates of the weights. A pipeline gives each stage its own as extra
 arguments, `update(grads, state, params, delay=..., backward_delay=...)`; a training loop
@@ -25,6 +26,10 @@ from jpipe.optim.clip_by_global_norm import clip_by_global_norm
 from jpipe.optim.correct_discrepancy import correct_discrepancy, corrected_params
 from jpipe.optim.predict_weights import predict_weights, predicted_params
 from jpipe.optim.scale_by_delay import scale_by_delay
+from jpipe.optim.spike_compensation import (
+    spike_compensation,
+    velocity_predicted_params,
+)
 
 __all__ = [
     "clip_by_global_norm",
@@ -33,4 +38,6 @@ __all__ = [
     "predict_weights",
     "predicted_params",
     "scale_by_delay",
+    "spike_compensation",
+    "velocity_predicted_params",
 ]
