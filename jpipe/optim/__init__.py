@@ -5,6 +5,7 @@
     correct_discrepancy   PipeMare's T2, with `corrected_params` for the backward
     predict_weights       SpecTrain, XPipe, PipeOptim, with `predicted_params` for the forward
     spike_compensation    momentum for late gradients, with `velocity_predicted_params` for the forward
+    scale_by_nadam        Nesterov's momentum for late gradients; `nadamw` is the whole optimizer
 
 Delays are counted in updates of the weights. A pipeline gives each stage its own as extra
 arguments, `update(grads, state, params, delay=..., backward_delay=...)`; a training loop
@@ -24,6 +25,7 @@ Example: PipeMare.
 
 from jpipe.optim.clip_by_global_norm import clip_by_global_norm
 from jpipe.optim.correct_discrepancy import correct_discrepancy, corrected_params
+from jpipe.optim.nadam import nadamw, scale_by_nadam
 from jpipe.optim.predict_weights import predict_weights, predicted_params
 from jpipe.optim.scale_by_delay import scale_by_delay
 from jpipe.optim.spike_compensation import (
@@ -35,9 +37,11 @@ __all__ = [
     "clip_by_global_norm",
     "correct_discrepancy",
     "corrected_params",
+    "nadamw",
     "predict_weights",
     "predicted_params",
     "scale_by_delay",
+    "scale_by_nadam",
     "spike_compensation",
     "velocity_predicted_params",
 ]
