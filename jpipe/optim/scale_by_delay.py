@@ -29,8 +29,8 @@ def scale_by_delay(
 
     Args:
       annealing_steps: K, above 0, in updates, those of a synchronous warm-up included.
-        PipeMare takes a quarter of the first phase of constant learning rate, or five
-        times its warm-up; `math.inf` divides by the delay for ever.
+        Places to start are a quarter of the first phase of constant learning rate, or
+        five times a linear warm-up; `math.inf` divides by the delay for ever.
       delay: tau in updates, at least 0: a number, or a tree of numbers with one for every
         weight or for a whole branch of them. None takes the extra argument `delay` of
         `update`, which a pipeline gives each stage. A delay of at most 1 scales nothing.
