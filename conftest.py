@@ -6,13 +6,15 @@ XLA reads its flags when JAX first runs, so they are set while this file is impo
 import os
 
 _FLAGS = os.environ.get("XLA_FLAGS", "")
-# A test that deadlocks should die in seconds, not in XLA's minute.
-for _flag, _seconds in (
+for _flag, _value in (
+    # A test that deadlocks should die in seconds, not in XLA's minute.
     ("xla_cpu_collective_call_warn_stuck_timeout_seconds", 20),
     ("xla_cpu_collective_call_terminate_timeout_seconds", 60),
+    # Tests compile more than they compute.
+    ("xla_backend_optimization_level", 0),
 ):
     if _flag not in _FLAGS:
-        _FLAGS += f" --{_flag}={_seconds}"
+        _FLAGS += f" --{_flag}={_value}"
 os.environ["XLA_FLAGS"] = _FLAGS.strip()
 
 import jax  # noqa: E402

@@ -16,7 +16,7 @@ def get_config() -> TrainConfig:
         optimizer=OptimizerConfig(
             learning_rate=1e-3, warmup_steps=20, weight_decay=5e-2
         ),
-        batch_size=256,
+        batch_size=128,
         num_steps=100,
         log_every=10,
     )

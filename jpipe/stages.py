@@ -259,9 +259,10 @@ def trace_layers(
                 statistics = jax.tree.map(
                     lambda a, like: a.astype(like.dtype), statistics, layer.state
                 )
-            outputs = layer.outputs(outputs)
-            if i == len(layers) - 1:
-                outputs = _cast(outputs, output_dtype)
+            last = i == len(layers) - 1
+            outputs = _cast(
+                layer.outputs(outputs), output_dtype if last else compute_dtype
+            )
             return outputs, statistics
 
         extra = {"key": key, "state": layer.state}
