@@ -125,6 +125,21 @@ class Engine:
             self.stages.parameters, self.num_versions, self.lowered.num_chunks
         )
 
+    @functools.cached_property
+    def delays(self) -> dict[str, np.ndarray]:
+        """For each stage, the updates by which the weights of a forward lag behind the update that they lead to, and
+        those of a backward are ahead of the forward's."""
+        facts = self.schedule.facts()
+        ahead = facts.forward_delay - facts.backward_delay
+        return {"forward": facts.forward_delay, "backward": ahead}
+
+    def read_shapes(self) -> dict:
+        """Local shapes of the weights that the hooks give, by who reads them; none where no stage has a delay."""
+        hooks = () if self.updates is None else self.updates.programs[0].reads
+        return {
+            name: self.parameter_shapes() for name in hooks if self.delays[name].any()
+        }
+
     def gradient_shapes(self) -> dict:
         """Local shapes of the gradient accumulators, `[R, ...]`."""
         return self._leading(self.stages.parameters, self.lowered.num_chunks)
@@ -142,6 +157,7 @@ class Engine:
         scale = {} if self.loss_scale is None else self.loss_scale.shapes()
         return {
             "parameters": self.parameter_shapes(),
+            "read_parameters": self.read_shapes(),
             "optimizer_state": self.optimizer_shapes(),
             "mutable_state": self.mutable_shapes(),
             "loss_scale": scale,
@@ -362,7 +378,8 @@ class _Device:
         }
         of_stage["last"] = np.arange(self.last + 1) == self.last
         if name == "update":
-            of_stage["delay"] = self.schedule.facts().forward_delay
+            for reader, delays in self.engine.delays.items():
+                of_stage[f"delay.{reader}"] = delays
         else:
             most = max(len(lengths) for lengths in self.stages.lengths)
             for r in range(most):
@@ -592,10 +609,13 @@ class _Device:
         owners = [s + step for s in program.stages if 0 <= s + step < self.last]
         return messages.places[owners[0]]
 
-    def _parameters(self, carry: dict, run, get: Callable, i) -> list[jax.Array]:
-        return packing.read_all(
-            carry["parameters"], run.parameters, [get("version"), get("chunk")], i
-        )
+    def _parameters(
+        self, carry: dict, reader: str, run, get: Callable, i
+    ) -> list[jax.Array]:
+        """The weights of a layer that a "forward" or a "backward" reads."""
+        arrays = carry.get("read_parameters", {}).get(reader, carry["parameters"])
+        lead = [get("version"), get("chunk")]
+        return packing.read_all(arrays, run.parameters, lead, i)
 
     def _extra(self, held: dict, run, kind, get: Callable, r: int, i) -> list:
         """What a layer gets beside parameters and inputs: its key and its mutable state."""
@@ -616,6 +636,7 @@ class _Device:
         get: Callable,
         x: list,
         *,
+        reader: str = "forward",
         rings: dict | None = None,
         statistics: dict | None = None,
     ):
@@ -631,7 +652,7 @@ class _Device:
 
             def layer(i, state, r=r, run=run, kind=kind, popped=popped):
                 x, rings, statistics = state
-                parameters = self._parameters(carry, run, get, i)
+                parameters = self._parameters(carry, reader, run, get, i)
                 extra = self._extra(carry, run, kind, get, r, i)
                 if rings is None:
                     y, told = kind.forward(parameters, [*x, *popped], extra)
@@ -842,7 +863,9 @@ class _Device:
             rings = buffers["rings"]
             if self.engine.recompute:
                 x = self._stage_inputs(program, carry, get)
-                y, _, rings, _ = self._run_layers(program, carry, get, x, rings=rings)
+                y, _, rings, _ = self._run_layers(
+                    program, carry, get, x, reader="backward", rings=rings
+                )
                 rings = self._by_end(
                     program,
                     self.last,
@@ -889,7 +912,7 @@ class _Device:
 
                 def layer(i, state, layer_run=layer_run, kind=kind):
                     gy, rings, gradients = state
-                    parameters = self._parameters(carry, layer_run, get, i)
+                    parameters = self._parameters(carry, "backward", layer_run, get, i)
                     stash = self._read_stash(rings, layer_run, kind, get, i)
                     if split:
                         gx, crossing = kind.input_grad(parameters, stash, gy)
@@ -935,7 +958,7 @@ class _Device:
                 kind = self.stages.kinds[layer_run.kind]
 
                 def layer(i, gradients, layer_run=layer_run, kind=kind):
-                    parameters = self._parameters(carry, layer_run, get, i)
+                    parameters = self._parameters(carry, "backward", layer_run, get, i)
                     stash = [None] * len(kind.stash)
                     for j, place in zip(kind.weight_stash, layer_run.weight_stash):
                         stash[j] = packing.read(
@@ -1030,6 +1053,7 @@ class _Device:
                     name: carry[name]
                     for name in (
                         "parameters",
+                        "read_parameters",
                         "optimizer_state",
                         "gradients",
                         "skipped",
@@ -1113,27 +1137,43 @@ class _Device:
                     parameters = packing.write(parameters, place, at, value, i)
             return parameters
 
-        def apply(parameters, state):
+        def apply(parameters, reads, state):
             values = read(parameters, [old, chunk])
             gradients = read(buffers["gradients"], [chunk])
             if scale is not None:
                 gradients = [g / scale.astype(g.dtype) for g in gradients]
             inner = packing.read_all(state, update.state, [chunk])
-            delay = get("delay").astype(jnp.float32)
-            values, inner = update.function(
-                values, gradients, inner, delay, global_norm
-            )
-            return write(parameters, values), packing.write_all(
-                state, update.state, [chunk], inner
-            )
+            delay = {
+                reader: get(f"delay.{reader}").astype(jnp.float32)
+                for reader in self.engine.delays
+            }
+            given = delay["forward"], delay["forward"] - delay["backward"], global_norm
+            values, inner = update.function(values, gradients, inner, *given)
+            reads = dict(reads)
+            for reader, arrays in reads.items():
+                tau = delay[reader]
+                found = update.reads[reader](values, inner, tau)
+                found = [jnp.where(tau > 0, a, b) for a, b in zip(found, values)]
+                reads[reader] = write(arrays, found)
+            state = packing.write_all(state, update.state, [chunk], inner)
+            return write(parameters, values), reads, state
 
-        def keep(parameters, state):
+        def keep(parameters, reads, state):
             if self.engine.num_versions > 1:
-                parameters = write(parameters, read(parameters, [old, chunk]))
-            return parameters, state
+                parameters, *others = (
+                    write(arrays, read(arrays, [old, chunk]))
+                    for arrays in (parameters, *reads.values())
+                )
+                reads = dict(zip(reads, others))
+            return parameters, reads, state
 
-        parameters, state = lax.cond(
-            skip, keep, apply, buffers["parameters"], buffers["optimizer_state"]
+        parameters, reads, state = lax.cond(
+            skip,
+            keep,
+            apply,
+            buffers["parameters"],
+            buffers["read_parameters"],
+            buffers["optimizer_state"],
         )
         gradients = {
             name: lax.dynamic_update_index_in_dim(
@@ -1144,6 +1184,7 @@ class _Device:
         skipped = buffers["skipped"].at[chunk].add(skip.astype(jnp.int32))
         return dict(
             parameters=parameters,
+            read_parameters=reads,
             optimizer_state=state,
             gradients=gradients,
             skipped=skipped,

@@ -100,7 +100,7 @@ class Memory(NamedTuple):
     """Bytes that every device holds, by what for. In one program for all, that is the largest stage's share.
 
     Attributes:
-      weights: all live versions; optimizer: the optimizer's state; gradients: the accumulators.
+      weights: all live versions, and those that `forward_params` and `backward_params` give; optimizer: the optimizer's state; gradients: the accumulators.
       activations: stashes and messages in flight; batch: the minibatch, or the replica's share of it.
       temporaries: what the compiled step needs beside its arguments.
       padding: bytes of weights, optimizer and gradients that the mean stage does not use.
@@ -123,8 +123,10 @@ class Pipeline:
         `factory(rngs=...) -> module` (initialised on its own stage), a Flax Linen module, `jpipe.Linen`,
         `jpipe.InitApply`, or `jpipe.Function(f)`. `jpipe.skip` gives any of them skip connections.
       loss: `(outputs, batch) -> scalar`, the mean over one microbatch.
-      optimizer: any Optax chain that treats each layer by itself. It is called with the extra arguments `delay`, the
-        stage's forward delay in optimizer steps, and `global_norm`, the norm of the gradient over all stages.
+      optimizer: any Optax chain that treats each layer by itself. It is called with the extra arguments `delay` and
+        `backward_delay`, by how many updates the weights that the stage's forward and backward read are older than
+        those that the gradient is applied to (the most over its microbatches), and `global_norm`, the norm of the
+        gradient over all stages.
       schedule: one of `jpipe.schedules`, or a table of your own.
       boundaries: the layer index at which each stage after the first begins, or what to balance: "flops" as XLA
         counts them, "time" measured one layer at a time, or "memory" of weights, optimizer and activations in flight.
@@ -146,6 +148,12 @@ class Pipeline:
       ties: parameters that are one: each a sequence of `(layer, "dotted.path")`, of one shape. Their gradients are
         summed, and the optimizer sees them once, in the first of the layers. NNX modules that hold the same variable
         are tied without being named here.
+      forward_params, backward_params: functions `(params, optimizer_state, delay) -> params` that give the weights which
+        a forward or a backward really reads, such as `jpipe.optim.predicted_params` and `jpipe.optim.corrected_params`.
+        They get what the optimizer sees of one stage, once after every update, and what they return is kept beside the
+        weights. `delay` is the stage's forward delay, or for a backward how many updates newer its weights are than
+        those of the forward; where it is 0 they are not asked. Under recompute a backward runs the forward again on
+        the weights that the backward reads.
 
     Randomness: layer i draws for microbatch m, counted from the start of training, on replica r of the pipeline from
     `fold_in(fold_in(fold_in(fold_in(key, num_layers), i), m), r)` with the key of `init`, so it draws the same at any
@@ -189,6 +197,8 @@ class Pipeline:
         loss_scale: LossScale | float | None = None,
         has_aux: bool = False,
         ties: Sequence[Sequence[tuple[int, str]]] = (),
+        forward_params: Callable[[Any, Any, Any], Any] | None = None,
+        backward_params: Callable[[Any, Any, Any], Any] | None = None,
     ):
         if not isinstance(schedule, Schedule):
             raise ValueError(
@@ -215,6 +225,7 @@ class Pipeline:
         self.recompute, self.compute_dtype = recompute, _floating(compute_dtype)
         self.loss_scale = _check_loss_scale(loss_scale, schedule)
         self.has_aux = has_aux
+        self._hooks = _check_hooks(forward=forward_params, backward=backward_params)
         self.ties = [*shared_weights(layers), *_check_ties(ties)]
         self._balance = boundaries if isinstance(boundaries, str) else "flops"
         self._starts = check_boundaries(
@@ -257,7 +268,7 @@ class Pipeline:
             engine = Engine(
                 self.schedule,
                 stages,
-                make_updates(stages, self.optimizer),
+                make_updates(stages, self.optimizer, self._hooks),
                 self.mesh,
                 recompute=self.recompute == "full",
                 microbatch=microbatch,
@@ -647,10 +658,11 @@ class Pipeline:
             metrics["loss_scale"] = metrics["loss_scale"][-1]
         empty = jax.tree.map(jnp.zeros_like, {**state.own(), "round": state.round})
         started = state.started + newest * self.schedule.num_microbatches
-        parameters = jax.tree.map(newest_everywhere, state.parameters)
-        state = dataclasses.replace(
-            state, parameters=parameters, started=started, **empty
-        )
+        newest_of = {
+            name: jax.tree.map(newest_everywhere, getattr(state, name))
+            for name in ("parameters", "read_parameters")
+        }
+        state = dataclasses.replace(state, **newest_of, started=started, **empty)
         return self._parted(state, metrics)
 
     def predict(self, state: PipelineState, batch: Any) -> Any:
@@ -786,10 +798,8 @@ class Pipeline:
                 for a in jax.tree.leaves(shapes)
             )
 
-        weights, optimizer = (
-            size(engine.parameter_shapes()),
-            size(engine.optimizer_shapes()),
-        )
+        reads, optimizer = engine.read_shapes(), size(engine.optimizer_shapes())
+        weights = size(engine.parameter_shapes()) + size(reads)
         gradients = size(engine.gradient_shapes())
         stages, updates = engine.stages, engine.updates
         used = sum(
@@ -801,7 +811,7 @@ class Pipeline:
             engine.device_bytes(updates.programs[u].state, updates.state.arrays)
             for u in updates.program_of_stage
         )
-        V = engine.lowered.num_versions
+        copies = engine.lowered.num_versions * (1 + len(reads)) + 1
         return Memory(
             weights=weights,
             optimizer=optimizer,
@@ -813,7 +823,7 @@ class Pipeline:
                 weights
                 + optimizer
                 + gradients
-                - (used * (V + 1) + used_state) / self.schedule.num_devices
+                - (used * copies + used_state) / self.schedule.num_devices
             ),
         )
 
@@ -910,6 +920,16 @@ def _check_ties(ties: Any) -> list:
                 f'`[(0, "token.embedding"), (-1, "embedding")]`, got {tie!r}.'
             )
     return list(ties)
+
+
+def _check_hooks(**hooks) -> dict[str, Callable]:
+    for name, hook in hooks.items():
+        if hook is not None and not callable(hook):
+            raise ValueError(
+                f"`{name}_params` must be a function `(params, optimizer_state, delay) -> params`, such as "
+                f"`jpipe.optim.{'predicted' if name == 'forward' else 'corrected'}_params`, got {type(hook).__name__}."
+            )
+    return {name: hook for name, hook in hooks.items() if hook is not None}
 
 
 def _check_loss_scale(scale: Any, schedule: Schedule) -> LossScale | None:

@@ -75,9 +75,18 @@ class Plan:
                     at = (chunk, _rows(place, row))
                     array = local[d]["mutable_state"][place.array]
                     array[at] = np.asarray(leaf).reshape(place.block)
-            for place, leaf in zip(
-                self._update(s).state, jax.tree.leaves(inner), strict=True
-            ):
+            update, inner = self._update(s), jax.tree.leaves(inner)
+            for reader, arrays in local[d]["read_parameters"].items():
+                values = jax.tree.leaves(stage_tree(self.stages, s, per_layer))
+                delay = float(self.engine.delays[reader][s])
+                if delay:
+                    with jax.default_device(mine[0]):
+                        values = update.reads[reader](values, inner, delay)
+                for copies, value in zip(update.parameters, values, strict=True):
+                    for place, row in copies:
+                        at = (slice(None), chunk, _rows(place, row))
+                        arrays[place.array][at] = np.asarray(value).reshape(place.block)
+            for place, leaf in zip(update.state, inner, strict=True):
                 at = (chunk, _rows(place))
                 local[d]["optimizer_state"][place.array][at] = np.asarray(leaf).reshape(
                     place.block
@@ -172,6 +181,8 @@ class PipelineState:
 
     Attributes:
       parameters: packed weights, `[D * V, R, ...]`; `Pipeline.get_params` unpacks them.
+      read_parameters: the weights that the hooks give to a "forward" or a "backward", packed like `parameters`; empty
+        without hooks or delays.
       optimizer_state: packed state of the Optax chain, `[D * R, ...]`.
       mutable_state: packed mutable state of the layers, `[D * R, ...]`; `Pipeline.get_mutable_state` unpacks it.
       loss_scale: the loss scale and its counter, `[D]` each; empty without one.
@@ -184,6 +195,7 @@ class PipelineState:
     """
 
     parameters: Mapping[str, jax.Array]
+    read_parameters: Mapping[str, Mapping[str, jax.Array]]
     optimizer_state: Mapping[str, jax.Array]
     mutable_state: Mapping[str, jax.Array]
     loss_scale: Mapping[str, jax.Array]
@@ -196,7 +208,13 @@ class PipelineState:
 
     def held(self) -> dict[str, Any]:
         """What stages hold, by the engine's names."""
-        names = ("parameters", "optimizer_state", "mutable_state", "loss_scale")
+        names = (
+            "parameters",
+            "read_parameters",
+            "optimizer_state",
+            "mutable_state",
+            "loss_scale",
+        )
         return {name: getattr(self, name) for name in names}
 
     def own(self) -> dict[str, Any]:

@@ -14,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe.backward import Equations
+from jpipe.backward import Equations, jaxpr_text
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages import Stages
+
+GIVEN = ("delay", "backward_delay", "global_norm")
+"""What an optimizer gets as extra arguments, all float32: the stage's delays in updates, and the norm of the gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +27,16 @@ class Update:
     """One program that updates a stage.
 
     Attributes:
-      function: `(parameters, gradients, optimizer_state, delay, global_norm) -> (parameters, optimizer_state)`,
-        all flat lists of arrays.
+      function: `(parameters, gradients, optimizer_state, *given) -> (parameters, optimizer_state)`, all flat lists of
+        arrays; `given` are the values of `GIVEN`.
+      reads: the functions `(parameters, optimizer_state, delay) -> parameters`, of flat lists, that give the weights
+        which a "forward" or a "backward" reads, where it is not those of the update.
       parameters: for each parameter leaf, `(place, row)` of all its copies on the stage; more than one if tied.
       state: the place of each leaf of the optimizer's state.
     """
 
     function: Callable
+    reads: Mapping[str, Callable]
     parameters: Sequence[Sequence[tuple[Place, int]]]
     state: Sequence[Place]
 
@@ -88,7 +94,7 @@ class _Flat:
     """An optimizer on one tree, of and to flat lists.
 
     Attributes:
-      function: `(*parameters, *gradients, *state, delay, global_norm) -> [*parameters, *state]`.
+      function: `(*parameters, *gradients, *state, *given) -> [*parameters, *state]`, with the values of `GIVEN`.
       update: the same, traced; init: `(*parameters) -> state`, traced.
       parameters, state: the paths of their leaves.
       state_avals: abstract values of the state.
@@ -111,15 +117,15 @@ class _Flat:
         weights = [("weight", path) for path in self.parameters]
         gradients = [("gradient", path) for path in self.parameters]
         state = [("state", own.get(path, path)) for path in self.state]
-        names = [*weights, *gradients, *state, "delay", "global norm"]
+        names = [*weights, *gradients, *state, *GIVEN]
         after = self.update.expressions(names, numbers)
         first = self.init.expressions(weights, numbers)
         paths = [f"parameters{path}" for path in self.parameters] + list(self.state)
         return dict(zip(paths, zip([None] * len(weights) + first, after), strict=True))
 
 
-def _given(gradients, delay, global_norm) -> dict:
-    return dict(delay=delay, global_norm=global_norm)
+def _given(gradients, *given) -> dict:
+    return dict(zip(GIVEN, given, strict=True))
 
 
 def _flat(optimizer, tree, where: str, extra: Callable = _given) -> _Flat:
@@ -133,9 +139,9 @@ def _flat(optimizer, tree, where: str, extra: Callable = _given) -> _Flat:
     def update(*args):
         parameters = treedef.unflatten(args[:num_p])
         gradients = treedef.unflatten(args[num_p : 2 * num_p])
-        state = state_tree.unflatten(args[2 * num_p : -2])
+        state = state_tree.unflatten(args[2 * num_p : -len(GIVEN)])
         updates, state = optimizer.update(
-            gradients, state, parameters, **extra(gradients, *args[-2:])
+            gradients, state, parameters, **extra(gradients, *args[-len(GIVEN) :])
         )
         updated = optax.apply_updates(parameters, updates)
         return [*jax.tree.leaves(updated), *jax.tree.leaves(state)]
@@ -147,7 +153,7 @@ def _flat(optimizer, tree, where: str, extra: Callable = _given) -> _Flat:
     try:
         state = jax.eval_shape(optimizer.init, tree)
         state_leaves, state_tree = jax.tree.flatten(state)
-        avals = [*leaves, *leaves, *state_leaves, scalar, scalar]
+        avals = [*leaves, *leaves, *state_leaves, *[scalar] * len(GIVEN)]
         return _Flat(
             update,
             Equations.trace(update, *avals),
@@ -159,7 +165,8 @@ def _flat(optimizer, tree, where: str, extra: Callable = _given) -> _Flat:
     except Exception as error:
         raise ValueError(
             f"`optimizer` cannot update {where}: {type(error).__name__}: {error}\n"
-            "It is called as `optimizer.update(gradients, state, parameters, delay=..., global_norm=...)` with lists "
+            "It is called as `optimizer.update(gradients, state, parameters, delay=..., backward_delay=..., "
+            "global_norm=...)` with lists "
             "that hold one nested dict a layer, and None for the layers of other stages. Masks and labels are given as "
             "functions of such a list; what needs more than that, such as the loss, cannot be used."
         ) from error
@@ -205,11 +212,17 @@ def _check_global_norm(optimizer, tree, whole: _Flat) -> None:
         found = _flat(optimizer, tree, "the model", extra).expressions(numbers, {})
         return [found[f"parameters{path}"] for path in whole.parameters]
 
+    def without(gradients, *delays_and_norm) -> dict:
+        return dict(zip(GIVEN, delays_and_norm[:-1]))
+
+    def of_gradients(gradients, *delays_and_norm) -> dict:
+        return _given(gradients, *delays_and_norm[:-1], optax.tree.norm(gradients))
+
     try:
-        of_itself = weights(lambda _, delay, __: dict(delay=delay))
+        of_itself = weights(without)
     except ValueError:
         return  # it must be given a norm, so it takes none
-    if of_itself != weights(lambda g, delay, _: _given(g, delay, optax.tree.norm(g))):
+    if of_itself != weights(of_gradients):
         warnings.warn(
             "`optimizer` clips by `global_norm`, the norm of the gradient, something that is "
             "not the gradient. Put `jpipe.optim.clip_by_global_norm` first in the chain.",
@@ -239,11 +252,50 @@ def _state_leaves(flat: _Flat, places: Sequence) -> list[Leaf]:
     ]
 
 
-def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Updates:
+def _read(name: str, hook: Callable, optimizer, tree) -> tuple[Callable, str]:
+    """The function of flat lists that `hook`, a function of trees, is on one tree, and its text."""
+    leaves, treedef = jax.tree.flatten(tree)
+    state_leaves, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, tree))
+
+    def read(parameters, state, delay) -> list:
+        parameters = treedef.unflatten(parameters)
+        return jax.tree.leaves(hook(parameters, state_tree.unflatten(state), delay))
+
+    def flat(*args):
+        return read(args[: len(leaves)], args[len(leaves) : -1], args[-1])
+
+    scalar = jax.ShapeDtypeStruct((), np.float32)
+    try:
+        found = jax.eval_shape(hook, tree, state_tree.unflatten(state_leaves), scalar)
+        shapes, wanted = (
+            jax.tree.map(lambda a: (a.shape, np.dtype(a.dtype)), t)
+            for t in (found, tree)
+        )
+        if shapes != wanted:
+            raise ValueError("it returns other shapes, dtypes or layers than it gets.")
+        return read, jaxpr_text(flat, *leaves, *state_leaves, scalar)
+    except Exception as error:
+        raise ValueError(
+            f"`{name}_params` cannot give the weights that a {name} reads: {type(error).__name__}: {error}\n"
+            f"It is called as `{name}_params(parameters, optimizer_state, delay)` with what the optimizer sees of a stage."
+        ) from error
+
+
+def make_updates(
+    stages: Stages,
+    optimizer: optax.GradientTransformation,
+    hooks: Mapping[str, Callable] | None = None,
+) -> Updates:
     """Traces the optimizer on every stage.
 
+    Args:
+      stages: the model, cut.
+      optimizer: any Optax chain.
+      hooks: "forward" and "backward": functions of trees that give the weights these read; see `Update.reads`.
+
     Raises:
-      ValueError: if the optimizer cannot update the layers of a stage by themselves, as it would in the whole model.
+      ValueError: if the optimizer cannot update the layers of a stage by themselves, as it would in the whole model, or
+        a hook does not give what it should.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     texts: dict = {}
@@ -266,18 +318,25 @@ def make_updates(stages: Stages, optimizer: optax.GradientTransformation) -> Upd
                     "Keep `jax.random.key_data` of a random key."
                 )
         places = tuple(tuple(copies) for copies in _leaf_copies(stages, s))
-        key = (stages.program_of_stage[s], places, flat.update.text())
+        seen = stage_tree(stages, s, parameters)
+        reads = {
+            name: _read(name, hook, optimizer, seen)
+            for name, hook in (hooks or {}).items()
+        }
+        texts_of_reads = tuple(text for _, text in reads.values())
+        key = (stages.program_of_stage[s], places, flat.update.text(), texts_of_reads)
         if key not in texts:
             texts[key] = len(drafts)
-            drafts.append((flat.function, places, _state_leaves(flat, places)))
+            read = {name: function for name, (function, _) in reads.items()}
+            drafts.append((flat.function, read, places, _state_leaves(flat, places)))
         program_of_stage.append(texts[key])
-    packing = Packing.of([state_leaves for _, _, state_leaves in drafts])
+    packing = Packing.of([state_leaves for *_, state_leaves in drafts])
     programs = []
-    for (flat, places, _), state_places in zip(drafts, packing.places):
+    for (flat, reads, places, _), state_places in zip(drafts, packing.places):
 
-        def function(parameters, gradients, state, delay, global_norm, flat=flat):
-            out = flat(*parameters, *gradients, *state, delay, global_norm)
+        def function(parameters, gradients, state, *given, flat=flat):
+            out = flat(*parameters, *gradients, *state, *given)
             return out[: len(parameters)], out[len(parameters) :]
 
-        programs.append(Update(function, places, state_places))
+        programs.append(Update(function, reads, places, state_places))
     return Updates(programs, program_of_stage, packing)

@@ -58,20 +58,39 @@ def train_with_delays(
     N,
     delay,
     backward_delay,
+    recompute=False,
+    annealing_steps=None,
+    decay=None,
+    predicts=False,
+    max_norm=None,
 ):
     """Asynchronous training from its definition, keeping every weight version of every stage.
 
     Microbatch k (from 0) runs forward on stage s with version max(k // N - delay(s, k % N), 0), and backward with
     version max(k // N - backward_delay(s, k % N), 0) in the matrix products; the gradients of a minibatch are averaged
-    and applied to the stage's newest weights.
+    and applied to the stage's newest weights. With tau the largest delay of a stage, tau_b of its backward, w_t the
+    weights after t updates and v_t their movement:
+
+    - T1: update t (from 0) is divided by tau ** (1 - min(t / annealing_steps, 1)), where tau is above 1;
+    - T2: a backward reads w_t - (tau - tau_b) d_t, d_t = g d_{t-1} + (1 - g) v_t, g = decay ** (1 / (tau - tau_b));
+    - prediction: a forward reads w_t + tau v_t;
+    - clipping: to `max_norm` by the latest norms of all stages. Later stages update first; N >= S, so by then they know
+      this minibatch's gradient, and earlier stages the last one's.
 
     Args:
       model: `PlainModel`. stage_of_layer: the stage of each layer.
       delay, backward_delay: `(stage, position in the minibatch) -> versions`; equal ones are plain gradients.
+      recompute: whether a backward computes a stage's activations again, from its inputs, by the weights it reads.
+      annealing_steps, decay, predicts, max_norm: see above.
 
     Returns: the loss of every microbatch, and the final weights of the complete minibatches.
     """
     stages = sorted(set(stage_of_layer))
+    tau, ahead = (
+        {s: max(each(s, j) for j in range(N)) for s in stages}
+        for each in (delay, backward_delay)
+    )
+    ahead = {s: tau[s] - ahead[s] for s in stages}
 
     def of_stage(s, tree):
         return [leaf if stage_of_layer[i] == s else None for i, leaf in enumerate(tree)]
@@ -85,28 +104,55 @@ def train_with_delays(
             return jax.value_and_grad(lambda p: loss(model(p, batch["inputs"]), batch))(
                 forward
             )
-        return mlp_mixed_gradient(forward, backward, batch)
+        again = stage_of_layer if recompute else None
+        return mlp_mixed_gradient(forward, backward, batch, again)
+
+    def plus(w, factor, v):
+        return jax.tree.map(lambda a, b: a + np.asarray(factor, a.dtype) * b, w, v)
 
     update = jax.jit(lambda g, state, p: optimizer.update(g, state, p))
     versions = {s: [of_stage(s, params)] for s in stages}
+    still = {s: jax.tree.map(np.zeros_like, versions[s][0]) for s in stages}
+    movements, velocities = ({s: [still[s]] for s in stages} for _ in range(2))
+    squares = dict.fromkeys(stages, 0.0)
     states = {s: optimizer.init(of_stage(s, params)) for s in stages}
     losses, sums = [], None
     for k, batch in enumerate(microbatches):
         number, j = divmod(k, N)
-        forward = joined({s: versions[s][max(number - delay(s, j), 0)] for s in stages})
-        backward = joined(
-            {s: versions[s][max(number - backward_delay(s, j), 0)] for s in stages}
+        forward, backward = {}, {}
+        for s in stages:
+            t = max(number - delay(s, j), 0)
+            forward[s] = plus(versions[s][t], tau[s] * predicts, movements[s][t])
+            t = max(number - backward_delay(s, j), 0)
+            backward[s] = plus(versions[s][t], -ahead[s], velocities[s][t])
+        forward, backward = joined(forward), joined(backward)
+        same = all(
+            np.array_equal(a, b)
+            for a, b in zip(jax.tree.leaves(forward), jax.tree.leaves(backward))
         )
-        same = all(delay(s, j) == backward_delay(s, j) for s in stages)
         value, grads = gradient(forward, None if same else backward, batch)
         losses.append(float(value))
         sums = grads if sums is None else jax.tree.map(np.add, sums, grads)
         if j == N - 1:
             mean = jax.tree.map(lambda g: np.asarray(g) / np.asarray(N, g.dtype), sums)
-            for s in stages:
-                updates, states[s] = update(
-                    of_stage(s, mean), states[s], versions[s][-1]
-                )
+            for s in reversed(stages):
+                mine = of_stage(s, mean)
+                squares[s] = sum(np.sum(np.square(g)) for g in jax.tree.leaves(mine))
+                norm = np.sqrt(sum(squares.values()))
+                if max_norm is not None and norm > max_norm:
+                    mine = jax.tree.map(lambda g: g * (max_norm / norm), mine)  # noqa: B023
+                updates, states[s] = update(mine, states[s], versions[s][-1])
+                if annealing_steps is not None:
+                    power = 1 - min(number / annealing_steps, 1)
+                    scale = max(tau[s], 1) ** -power
+                    updates = jax.tree.map(lambda u: u * scale, updates)  # noqa: B023
+                movements[s].append(updates)
+                velocity = velocities[s][-1]
+                if decay is not None and ahead[s]:
+                    gamma = decay ** (1 / ahead[s])
+                    velocity = jax.tree.map(lambda v: gamma * v, velocity)  # noqa: B023
+                    velocity = plus(velocity, 1 - gamma, updates)
+                velocities[s].append(velocity)
                 versions[s].append(optax.apply_updates(versions[s][-1], updates))
             sums = None
     return losses, jax.tree.map(
@@ -114,25 +160,40 @@ def train_with_delays(
     )
 
 
-def mlp_mixed_gradient(forward, backward, batch):
+def mlp_mixed_gradient(forward, backward, batch, recomputed_stages=None):
     """Loss and gradients of `models.MLP` under mean cross-entropy, by hand: products backward use `backward`'s weights.
 
-    Activations and ReLU masks are those of the forward.
+    Activations and ReLU masks are those of the forward; or, given the stage of each layer, those that `backward`'s
+    weights make of the inputs which the stage got.
     """
-    inputs = [batch["inputs"]]
-    for layer in forward:
-        z = inputs[-1] @ layer["linear"]["kernel"] + layer["linear"]["bias"][None]
-        inputs.append(z if layer is forward[-1] else jnp.maximum(z, 0))
-    logits, labels = inputs[-1], batch["labels"]
-    log_p = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    hot = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
-    value = -(log_p * hot).sum() / len(labels)
-    delta, grads = (jnp.exp(log_p) - hot) / len(labels), []
-    for i in reversed(range(len(forward))):
+
+    def layer(i, weights, x):
+        z = x @ weights[i]["linear"]["kernel"] + weights[i]["linear"]["bias"][None]
+        return z if i == len(weights) - 1 else jnp.maximum(z, 0)
+
+    def log_softmax(logits):
+        return logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+
+    labels, inputs = batch["labels"], [batch["inputs"]]
+    for i in range(len(forward)):
+        inputs.append(layer(i, forward, inputs[i]))
+    hot = jax.nn.one_hot(labels, inputs[-1].shape[-1], dtype=inputs[-1].dtype)
+    value = -(log_softmax(inputs[-1]) * hot).sum() / len(labels)
+    # What each layer's backward remembers of its input and output.
+    remembered = list(zip(inputs, inputs[1:]))
+    if recomputed_stages is not None:
+        x = None
+        for i, stage in enumerate(recomputed_stages):
+            if i == 0 or stage != recomputed_stages[i - 1]:
+                x = inputs[i]
+            y = layer(i, backward, x)
+            remembered[i] = x, y
+            x = y
+    delta = (jnp.exp(log_softmax(remembered[-1][1])) - hot) / len(labels)
+    grads = []
+    for i, (x, y) in reversed(list(enumerate(remembered))):
         if i < len(forward) - 1:
-            delta = delta * (inputs[i + 1] > 0)
-        grads.append(
-            {"linear": {"bias": delta.sum(axis=0), "kernel": inputs[i].T @ delta}}
-        )
+            delta = delta * (y > 0)
+        grads.append({"linear": {"bias": delta.sum(axis=0), "kernel": x.T @ delta}})
         delta = delta @ backward[i]["linear"]["kernel"].T
     return value, grads[::-1]

@@ -1,5 +1,6 @@
 """Asynchronous pipelines compute what their definitions say, with delays from formulas and every version kept."""
 
+import functools
 import math
 
 import jax
@@ -38,33 +39,75 @@ def none(s, j):
     return 0
 
 
-# schedule, family, S, N, ticks, options, optimizer, recompute
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+STASHED = {"vertical_sync": True}
+# schedule, family, S, N, ticks, options, optimizer, recompute, corrections
 CASES = [
-    ("pipedream", "mlp", 3, 1, "paired", {}, "momentum", "none"),
-    ("pipedream", "transformer", 2, 2, "paired", {}, "sgd", "full"),
-    ("pipedream", "transformer", 4, 1, "unit", {}, "sgd", "none"),
-    ("pipedream", "mlp", 3, 3, "unit", {}, "adamw", "full"),
-    ("pipedream", "mlp", 4, 1, "paired", {"vertical_sync": True}, "sgd", "none"),
-    ("pipedream_2bw", "mlp", 3, 5, "paired", {}, "momentum", "none"),
-    ("pipedream_2bw", "transformer", 4, 3, "unit", {}, "sgd", "none"),
-    ("pipedream_2bw", "mlp", 1, 1, "paired", {}, "sgd", "none"),
-    ("pipemare", "mlp", 3, 1, "paired", {}, "sgd", "none"),
-    ("pipemare", "mlp", 4, 2, "paired", {}, "momentum", "none"),
-    ("pipemare", "mlp", 4, 1, "unit", {}, "adamw", "none"),
-    ("pipemare", "mlp", 2, 4, "unit", {}, "sgd", "none"),
+    ("pipedream", "mlp", 3, 1, "paired", {}, "momentum", "none", "none"),
+    ("pipedream", "transformer", 2, 2, "paired", {}, "sgd", "full", "none"),
+    slow("pipedream", "transformer", 4, 1, "unit", {}, "sgd", "none", "none"),
+    ("pipedream", "mlp", 3, 3, "unit", {}, "adamw", "full", "T1+T2"),
+    ("pipedream", "mlp", 4, 1, "paired", STASHED, "sgd", "none", "T1"),
+    ("pipedream", "mlp", 3, 5, "paired", {}, "sgd", "none", "clipping"),
+    ("pipedream", "mlp", 4, 1, "unit", {}, "momentum", "none", "prediction"),
+    ("pipedream_2bw", "mlp", 3, 5, "paired", {}, "momentum", "none", "prediction"),
+    slow("pipedream_2bw", "transformer", 4, 3, "unit", {}, "sgd", "none", "none"),
+    ("pipedream_2bw", "mlp", 1, 1, "paired", {}, "sgd", "none", "T1"),
+    ("pipedream_2bw", "mlp", 4, 7, "paired", {}, "adamw", "full", "clipping"),
+    ("pipemare", "mlp", 3, 1, "paired", {}, "sgd", "none", "none"),
+    ("pipemare", "mlp", 4, 2, "paired", {}, "momentum", "none", "T1"),
+    ("pipemare", "mlp", 4, 1, "unit", {}, "adamw", "none", "T2"),
+    ("pipemare", "mlp", 2, 4, "unit", {}, "sgd", "full", "none"),
+    ("pipemare", "mlp", 4, 1, "paired", {}, "momentum", "none", "T1+T2"),
+    ("pipemare", "mlp", 3, 2, "unit", {}, "sgd", "full", "T1+T2"),
+    ("pipemare", "mlp", 3, 1, "paired", {}, "adamw", "full", "T2"),
+    ("pipemare", "mlp", 4, 1, "unit", {}, "sgd", "none", "prediction"),
+    ("pipemare", "mlp", 3, 2, "paired", {}, "adamw", "full", "prediction"),
+    ("pipemare", "mlp", 4, 4, "unit", {}, "momentum", "none", "clipping"),
+    ("pipemare", "mlp", 3, 4, "paired", {}, "adamw", "none", "all"),
 ]
 OPTIMIZERS = {
     "sgd": optax.sgd(0.2),
     "momentum": optax.sgd(0.05, momentum=0.9),
     "adamw": optax.adamw(1e-2),
 }
-ROUNDS = 6
+# As `oracles.train_with_delays` takes them.
+T1, T2, CLIPPING = dict(annealing_steps=15), dict(decay=0.3), dict(max_norm=0.7)
+CORRECTIONS = {
+    "none": {},
+    "T1": T1,
+    "T2": T2,
+    "T1+T2": T1 | T2,
+    "prediction": dict(predicts=True),
+    "clipping": CLIPPING,
+    "all": T1 | T2 | CLIPPING | dict(predicts=True),
+}
+ROUNDS = 21
 
 
-@pytest.mark.parametrize("name,family,S,N,ticks,options,optimizer,recompute", CASES)
+def corrected(optimizer, corrections) -> dict:
+    """What `jpipe.Pipeline` takes for them."""
+    before, after, hooks = [], [], {}
+    if "max_norm" in corrections:
+        before.append(jpipe.optim.clip_by_global_norm(corrections["max_norm"]))
+    if "annealing_steps" in corrections:
+        after.append(jpipe.optim.scale_by_delay(corrections["annealing_steps"]))
+    if "decay" in corrections:
+        after.append(jpipe.optim.correct_discrepancy(corrections["decay"]))
+        hooks["backward_params"] = jpipe.optim.corrected_params
+    if "predicts" in corrections:
+        after.append(jpipe.optim.predict_weights())
+        hooks["forward_params"] = jpipe.optim.predicted_params
+    return dict(optimizer=optax.chain(*before, optimizer, *after), **hooks)
+
+
+@pytest.mark.parametrize(
+    "name,family,S,N,ticks,options,optimizer,recompute,corrections", CASES
+)
 def test_equals_the_definition(
-    name, family, S, N, ticks, options, optimizer, recompute
+    name, family, S, N, ticks, options, optimizer, recompute, corrections
 ):
+    corrections = CORRECTIONS[corrections]
     with jax.enable_x64(True):
         family, optimizer = FAMILIES[family].in_dtype("float64"), OPTIMIZERS[optimizer]
         plain = oracles.PlainModel(family.layers, jax.random.key(1))
@@ -84,9 +127,9 @@ def test_equals_the_definition(
         pipe = jpipe.Pipeline(
             family.layers,
             loss=loss,
-            optimizer=optimizer,
             schedule=getattr(jpipe.schedules, name)(S, N, ticks=ticks, **options),
             recompute=recompute,
+            **corrected(optimizer, corrections),
         )
         stage_of_layer = [
             r.stage for r in pipe.partition(batches[0]) for _ in range(*r.layers)
@@ -107,6 +150,8 @@ def test_equals_the_definition(
             N,
             delay,
             none if name == "pipemare" else delay,
+            recompute=recompute == "full",
+            **corrections,
         )
 
         state = pipe.init(jax.random.key(0), batches[0], params=plain.params)

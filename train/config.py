@@ -9,6 +9,7 @@ options of a model are in `models/`, those of a data set in `train/mnist.py` and
 import dataclasses
 import inspect
 import math
+import warnings
 from typing import Any, Literal
 
 import jax
@@ -69,10 +70,16 @@ class PipelineConfig:
     """What layers compute in. Weights and their updates stay in float32."""
     loss_scale: Literal["none", "dynamic"] = "none"
     """Whether the loss is scaled up for its gradient, which float16 needs."""
+    synchronous_steps: int = 0
+    """Steps at the start that are trained by GPipe, before an asynchronous schedule takes
+    over: PipeMare's synchronous warm-up (T3)."""
 
     def __post_init__(self):
         for name in ("num_stages", "num_microbatches", "data"):
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
+        _check(
+            self.synchronous_steps >= 0, self, "synchronous_steps", "must be at least 0"
+        )
 
     def options_of_pipeline(self) -> dict[str, Any]:
         """What `jpipe.Pipeline` takes beside model, loss, optimizer, schedule and mesh."""
@@ -85,6 +92,23 @@ class PipelineConfig:
             "compute_dtype": self.compute_dtype,
             "loss_scale": jpipe.LossScale() if self.loss_scale == "dynamic" else None,
         }
+
+    def warm_up_table(self, table: jpipe.Schedule) -> jpipe.Schedule | None:
+        """The schedule of the first `synchronous_steps`; None if there are none.
+
+        Raises:
+          ValueError: if `table`, which takes over, is synchronous itself.
+        """
+        if not self.synchronous_steps:
+            return None
+        if table.synchronous:
+            raise ValueError(
+                f"`synchronous_steps` come before an asynchronous schedule, got {self.synchronous_steps} before "
+                f"{table.name!r}, which is synchronous. Leave them at 0, or choose pipemare, pipedream or pipedream_2bw."
+            )
+        with warnings.catch_warnings():  # of its bubble, which ends
+            warnings.simplefilter("ignore", UserWarning)
+            return jpipe.schedules.gpipe(table.num_stages, table.num_microbatches)
 
     def table(self) -> jpipe.Schedule:
         """The schedule that is asked for.
@@ -110,8 +134,9 @@ class PipelineConfig:
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """Adam with decoupled weight decay, or gradient descent with momentum."""
+    name: Literal["adamw", "nadamw", "sgd"] = "adamw"
+    """Adam with decoupled weight decay, the same with a Nesterov momentum for late
+    gradients (`jpipe.optim.nadamw`), or gradient descent with momentum."""
     learning_rate: float = 1e-3
     """The largest learning rate, reached after `warmup_steps`."""
     warmup_steps: int = 0
@@ -121,11 +146,20 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     """Decoupled weight decay, of matrices and kernels only."""
     momentum: float = 0.9
-    """Decay of the mean gradient: b1 of adamw, Nesterov momentum of sgd."""
+    """Decay of the mean gradient: b1 of adamw and nadamw, Nesterov momentum of sgd."""
     b2: float = 0.999
-    """Decay of the mean squared gradient; adamw only."""
+    """Decay of the mean squared gradient; adamw and nadamw only."""
     clip_norm: float | None = None
     """The largest norm of the gradient, over all stages. None: any."""
+    annealing_steps: int | None = None
+    """Steps in which a stage's learning rate rises from its share of 1 / delay to the
+    whole: PipeMare's T1, for asynchronous schedules. None: no such thing."""
+    discrepancy_decay: float | None = None
+    """D of PipeMare's T2, for asynchronous schedules: backwards read weights moved back to
+    what the forward read. None: they do not."""
+    predict_weights: bool = False
+    """Whether forwards read the weights moved ahead to what their gradient will meet, for
+    asynchronous schedules: SpecTrain, XPipe, PipeOptim."""
 
     def __post_init__(self):
         _check(self.learning_rate > 0, self, "learning_rate", "must be above 0")
@@ -135,6 +169,11 @@ class OptimizerConfig:
             _check(0 <= getattr(self, name) < 1, self, name, "must lie in [0, 1)")
         if self.clip_norm is not None:
             _check(self.clip_norm > 0, self, "clip_norm", "must be above 0")
+        if self.annealing_steps is not None:
+            _check(self.annealing_steps > 0, self, "annealing_steps", "must be above 0")
+        if self.discrepancy_decay is not None:
+            D = self.discrepancy_decay
+            _check(0 < D < 1, self, "discrepancy_decay", "must lie between 0 and 1")
 
     def learning_rate_schedule(self, num_steps: int) -> optax.Schedule:
         """Step to learning rate, for a run of `num_steps`."""
@@ -154,8 +193,9 @@ class OptimizerConfig:
     def transform(self, num_steps: int) -> optax.GradientTransformation:
         """The Optax chain, for a run of `num_steps`."""
         rate = self.learning_rate_schedule(num_steps)
-        if self.name == "adamw":
-            update = optax.adamw(
+        if self.name in ("adamw", "nadamw"):
+            make = optax.adamw if self.name == "adamw" else jpipe.optim.nadamw
+            update = make(
                 rate,
                 b1=self.momentum,
                 b2=self.b2,
@@ -168,9 +208,24 @@ class OptimizerConfig:
                 optax.add_decayed_weights(self.weight_decay, mask=_decays),
                 optax.scale_by_learning_rate(rate),
             )
-        if self.clip_norm is None:
-            return update
-        return optax.chain(jpipe.optim.clip_by_global_norm(self.clip_norm), update)
+        chain = [update]
+        if self.clip_norm is not None:
+            chain.insert(0, jpipe.optim.clip_by_global_norm(self.clip_norm))
+        if self.annealing_steps is not None:
+            chain.append(jpipe.optim.scale_by_delay(self.annealing_steps))
+        if self.discrepancy_decay is not None:
+            chain.append(jpipe.optim.correct_discrepancy(self.discrepancy_decay))
+        if self.predict_weights:
+            chain.append(jpipe.optim.predict_weights())
+        return optax.chain(*chain)
+
+    def options_of_pipeline(self) -> dict[str, Any]:
+        """The weights that forwards and backwards read, as `jpipe.Pipeline` takes them."""
+        predicts, corrects = self.predict_weights, self.discrepancy_decay is not None
+        return {
+            "forward_params": jpipe.optim.predicted_params if predicts else None,
+            "backward_params": jpipe.optim.corrected_params if corrects else None,
+        }
 
 
 @dataclasses.dataclass(frozen=True)

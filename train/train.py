@@ -114,6 +114,7 @@ def main(argv: list[str]) -> int:
     try:
         name, config = flags.parse(argv, TrainConfig)
         schedule = config.pipeline.table()
+        warm_up = config.pipeline.warm_up_table(schedule)
         data = config.data.load()
         batches = shuffled(data.train, config.batch_size, config.seed)
         batch = next(batches)
@@ -121,17 +122,21 @@ def main(argv: list[str]) -> int:
         prepare_cpu(schedule.num_devices * num_replicas)
         check_devices(schedule.num_devices, num_replicas)
         mesh = jpipe.make_mesh(stage=schedule.num_devices, data=num_replicas)
-        pipe = jpipe.Pipeline(
-            config.model.layers(),
-            loss=loss_fn,
-            optimizer=config.optimizer.transform(config.num_steps),
-            schedule=schedule,
-            mesh=mesh,
-            has_aux=True,
-            ties=config.model.ties() if hasattr(config.model, "ties") else (),
+        options = {
+            "loss": loss_fn,
+            "optimizer": config.optimizer.transform(config.num_steps),
+            "mesh": mesh,
+            "has_aux": True,
+            "ties": config.model.ties() if hasattr(config.model, "ties") else (),
             **config.pipeline.options_of_pipeline(),
-        )
-        partition = pipe.partition(batch)
+            **config.optimizer.options_of_pipeline(),
+        }
+        last = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
+        partition = last.partition(batch)
+        pipe = last
+        if warm_up is not None:
+            options["boundaries"] = [record.layers[0] for record in partition[1:]]
+            pipe = jpipe.Pipeline(config.model.layers(), schedule=warm_up, **options)
         run_dir = make_run_dir(config.run_dir, name)
     except (ValueError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
@@ -154,7 +159,7 @@ def main(argv: list[str]) -> int:
 
     compile_start = time.perf_counter()
     state = pipe.init(jax.random.key(config.seed), batch)
-    memory = pipe.memory(batch)
+    memory = last.memory(batch)
     print(f"compiled in {time.perf_counter() - compile_start:.1f} s\n")
     print(f"memory of each device:\n{report.memory(memory)}\n")
 
@@ -177,18 +182,24 @@ def main(argv: list[str]) -> int:
         try:
             seconds = log.seconds()
             log.write({"step": 0, "memory_bytes": memory._asdict(), "seconds": seconds})
-            last = None
+            pending = None
             for step in range(1, config.num_steps + 1):
+                if pipe is not last and step > config.pipeline.synchronous_steps:
+                    if pending is not None:
+                        record(log, step - 1, pending, pipe.schedule)
+                    pending = None
+                    with log.paused():
+                        pipe, state = last, last.adopt(state)
                 state, metrics = pipe.step(state, batch)
                 batch = next(batches)
-                if last is not None:
-                    record(log, step - 1, last, schedule)
-                last = metrics
+                if pending is not None:
+                    record(log, step - 1, pending, pipe.schedule)
+                pending = metrics
                 ends = interrupt.requested or step == config.num_steps
                 pauses = config.eval_every and step % config.eval_every == 0
                 if ends or pauses:
-                    record(log, step, last, schedule)
-                    last = None
+                    record(log, step, pending, pipe.schedule)
+                    pending = None
                 if ends:
                     break
                 if pauses:
