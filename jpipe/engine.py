@@ -198,7 +198,7 @@ class Engine:
             shapes["statistics"] = self.mutable_shapes()
             # The latest squared gradient norm of each column, for norms over all stages.
             shapes["squared_norm"] = jax.ShapeDtypeStruct(
-                (lowered.num_chunks,), np.float32
+                (lowered.num_chunks,), self.updates.norm_dtype
             )
         return shapes
 
@@ -449,7 +449,7 @@ class _Device:
                 "aux": [jnp.zeros((1, *a.shape), a.dtype) for a in loss.aux],
                 "count": jnp.zeros((1,), jnp.int32),
                 "skipped": jnp.zeros((lowered.num_chunks,), jnp.int32),
-                "gradient_norm": jnp.zeros((1,), jnp.float32),
+                "gradient_norm": jnp.zeros((1,), self.engine.updates.norm_dtype),
             }
             carry |= results
         updating = (operations["update"].stage >= 0).any(axis=(1, 2))
@@ -1015,13 +1015,12 @@ class _Device:
                 carry = {**carry, "gradients": gradients}
         for copies in self.tied:
             carry = self._sum_tied(copies, carry)
+        dtype = self.engine.updates.norm_dtype
         squares = [
-            jnp.sum(jnp.square(a.astype(jnp.float32)), axis=tuple(range(1, a.ndim)))
+            jnp.sum(jnp.square(a.astype(dtype)), axis=tuple(range(1, a.ndim)))
             for a in carry["gradients"].values()
         ]
-        squares = functools.reduce(
-            jnp.add, squares, jnp.zeros(len(chunks), jnp.float32)
-        )
+        squares = functools.reduce(jnp.add, squares, jnp.zeros(len(chunks), dtype))
         version = jnp.full(len(chunks), -1, jnp.int32)
         for lane in lanes:
             mine = (chunks == get(lane, "chunk")) & (get(lane, "program") >= 0)
@@ -1032,7 +1031,7 @@ class _Device:
         global_norm = jnp.sqrt(jnp.sum(all_latest))
         scale = self._scale(carry)
         if scale is not None:
-            global_norm /= scale
+            global_norm /= scale.astype(dtype)
             arrays = self.engine.loss_scale.after_update(
                 carry["loss_scale"], ~broken.any()
             )

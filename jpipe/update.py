@@ -19,7 +19,7 @@ from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages import Stages
 
 GIVEN = ("delay", "backward_delay", "global_norm")
-"""What an optimizer gets as extra arguments, all float32: the stage's delays in updates, and the norm of the gradient."""
+"""What an optimizer gets as extra arguments: the stage's delays in updates, float32, and the norm of the gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,11 +48,13 @@ class Updates:
     Attributes:
       programs: distinct updates; program_of_stage: which one a stage runs.
       state: how the optimizer's state is packed, one owner a program.
+      norm_dtype: of the norm of the gradient, at least float32.
     """
 
     programs: Sequence[Update]
     program_of_stage: Sequence[int]
     state: Packing
+    norm_dtype: np.dtype
 
 
 def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> list:
@@ -128,7 +130,12 @@ def _given(gradients, *given) -> dict:
     return dict(zip(GIVEN, given, strict=True))
 
 
-def _flat(optimizer, tree, where: str, extra: Callable = _given) -> _Flat:
+def _norm_dtype(tree) -> np.dtype:
+    """Of the norm of a gradient: that of the weights, at least float32."""
+    return np.result_type(np.float32, *(a.dtype for a in jax.tree.leaves(tree)))
+
+
+def _flat(optimizer, tree, norm_dtype, where: str, extra: Callable = _given) -> _Flat:
     """Traces `optimizer` on a tree of abstract arrays, updating with the arguments that `extra` returns."""
     leaves, treedef = jax.tree.flatten(tree)
     num_p = len(leaves)
@@ -150,10 +157,11 @@ def _flat(optimizer, tree, where: str, extra: Callable = _given) -> _Flat:
         return [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(tree)]
 
     scalar = jax.ShapeDtypeStruct((), np.float32)
+    norm = jax.ShapeDtypeStruct((), norm_dtype)
     try:
         state = jax.eval_shape(optimizer.init, tree)
         state_leaves, state_tree = jax.tree.flatten(state)
-        avals = [*leaves, *leaves, *state_leaves, *[scalar] * len(GIVEN)]
+        avals = [*leaves, *leaves, *state_leaves, scalar, scalar, norm]
         return _Flat(
             update,
             Equations.trace(update, *avals),
@@ -202,14 +210,15 @@ def _check_layers_apart(whole: _Flat, on_stages: Sequence[_Flat]) -> None:
         different |= {path for _, path in wrong}
 
 
-def _check_global_norm(optimizer, tree, whole: _Flat) -> None:
+def _check_global_norm(optimizer, tree, norm_dtype, whole: _Flat) -> None:
     """Warns if the optimizer puts `global_norm` where the norm of something else belongs."""
     if whole.update.inputs[-1] not in whole.update.read():
         return
     numbers: dict = {}
 
     def weights(extra: Callable) -> list:
-        found = _flat(optimizer, tree, "the model", extra).expressions(numbers, {})
+        traced = _flat(optimizer, tree, norm_dtype, "the model", extra)
+        found = traced.expressions(numbers, {})
         return [found[f"parameters{path}"] for path in whole.parameters]
 
     def without(gradients, *delays_and_norm) -> dict:
@@ -302,14 +311,20 @@ def make_updates(
     drafts, program_of_stage = [], []
     parameters = [layer.parameters for layer in stages.layers]
     tree = _seen(stages, range(len(stages.layers)), parameters)
-    whole = _flat(optimizer, tree, "the model")
+    norm_dtype = _norm_dtype(tree)
+    whole = _flat(optimizer, tree, norm_dtype, "the model")
     on_stages = [
-        _flat(optimizer, stage_tree(stages, s, parameters), f"stage {s} by itself")
+        _flat(
+            optimizer,
+            stage_tree(stages, s, parameters),
+            norm_dtype,
+            f"stage {s} by itself",
+        )
         for s in range(stages.num_stages)
     ]
     if stages.num_stages > 1:
         _check_layers_apart(whole, on_stages)
-    _check_global_norm(optimizer, tree, whole)
+    _check_global_norm(optimizer, tree, norm_dtype, whole)
     for s, flat in enumerate(on_stages):
         for path, leaf in zip(flat.state, flat.state_avals):
             if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
@@ -339,4 +354,4 @@ def make_updates(
             return out[: len(parameters)], out[len(parameters) :]
 
         programs.append(Update(function, reads, places, state_places))
-    return Updates(programs, program_of_stage, packing)
+    return Updates(programs, program_of_stage, packing, norm_dtype)

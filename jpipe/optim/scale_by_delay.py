@@ -68,7 +68,7 @@ def scale_by_delay(
     def update(updates, state, params=None, **extra_args):
         del params
         tau = as_float(given_delay(delay, extra_args, "scale_by_delay"))
-        power = 1 - jnp.minimum(state.count / annealing_steps, 1)
+        power = 1 - jnp.minimum(as_float(state.count) / annealing_steps, 1)
         scale = jax.tree.map(lambda t: jnp.maximum(t, 1) ** -power, tau)
         scaled = jax.tree.map(jnp.multiply, updates, spread(scale, updates))
         count = optax.safe_increment(state.count)
