@@ -25,7 +25,7 @@ References: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.extend.core as jex
@@ -98,6 +98,53 @@ class Equations:
             constants, tuple(inputs), tuple(reversed(kept)), tuple(outputs)
         )
 
+    def parts(self, shared: Sequence[int]) -> list["Part"]:
+        """Cut into programs that have no inputs in common but `shared`, so that each can be run by itself.
+
+        Args:
+          shared: positions of inputs that every part may read.
+        """
+        program = self.slice(self.inputs, self.outputs)
+        common = {self.inputs[i] for i in shared} | set(program.constants)
+        parent = {v: v for v in program.inputs if v not in common}
+
+        def find(v):
+            while parent[v] is not v:
+                parent[v] = parent[parent[v]]
+                v = parent[v]
+            return v
+
+        for eqn in program.equations:
+            read = [find(v) for v in _variables(eqn.invars) if v in parent]
+            for v in read:
+                parent[v] = read[0]
+            parent |= {v: read[0] if read else v for v in eqn.outvars if read}
+
+        def part_of(atom):
+            """Stands for the part; None where shared inputs are all that is needed."""
+            return find(atom) if _in(atom, parent) else None
+
+        outputs: dict[Any, list[int]] = {}
+        for i, atom in enumerate(program.outputs):
+            outputs.setdefault(part_of(atom), []).append(i)
+        inputs: dict[Any, list[int]] = {}
+        for i, v in enumerate(program.inputs):
+            inputs.setdefault(part_of(v), []).append(i)
+        equations: dict[Any, list] = {}
+        for eqn in program.equations:
+            equations.setdefault(part_of(eqn.outvars[0]), []).append(eqn)
+        before = equations.get(None, [])
+        found = []
+        for part, wanted in outputs.items():
+            own = [] if part is None else inputs[part]
+            at = [*own, *shared]
+            mine = before if part is None else [*before, *equations.get(part, [])]
+            variables = [program.inputs[i] for i in at]
+            results = [program.outputs[i] for i in wanted]
+            piece = Equations(program.constants, (), tuple(mine), ())
+            found.append(Part(piece.slice(variables, results), at, wanted))
+        return found
+
     def read(self) -> set:
         """The variables that are read."""
         return set(_variables(self.outputs)).union(
@@ -145,6 +192,14 @@ class Equations:
         }
         known |= _constants(self.constants, self.constants.values(), numbers)
         return _numbered(self.equations, self.outputs, known, numbers)
+
+
+class Part(NamedTuple):
+    """A part of a program: its equations, and positions of its inputs and outputs in the whole."""
+
+    equations: Equations
+    inputs: Sequence[int]
+    outputs: Sequence[int]
 
 
 def _depending_on(equations: Sequence, inputs: Sequence) -> set:

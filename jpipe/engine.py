@@ -32,7 +32,7 @@ from jpipe.loss_scale import LossScale
 from jpipe.lower import STASHES, Lowered, Operations, Route, lower, neighbours
 from jpipe.schedule import Schedule
 from jpipe.stages import Program, Stages
-from jpipe.update import Updates
+from jpipe.update import READERS, Slot, Updates
 
 AXIS = "stage"
 DATA = "data"
@@ -1039,29 +1039,10 @@ class _Device:
         carry = {**carry, "squared_norm": latest, "gradient_norm": global_norm[None]}
         for lane in lanes:
             skip = jnp.any(broken & (all_versions == get(lane, "absolute_version")))
+            mine = functools.partial(get, lane)
             for u, update in enumerate(self.engine.updates.programs):
-                run = functools.partial(
-                    self._apply,
-                    update,
-                    functools.partial(get, lane),
-                    skip,
-                    global_norm,
-                    scale,
-                )
-                buffers = {
-                    name: carry[name]
-                    for name in (
-                        "parameters",
-                        "read_parameters",
-                        "optimizer_state",
-                        "gradients",
-                        "skipped",
-                    )
-                }
-                carry = {
-                    **carry,
-                    **lax.cond(get(lane, "program") == u, run, lambda b: b, buffers),
-                }
+                now = mine("program") == u
+                carry = self._apply(update, mine, now, skip, global_norm, scale, carry)
         for copies in self.tied:
             carry = self._spread_tied(copies, carry)
         return carry
@@ -1118,76 +1099,93 @@ class _Device:
         return {**carry, "parameters": parameters}
 
     def _apply(
-        self, update, get: Callable, skip, global_norm, scale, buffers: dict
+        self, update, get: Callable, now, skip, global_norm, scale, carry: dict
     ) -> dict:
-        old = jnp.mod(get("absolute_version") - 1, self.engine.num_versions)
-        chunk = get("chunk")
+        """Updates a column by the program `update`, if `now`, part by part; leaves its gradients empty.
 
-        def read(arrays, lead: list) -> list:
+        All arrays stay in place: a group of parts is a loop whose length the compiler does not know, so it does not
+        unroll it and copy; a part computes in a branch of its own, or what it reads would be read again, from copies,
+        behind its writes.
+        """
+        delays = [get(f"delay.{reader}").astype(jnp.float32) for reader in READERS]
+        forward, ahead = delays
+        given = [forward, forward - ahead, global_norm, *delays][: update.num_given]
+        old = jnp.mod(get("absolute_version") - 1, self.engine.num_versions)
+
+        def at(slot: Slot, i, version) -> list[tuple[packing.Place, list]]:
+            """The places of part i's leaf, and the leading indices there."""
+            versioned = slot.arrays not in ("gradients", "optimizer_state")
+            lead = [version, get("chunk")] if versioned else [get("chunk")]
             return [
-                packing.read(arrays, copies[0][0], lead, copies[0][1])
-                for copies in update.parameters
+                (dataclasses.replace(place, base=jnp.asarray(starts)[i]), lead)
+                for place, starts in slot.copies
             ]
 
-        def write(parameters, values) -> dict:
-            at = [get("version"), chunk]
-            for copies, value in zip(update.parameters, values, strict=True):
-                for place, i in copies:
-                    parameters = packing.write(parameters, place, at, value, i)
-            return parameters
+        def load(slots: Sequence[Slot], i, arrays: dict) -> list[jax.Array]:
+            """Leaves as they were before the update."""
+            source = {"gradients": carry["gradients"], **arrays}
+            return [packing.read(source[s.arrays], *at(s, i, old)[0]) for s in slots]
 
-        def apply(parameters, reads, state):
-            values = read(parameters, [old, chunk])
-            gradients = read(buffers["gradients"], [chunk])
-            if scale is not None:
-                gradients = [g / scale.astype(g.dtype) for g in gradients]
-            inner = packing.read_all(state, update.state, [chunk])
-            delay = {
-                reader: get(f"delay.{reader}").astype(jnp.float32)
-                for reader in self.engine.delays
-            }
-            given = delay["forward"], delay["forward"] - delay["backward"], global_norm
-            values, inner = update.function(values, gradients, inner, *given)
-            reads = dict(reads)
-            for reader, arrays in reads.items():
-                tau = delay[reader]
-                found = update.reads[reader](values, inner, tau)
-                found = [jnp.where(tau > 0, a, b) for a, b in zip(found, values)]
-                reads[reader] = write(arrays, found)
-            state = packing.write_all(state, update.state, [chunk], inner)
-            return write(parameters, values), reads, state
+        def scaled_down(slots: Sequence[Slot], values: Sequence) -> list[jax.Array]:
+            return [
+                v / scale.astype(v.dtype)
+                if slot.arrays == "gradients" and scale is not None
+                else v
+                for slot, v in zip(slots, values, strict=True)
+            ]
 
-        def keep(parameters, reads, state):
-            if self.engine.num_versions > 1:
-                parameters, *others = (
-                    write(arrays, read(arrays, [old, chunk]))
-                    for arrays in (parameters, *reads.values())
-                )
-                reads = dict(zip(reads, others))
-            return parameters, reads, state
+        names = ("parameters", "optimizer_state")
+        arrays = {**{n: carry[n] for n in names}, **carry["read_parameters"]}
+        done = jnp.int32(0)
+        shared = scaled_down(update.shared, load(update.shared, 0, arrays))
+        for group in update.groups:
+            kept = [j for j, slot in enumerate(group.outputs) if slot.arrays in arrays]
+            written = [group.outputs[j] for j in kept]
 
-        parameters, reads, state = lax.cond(
-            skip,
-            keep,
-            apply,
-            buffers["parameters"],
-            buffers["read_parameters"],
-            buffers["optimizer_state"],
-        )
-        gradients = {
-            name: lax.dynamic_update_index_in_dim(
-                a, jnp.zeros(a.shape[1:], a.dtype), chunk, 0
-            )
-            for name, a in buffers["gradients"].items()
+            def part(i, state, group=group, kept=kept, written=written):
+                arrays, done = state
+                inputs, before = (load(s, i, arrays) for s in (group.inputs, written))
+
+                def compute():
+                    mine = scaled_down(group.inputs, inputs)
+                    values = group.run(*mine, *shared, *given)
+                    return [values[j] for j in kept]
+
+                values = lax.cond(skip, lambda: before, compute)
+                for slot, value in zip(written, values, strict=True):
+                    for place, lead in at(slot, i, get("version")):
+                        new = packing.write(arrays[slot.arrays], place, lead, value)
+                        arrays = {**arrays, slot.arrays: new}
+                return arrays, done + 1
+
+            times = now.astype(jnp.int32) * group.num_parts
+            arrays, done = lax.fori_loop(0, times, part, (arrays, done))
+        reads = {reader: arrays[reader] for reader in carry["read_parameters"]}
+        chunk = get("chunk")
+        return {
+            **carry,
+            **{n: arrays[n] for n in names},
+            "read_parameters": reads,
+            # Once all parts are done, or gradients would be copied for those.
+            "gradients": _emptied(carry["gradients"], chunk, done > 0),
+            "skipped": carry["skipped"].at[chunk].add((now & skip).astype(jnp.int32)),
         }
-        skipped = buffers["skipped"].at[chunk].add(skip.astype(jnp.int32))
-        return dict(
-            parameters=parameters,
-            read_parameters=reads,
-            optimizer_state=state,
-            gradients=gradients,
-            skipped=skipped,
-        )
+
+
+def _emptied(gradients: dict, chunk, now) -> dict:
+    """A column's gradients set to 0 if `now`, row by row, in place."""
+
+    def emptied(array: jax.Array) -> jax.Array:
+        rows = array.shape[1] if array.ndim > 2 else 1  # of a pool, or a vector
+        zeros = jnp.zeros((1, array.shape[1] // rows, *array.shape[2:]), array.dtype)
+
+        def row(i, array):
+            start = [chunk, i, *[jnp.int32(0)] * (array.ndim - 2)]
+            return lax.dynamic_update_slice(array, zeros, start)
+
+        return lax.fori_loop(0, now.astype(jnp.int32) * rows, row, array)
+
+    return {name: emptied(array) for name, array in gradients.items()}
 
 
 def _split(leaves: Sequence, tails: Sequence[Sequence]) -> list[list]:

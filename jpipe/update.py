@@ -7,14 +7,14 @@ labels are the same at any stage count. Stages whose update is the same program 
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe.backward import Equations, jaxpr_text
+from jpipe.backward import Equations, Part
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages import Stages
 
@@ -22,23 +22,51 @@ GIVEN = ("delay", "backward_delay", "global_norm")
 """What an optimizer gets as extra arguments: the stage's delays in updates, float32, and the norm of the gradient."""
 
 
+READERS = ("forward", "backward")
+"""Who may read other weights than those that are updated."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Update:
     """One program that updates a stage.
 
     Attributes:
-      function: `(parameters, gradients, optimizer_state, *given) -> (parameters, optimizer_state)`, all flat lists of
-        arrays; `given` are the values of `GIVEN`.
-      reads: the functions `(parameters, optimizer_state, delay) -> parameters`, of flat lists, that give the weights
-        which a "forward" or a "backward" reads, where it is not those of the update.
+      groups: the program, in groups of parts that run one after the other, each reading and writing leaves of its own:
+        for most optimizers one a weight, so that no more than that is ever beside what is updated.
+      shared: what all parts read: the numbers among parameters, gradients and state.
+      num_given: how many other numbers follow them: the values of `GIVEN`, and with hooks the delays of `READERS`.
+      reads: for each reader the function `(parameters, optimizer_state, delay) -> parameters`, of flat lists.
       parameters: for each parameter leaf, `(place, row)` of all its copies on the stage; more than one if tied.
       state: the place of each leaf of the optimizer's state.
     """
 
-    function: Callable
+    groups: Sequence["Group"]
+    shared: Sequence["Slot"]
+    num_given: int
     reads: Mapping[str, Callable]
     parameters: Sequence[Sequence[tuple[Place, int]]]
     state: Sequence[Place]
+
+
+class Slot(NamedTuple):
+    """Where a group's parts have one of their inputs or outputs.
+
+    Attributes:
+      arrays: "parameters", "gradients", "optimizer_state", or a reader.
+      copies: for each copy of the leaf (more than one if tied) its place, and `[parts]` the first index of each part's.
+    """
+
+    arrays: str
+    copies: Sequence[tuple[Place, np.ndarray]]
+
+
+class Group(NamedTuple):
+    """Parts of an update that are one program on different leaves: `(*inputs, *shared, *given) -> outputs`."""
+
+    run: Equations
+    inputs: Sequence[Slot]
+    outputs: Sequence[Slot]
+    num_parts: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,33 +289,105 @@ def _state_leaves(flat: _Flat, places: Sequence) -> list[Leaf]:
     ]
 
 
-def _read(name: str, hook: Callable, optimizer, tree) -> tuple[Callable, str]:
-    """The function of flat lists that `hook`, a function of trees, is on one tree, and its text."""
+def _read(name: str, hook: Callable, optimizer, tree) -> Callable:
+    """The function of flat lists that `hook`, a function of trees, is on one tree."""
     leaves, treedef = jax.tree.flatten(tree)
     state_leaves, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, tree))
 
     def read(parameters, state, delay) -> list:
-        parameters = treedef.unflatten(parameters)
-        return jax.tree.leaves(hook(parameters, state_tree.unflatten(state), delay))
-
-    def flat(*args):
-        return read(args[: len(leaves)], args[len(leaves) : -1], args[-1])
-
-    scalar = jax.ShapeDtypeStruct((), np.float32)
-    try:
-        found = jax.eval_shape(hook, tree, state_tree.unflatten(state_leaves), scalar)
+        found = hook(treedef.unflatten(parameters), state_tree.unflatten(state), delay)
         shapes, wanted = (
             jax.tree.map(lambda a: (a.shape, np.dtype(a.dtype)), t)
             for t in (found, tree)
         )
         if shapes != wanted:
             raise ValueError("it returns other shapes, dtypes or layers than it gets.")
-        return read, jaxpr_text(flat, *leaves, *state_leaves, scalar)
+        return jax.tree.leaves(found)
+
+    try:
+        jax.eval_shape(read, leaves, state_leaves, jax.ShapeDtypeStruct((), np.float32))
     except Exception as error:
         raise ValueError(
             f"`{name}_params` cannot give the weights that a {name} reads: {type(error).__name__}: {error}\n"
             f"It is called as `{name}_params(parameters, optimizer_state, delay)` with what the optimizer sees of a stage."
         ) from error
+    return read
+
+
+def _with_reads(flat: _Flat, reads: Mapping[str, Callable]) -> Equations:
+    """The update, followed by what the hooks make of its results where their delay is not 0."""
+    num_p, num_readers = len(flat.parameters), len(READERS)
+
+    def update(*args):
+        out = flat.update(*args[:-num_readers])
+        delays = dict(zip(READERS, args[-num_readers:]))
+        parameters, state = out[:num_p], out[num_p:]
+        for name, read in reads.items():
+            found = read(parameters, state, delays[name])
+            out += [
+                jnp.where(delays[name] > 0, a, b) for a, b in zip(found, parameters)
+            ]
+        return out
+
+    scalars = [jax.ShapeDtypeStruct((), np.float32)] * num_readers
+    avals = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.update.inputs
+    ]
+    return Equations.trace(update, *avals, *scalars)
+
+
+def _update(
+    equations: Equations, reads: Mapping, parameters: Sequence, state: Sequence[Place]
+) -> Update:
+    """The update that `equations` are, of leaves at these places."""
+    of_state = [[(place, 0)] for place in state]
+    inputs = [
+        *(("parameters", copies) for copies in parameters),
+        *(("gradients", copies[:1]) for copies in parameters),
+        *(("optimizer_state", copies) for copies in of_state),
+    ]
+    outputs = [
+        *(("parameters", copies) for copies in parameters),
+        *(("optimizer_state", copies) for copies in of_state),
+        *((reader, copies) for reader in reads for copies in parameters),
+    ]
+
+    def slot(leaves: Sequence[tuple]) -> Slot:
+        """One leaf a part."""
+        arrays, copies = leaves[0]
+        starts = [
+            np.array([leaf[c][0].start(leaf[c][1]) for _, leaf in leaves], np.int32)
+            for c in range(len(copies))
+        ]
+        copies = [(place, start) for (place, _), start in zip(copies, starts)]
+        return Slot(arrays, copies)
+
+    def kind(leaf: tuple) -> tuple:
+        arrays, copies = leaf
+        return arrays, tuple(place.array for place, _ in copies)
+
+    small = [i for i, v in enumerate(equations.inputs) if v.aval.size == 1]
+    alike: dict[tuple, list[Part]] = {}
+    for part in equations.parts(small):
+        own = part.inputs[: len(part.inputs) - len(small)]
+        key = (
+            part.equations.text(),
+            tuple(kind(inputs[i]) for i in own),
+            tuple(kind(outputs[i]) for i in part.outputs),
+        )
+        alike.setdefault(key, []).append(part._replace(inputs=own))
+    groups = [
+        Group(
+            parts[0].equations,
+            [slot([inputs[i] for i in at]) for at in zip(*(p.inputs for p in parts))],
+            [slot([outputs[i] for i in at]) for at in zip(*(p.outputs for p in parts))],
+            len(parts),
+        )
+        for parts in alike.values()
+    ]
+    shared = [slot([inputs[i]]) for i in small if i < len(inputs)]
+    num_given = len(equations.inputs) - len(inputs)
+    return Update(groups, shared, num_given, reads, parameters, state)
 
 
 def make_updates(
@@ -338,20 +438,15 @@ def make_updates(
             name: _read(name, hook, optimizer, seen)
             for name, hook in (hooks or {}).items()
         }
-        texts_of_reads = tuple(text for _, text in reads.values())
-        key = (stages.program_of_stage[s], places, flat.update.text(), texts_of_reads)
+        equations = _with_reads(flat, reads) if reads else flat.update
+        key = stages.program_of_stage[s], places, equations.text()
         if key not in texts:
             texts[key] = len(drafts)
-            read = {name: function for name, (function, _) in reads.items()}
-            drafts.append((flat.function, read, places, _state_leaves(flat, places)))
+            drafts.append((equations, reads, places, _state_leaves(flat, places)))
         program_of_stage.append(texts[key])
     packing = Packing.of([state_leaves for *_, state_leaves in drafts])
-    programs = []
-    for (flat, reads, places, _), state_places in zip(drafts, packing.places):
-
-        def function(parameters, gradients, state, *given, flat=flat):
-            out = flat(*parameters, *gradients, *state, *given)
-            return out[: len(parameters)], out[len(parameters) :]
-
-        programs.append(Update(function, reads, places, state_places))
+    programs = [
+        _update(equations, reads, places, state_places)
+        for (equations, reads, places, _), state_places in zip(drafts, packing.places)
+    ]
     return Updates(programs, program_of_stage, packing, norm_dtype)

@@ -1,5 +1,6 @@
 """The optimizer on stages against the optimizer on the whole model."""
 
+import dataclasses
 import itertools
 import warnings
 
@@ -45,18 +46,62 @@ def random_like(stages, seed):
 
 
 def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
-    """Weights after one update a gradient, each stage by itself."""
+    """Weights after one update a gradient, each stage by itself, in arrays packed as the engine packs them."""
     updates, params = make_updates(stages, optimizer), list(params)
+    given = [np.float32(x) for x in (delay, 0.0, global_norm)]
     for s in range(stages.num_stages):
         update = updates.programs[updates.program_of_stage[s]]
-        run, mine = jax.jit(update.function), list(stages.layers_of(s))
-        state = jax.tree.leaves(optimizer.init(stage_tree(stages, s, params)))
-        leaves, tree = jax.tree.flatten([params[i] for i in mine])
+        arrays = {
+            name: jax.tree.map(lambda a: np.full(a.shape, np.nan, a.dtype), like)
+            for name, like in (
+                ("parameters", stages.parameters.arrays),
+                ("gradients", stages.parameters.arrays),
+                ("optimizer_state", updates.state.arrays),
+            )
+        }
+
+        def at(slot, i, arrays=arrays):
+            """The views of a leaf, one a copy."""
+            return [
+                arrays[slot.arrays][place.array][starts[i] :][: place.block[0]]
+                for place, starts in slot.copies
+            ]
+
+        def fill(name, places, leaves, arrays=arrays):
+            for place, leaf in zip(places, leaves, strict=True):
+                start = place.start()
+                view = arrays[name][place.array][start:][: place.block[0]]
+                view[:] = np.asarray(leaf).reshape(place.block)
+
+        def load(slot, i):
+            return at(slot, i)[0].reshape(slot.copies[0][0].shape)
+
+        seen = stage_tree(stages, s, params)
+        places = [
+            dataclasses.replace(place, base=place.start(row))
+            for ((place, row),) in update.parameters
+        ]
+        fill("parameters", places, jax.tree.leaves(seen))
+        fill("optimizer_state", update.state, jax.tree.leaves(optimizer.init(seen)))
         for gradient in gradients:
-            gradient = jax.tree.leaves([gradient[i] for i in mine])
-            leaves, state = run(leaves, gradient, state, delay, global_norm)
-        for i, layer in zip(mine, tree.unflatten(leaves), strict=True):
-            params[i] = layer
+            gradient = jax.tree.leaves(stage_tree(stages, s, gradient))
+            fill("gradients", places, gradient)
+            shared = [np.array(load(slot, 0)) for slot in update.shared]
+            for group in update.groups:
+                for i in range(group.num_parts):
+                    inputs = [load(slot, i) for slot in group.inputs]
+                    values = group.run(*inputs, *shared, *given)
+                    for slot, value in zip(group.outputs, values, strict=True):
+                        for view in at(slot, i):
+                            view[:] = np.asarray(value).reshape(view.shape)
+        tree = jax.tree.structure(seen)
+        leaves = [
+            arrays["parameters"][p.array][p.base :][: p.block[0]].reshape(p.shape)
+            for p in places
+        ]
+        for i, layer in enumerate(tree.unflatten(leaves)):
+            if i in stages.layers_of(s):
+                params[i] = layer
     return params
 
 

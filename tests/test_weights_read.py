@@ -154,7 +154,7 @@ def test_hooks_that_cannot_work_are_refused(arguments, message):
 )
 def test_weights_in_memory_are_what_the_table_says(name, N, hooks, copies):
     """Of a trunk of equal layers, from the arguments and temporaries of the compiled step."""
-    dim, num_layers = 64, 8  # of a stage
+    dim, num_layers = 64, 24  # of a stage
     schedule = getattr(jpipe.schedules, name)(4, N)
     pipe = jpipe.Pipeline(
         [functools.partial(nnx.Linear, dim, dim, use_bias=False)] * 4 * num_layers,
@@ -173,4 +173,4 @@ def test_weights_in_memory_are_what_the_table_says(name, N, hooks, copies):
     assert 0 <= arguments - known < 200  # counters and the random key
     # Donated, all of it but the minibatch, and no copy of the weights beside.
     assert compiled.alias_size_in_bytes >= known - memory.batch
-    assert memory.temporaries < one
+    assert memory.temporaries < one / 2
