@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jpipe
 from models import MLP, ResNet
 from train import flags
 from train.config import OptimizerConfig, PipelineConfig, TrainConfig
@@ -341,6 +342,37 @@ def test_clipping_is_over_all_stages():
     np.testing.assert_allclose(updates["w"], -1.5)
     with pytest.raises(ValueError, match="`clip_norm` must be above 0, got 0.0"):
         OptimizerConfig(clip_norm=0.0)
+
+
+def test_corrections_of_late_gradients():
+    corrections = OptimizerConfig(
+        name="nadamw",
+        annealing_steps=10,
+        discrepancy_decay=0.5,
+        predict_weights=True,
+    )
+    state = corrections.transform(100).init({"w": jnp.zeros(2)})
+    kinds = {type(each).__name__ for each in state}
+    assert {"CorrectDiscrepancyState", "PredictWeightsState"} <= kinds
+    hooks = corrections.options_of_pipeline()
+    assert hooks["forward_params"] is jpipe.optim.predicted_params
+    assert hooks["backward_params"] is jpipe.optim.corrected_params
+    assert not any(OptimizerConfig().options_of_pipeline().values())
+    with pytest.raises(ValueError, match="`annealing_steps` must be above 0, got 0"):
+        OptimizerConfig(annealing_steps=0)
+    with pytest.raises(ValueError, match="`discrepancy_decay` must lie between 0 and"):
+        OptimizerConfig(discrepancy_decay=1.0)
+
+
+def test_a_warm_up_is_synchronous_and_what_follows_is_not():
+    pipemare = PipelineConfig("pipemare", 3, 2, synchronous_steps=5)
+    warm_up = pipemare.warm_up_table(pipemare.table())
+    assert warm_up.synchronous and warm_up.num_stages == 3
+    assert warm_up.num_microbatches == 2
+    assert PipelineConfig().warm_up_table(pipemare.table()) is None
+    gpipe = PipelineConfig("gpipe", 3, 4, synchronous_steps=5)
+    with pytest.raises(ValueError, match="before 'gpipe', which is synchronous"):
+        gpipe.warm_up_table(gpipe.table())
 
 
 def test_models_in_place_of_each_other():

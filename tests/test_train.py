@@ -199,6 +199,28 @@ def test_evaluation_while_training(tmp_path, schedule, capsys):
         assert shorter[-1]["test_accuracy"] == first["test_accuracy"]
 
 
+def test_a_synchronous_warm_up_is_handed_over(tmp_path):
+    """The first steps are GPipe's; the asynchronous schedule goes on, with corrections, and ends with everything done."""
+
+    def losses(name, *words):
+        words = [*words, "num_steps=6", "log_every=1", f"run_dir={tmp_path / name}"]
+        assert main([*TINY, *(f"--config.{word}" for word in words)]) == 0
+        lines = log_of(tmp_path / name)
+        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+    corrected = [
+        "pipeline.schedule=pipemare",
+        "pipeline.num_microbatches=1",
+        "optimizer.annealing_steps=10",
+        "optimizer.discrepancy_decay=0.5",
+        "optimizer.predict_weights=true",
+    ]
+    plain = losses("plain", "pipeline.num_microbatches=1")
+    warm = losses("warm", *corrected, "pipeline.synchronous_steps=3")
+    assert [warm[step] for step in (1, 2, 3)] == [plain[step] for step in (1, 2, 3)]
+    assert np.isfinite(warm[6]) and warm[6] != plain[6]
+
+
 def test_text_is_counted_in_tokens(tmp_path, capsys, monkeypatch):
     pipes, make = [], jpipe.Pipeline
     monkeypatch.setattr(
@@ -328,6 +350,7 @@ def test_gradients_that_are_never_finite_stop_the_run(tmp_path, capsys, monkeypa
         (["--config.batch_size=100000"], "Use a `batch_size` of at most 8572"),
         (["--config.data.dir=nowhere"], "Put the four official files there"),
         (["--config.run_dir=."], "`run_dir` must be new or empty"),
+        (["--config.pipeline.synchronous_steps=9"], "before 'gpipe', which is sync"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(
