@@ -14,7 +14,7 @@ SCHEDULES = jpipe.schedules
 
 
 def test_adopt_goes_on_as_if_nothing_had_happened():
-    family = FAMILIES["transformer"]
+    family = FAMILIES["mlp"]
     plain = oracles.PlainModel(family.layers, jax.random.key(0))
     batches = family.batches(4, 12)
     optimizer = optax.sgd(optax.linear_schedule(0.5, 0.0, 5), momentum=0.9)

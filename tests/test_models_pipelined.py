@@ -62,7 +62,16 @@ def loss_fn(outputs, batch):
     return -log_p[..., 0].mean()
 
 
-@pytest.mark.parametrize("name", MODELS)
+SLOW = ("resnet50", "translation")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in MODELS
+    ],
+)
 def test_stages_change_nothing(name):
     model, inputs = MODELS[name]
     batch = {"inputs": inputs(np.random.default_rng(0))}

@@ -30,22 +30,22 @@ def test_keeps_dtype_and_takes_the_norm_it_is_given():
 
 
 def test_is_the_plain_models_clipping_on_every_stage():
-    family = FAMILIES["transformer"]
+    family = FAMILIES["mlp"]
     plain = oracles.PlainModel(family.layers, jax.random.key(0))
     batches = family.batches(3, 4)
     pipe = jpipe.Pipeline(
         family.layers,
         loss=cross_entropy,
-        optimizer=optax.chain(jpipe.optim.clip_by_global_norm(0.5), optax.sgd(1.0)),
+        optimizer=optax.chain(jpipe.optim.clip_by_global_norm(0.1), optax.sgd(1.0)),
         schedule=jpipe.schedules.one_f_one_b(3, 4),
     )
     state = pipe.init(jax.random.key(0), batches[0], params=plain.params)
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.sgd(1.0))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(1.0))
     losses, gradients, params = oracles.train(
         plain, plain.params, cross_entropy, optimizer, batches
     )
     assert (
-        max(optax.tree.norm(g) for g in gradients) > 0.5
+        max(optax.tree.norm(g) for g in gradients) > 0.1
     )  # there was something to clip
     for batch, loss in zip(batches, losses):
         state, metrics = pipe.step(state, batch)
