@@ -197,7 +197,8 @@ def main(argv: list[str]) -> int:
                 pending = metrics
                 ends = interrupt.requested or step == config.num_steps
                 pauses = config.eval_every and step % config.eval_every == 0
-                if ends or pauses:
+                # Waits for the step, so that the speed of a line is that of its steps.
+                if ends or pauses or step % config.log_every == 0:
                     record(log, step, pending, pipe.schedule)
                     pending = None
                 if ends:
