@@ -3,7 +3,10 @@
 XLA reads its flags when JAX first runs, so they are set while this file is imported.
 """
 
+import gc
 import os
+
+import pytest
 
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 for _flag, _value in (
@@ -24,3 +27,11 @@ if "xla_force_host_platform_device_count" not in _FLAGS:
 jax.config.update("jax_numpy_rank_promotion", "raise")
 # Strict dtype promotion would be good too, but Optax's Adam does not run under it:
 # its bias correction raises a Python float to an int32 power.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Compiled programs of a module are of no use to the next: thousands of them slow every later test down."""
+    yield
+    jax.clear_caches()
+    gc.collect()

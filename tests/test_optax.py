@@ -178,8 +178,9 @@ OPTIMIZERS = {
         {"first": optax.adam(0.1), "others": optax.sgd(0.1, momentum=0.9)}, by_layer
     ),
     "every two steps": lambda: every_two(optax.adam(0.1)),
+    # A schedule that ends at 0 would end at the rounding of 0.5 - 0.5, which is the compiler's.
     "injected": lambda: optax.inject_hyperparams(optax.adamw)(
-        warm_up_cosine(), weight_decay=optax.linear_schedule(0.5, 0.0, 3), eps=1e-3
+        warm_up_cosine(), weight_decay=optax.linear_schedule(0.5, 0.1, 3), eps=1e-3
     ),
     "warm-up and cosine": lambda: optax.sgd(warm_up_cosine(), momentum=0.9),
     "moving average": lambda: optax.chain(optax.sgd(0.1), optax.ema(0.9)),

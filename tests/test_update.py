@@ -45,6 +45,11 @@ def random_like(stages, seed):
     ]
 
 
+def unknown(like):
+    value = np.nan if jnp.issubdtype(like.dtype, jnp.inexact) else -1
+    return np.full(like.shape, value, like.dtype)
+
+
 def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
     """Weights after one update a gradient, each stage by itself, in arrays packed as the engine packs them."""
     updates, params = make_updates(stages, optimizer), list(params)
@@ -52,7 +57,7 @@ def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
     for s in range(stages.num_stages):
         update = updates.programs[updates.program_of_stage[s]]
         arrays = {
-            name: jax.tree.map(lambda a: np.full(a.shape, np.nan, a.dtype), like)
+            name: jax.tree.map(unknown, like)
             for name, like in (
                 ("parameters", stages.parameters.arrays),
                 ("gradients", stages.parameters.arrays),

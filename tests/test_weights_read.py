@@ -55,6 +55,7 @@ def test_a_backward_that_reads_what_the_forward_read_is_not_corrected(name, read
     assert list(state.read_parameters) == readers
 
 
+@pytest.mark.filterwarnings("ignore:.*bubble")
 def test_a_synchronous_warm_up_hands_over_weights_that_stand_still():
     """PipeMare's T3: what follows is a run of its own from those weights, its velocity 0."""
     batches = FAMILY.batches(6, 4)
