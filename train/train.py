@@ -197,8 +197,10 @@ def main(argv: list[str]) -> int:
                 pending = metrics
                 ends = interrupt.requested or step == config.num_steps
                 pauses = config.eval_every and step % config.eval_every == 0
-                # Waits for the step, so that the speed of a line is that of its steps.
-                if ends or pauses or step % config.log_every == 0:
+                # Waits for the step, so that the speed of a line is that of its steps; it
+                # is timed from the end of the first on.
+                timed = step == 1 or step % config.log_every == 0
+                if ends or pauses or timed:
                     record(log, step, pending, pipe.schedule)
                     pending = None
                 if ends:
