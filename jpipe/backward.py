@@ -118,7 +118,7 @@ class Equations:
             read = [find(v) for v in _variables(eqn.invars) if v in parent]
             for v in read:
                 parent[v] = read[0]
-            parent |= {v: read[0] if read else v for v in eqn.outvars if read}
+            parent |= {v: read[0] for v in eqn.outvars if read}
 
         def part_of(atom):
             """Stands for the part; None where shared inputs are all that is needed."""

@@ -10,7 +10,7 @@ each of its leaves in
 A leaf that is split over an automatic axis of the mesh (tensor parallelism) has a *spec*, for each of its dims the
 axis, or axes, it is split over, or None. Leaves of one spec share a pool, which is split as they are; never a vector.
 
-Every device holds the largest owner's share of each array; `Packing.waste` says what that costs.
+Every device holds the largest owner's share of each array; `Packing.used_bytes` says what of it is used.
 """
 
 import collections

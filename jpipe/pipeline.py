@@ -100,7 +100,8 @@ class Memory(NamedTuple):
     """Bytes that every device holds, by what for. In one program for all, that is the largest stage's share.
 
     Attributes:
-      weights: all live versions, and those that `forward_params` and `backward_params` give; optimizer: the optimizer's state; gradients: the accumulators.
+      weights: all live versions, and those that `forward_params` and `backward_params` give.
+      optimizer: the optimizer's state; gradients: the accumulators.
       activations: stashes and messages in flight; batch: the minibatch, or the replica's share of it.
       temporaries: what the compiled step needs beside its arguments.
       padding: bytes of weights, optimizer and gradients that the mean stage does not use.

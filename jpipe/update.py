@@ -124,13 +124,12 @@ class _Flat:
     """An optimizer on one tree, of and to flat lists.
 
     Attributes:
-      function: `(*parameters, *gradients, *state, *given) -> [*parameters, *state]`, with the values of `GIVEN`.
-      update: the same, traced; init: `(*parameters) -> state`, traced.
+      update: `(*parameters, *gradients, *state, *given) -> [*parameters, *state]`, with the values of `GIVEN`.
+      init: `(*parameters) -> state`.
       parameters, state: the paths of their leaves.
       state_avals: abstract values of the state.
     """
 
-    function: Callable
     update: Equations
     init: Equations
     parameters: Sequence[str]
@@ -191,7 +190,6 @@ def _flat(optimizer, tree, norm_dtype, where: str, extra: Callable = _given) -> 
         state_leaves, state_tree = jax.tree.flatten(state)
         avals = [*leaves, *leaves, *state_leaves, scalar, scalar, norm]
         return _Flat(
-            update,
             Equations.trace(update, *avals),
             Equations.trace(init, *leaves),
             paths(tree),
