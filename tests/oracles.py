@@ -63,6 +63,7 @@ def train_with_delays(
     decay=None,
     predicts=False,
     max_norm=None,
+    spike=None,
 ):
     """Asynchronous training from its definition, keeping every weight version of every stage.
 
@@ -74,6 +75,8 @@ def train_with_delays(
     - T1: update t (from 0) is divided by tau ** (1 - min(t / annealing_steps, 1)), where tau is above 1;
     - T2: a backward reads w_t - (tau - tau_b) d_t, d_t = g d_{t-1} + (1 - g) v_t, g = decay ** (1 / (tau - tau_b));
     - prediction: a forward reads w_t + tau v_t;
+    - spike compensation, in place of `optimizer`: m_t = mu m_{t-1} + g, v_t = -eta (a m_t + b g), a = mu ** tau,
+      b = 1 + mu + ... + mu ** (tau - 1); a forward reads w_t - tau eta m_t;
     - clipping: to `max_norm` by the latest norms of all stages. Later stages update first; N >= S, so by then they know
       this minibatch's gradient, and earlier stages the last one's.
 
@@ -82,6 +85,7 @@ def train_with_delays(
       delay, backward_delay: `(stage, position in the minibatch) -> versions`; equal ones are plain gradients.
       recompute: whether a backward computes a stage's activations again, from its inputs, by the weights it reads.
       annealing_steps, decay, predicts, max_norm: see above.
+      spike: mu and eta of spike compensation, see above.
 
     Returns: the loss of every microbatch, and the final weights of the complete minibatches.
     """
@@ -114,6 +118,7 @@ def train_with_delays(
     versions = {s: [of_stage(s, params)] for s in stages}
     still = {s: jax.tree.map(np.zeros_like, versions[s][0]) for s in stages}
     movements, velocities = ({s: [still[s]] for s in stages} for _ in range(2))
+    momenta = {s: [still[s]] for s in stages}
     squares = dict.fromkeys(stages, 0.0)
     states = {s: optimizer.init(of_stage(s, params)) for s in stages}
     losses, sums = [], None
@@ -123,6 +128,8 @@ def train_with_delays(
         for s in stages:
             t = max(number - delay(s, j), 0)
             forward[s] = plus(versions[s][t], tau[s] * predicts, movements[s][t])
+            if spike is not None:
+                forward[s] = plus(forward[s], -tau[s] * spike[1], momenta[s][t])
             t = max(number - backward_delay(s, j), 0)
             backward[s] = plus(versions[s][t], -ahead[s], velocities[s][t])
         forward, backward = joined(forward), joined(backward)
@@ -141,7 +148,15 @@ def train_with_delays(
                 norm = np.sqrt(sum(squares.values()))
                 if max_norm is not None and norm > max_norm:
                     mine = jax.tree.map(lambda g: g * (max_norm / norm), mine)  # noqa: B023
-                updates, states[s] = update(mine, states[s], versions[s][-1])
+                if spike is None:
+                    updates, states[s] = update(mine, states[s], versions[s][-1])
+                else:
+                    mu, eta = spike
+                    zero = still[s]
+                    momenta[s].append(plus(plus(zero, mu, momenta[s][-1]), 1, mine))
+                    updates = plus(zero, -eta * mu ** tau[s], momenta[s][-1])
+                    b = sum(mu**i for i in range(tau[s]))
+                    updates = plus(updates, -eta * b, mine)
                 if annealing_steps is not None:
                     power = 1 - min(number / annealing_steps, 1)
                     scale = max(tau[s], 1) ** -power

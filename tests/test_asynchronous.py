@@ -39,9 +39,12 @@ def none(s, j):
     return 0
 
 
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+def slow(*case):
+    return pytest.param(case, marks=pytest.mark.slow, id="-".join(map(str, case)))
+
+
 STASHED = {"vertical_sync": True}
-# schedule, family, S, N, ticks, options, optimizer, recompute, corrections
+# schedule, family, S, N, ticks, options, optimizer, recompute, corrections[, dtype]
 CASES = [
     ("pipedream", "mlp", 3, 1, "paired", {}, "momentum", "none", "none"),
     ("pipedream", "transformer", 2, 2, "paired", {}, "sgd", "full", "none"),
@@ -65,8 +68,19 @@ CASES = [
     ("pipemare", "mlp", 3, 2, "paired", {}, "adamw", "full", "prediction"),
     ("pipemare", "mlp", 4, 4, "unit", {}, "momentum", "none", "clipping"),
     ("pipemare", "mlp", 3, 4, "paired", {}, "adamw", "none", "all"),
+    ("pipemare", "mlp", 3, 1, "paired", {}, "spike", "none", "none"),
+    ("pipedream", "mlp", 3, 2, "paired", {}, "nadamw", "none", "none"),
+    ("pipedream", "transformer", 2, 1, "paired", {}, "sgd", "none", "none", "float32"),
+    ("pipedream", "mlp", 4, 1, "unit", {}, "spike", "full", "none", "float32"),
+    ("pipedream_2bw", "mlp", 3, 5, "paired", {}, "adamw", "none", "T1", "float32"),
+    ("pipemare", "mlp", 4, 1, "paired", {}, "momentum", "none", "T1+T2", "float32"),
+    ("pipemare", "mlp", 3, 4, "unit", {}, "sgd", "full", "all", "float32"),
 ]
 OPTIMIZERS = {
+    "spike": optax.chain(
+        jpipe.optim.spike_compensation(0.8), optax.scale_by_learning_rate(0.02)
+    ),
+    "nadamw": jpipe.optim.nadamw(1e-2),
     "sgd": optax.sgd(0.2),
     "momentum": optax.sgd(0.05, momentum=0.9),
     "adamw": optax.adamw(1e-2),
@@ -85,6 +99,9 @@ CORRECTIONS = {
 ROUNDS = 21
 
 
+SPIKE = dict(spike=(0.8, 0.02))
+
+
 def corrected(optimizer, corrections) -> dict:
     """What `jpipe.Pipeline` takes for them."""
     before, after, hooks = [], [], {}
@@ -98,20 +115,24 @@ def corrected(optimizer, corrections) -> dict:
     if "predicts" in corrections:
         after.append(jpipe.optim.predict_weights())
         hooks["forward_params"] = jpipe.optim.predicted_params
+    if "spike" in corrections:
+        hooks["forward_params"] = functools.partial(
+            jpipe.optim.velocity_predicted_params,
+            learning_rate=corrections["spike"][1],
+        )
     return dict(optimizer=optax.chain(*before, optimizer, *after), **hooks)
 
 
-@pytest.mark.parametrize(
-    "name,family,S,N,ticks,options,optimizer,recompute,corrections", CASES
-)
-def test_equals_the_definition(
-    name, family, S, N, ticks, options, optimizer, recompute, corrections
-):
-    corrections = CORRECTIONS[corrections]
-    with jax.enable_x64(True):
-        family, optimizer = FAMILIES[family].in_dtype("float64"), OPTIMIZERS[optimizer]
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_equals_the_definition(case):
+    name, family, S, N, ticks, options, optimizer, recompute, corrections, *dtype = case
+    dtype = dtype[0] if dtype else "float64"
+    tolerance = 1e-9 if dtype == "float64" else 1e-5
+    corrections = CORRECTIONS[corrections] | (SPIKE if optimizer == "spike" else {})
+    with jax.enable_x64(dtype == "float64"):
+        family, optimizer = FAMILIES[family].in_dtype(dtype), OPTIMIZERS[optimizer]
         plain = oracles.PlainModel(family.layers, jax.random.key(1))
-        microbatches = family.batches(ROUNDS * N, 2, np.float64)
+        microbatches = family.batches(ROUNDS * N, 2, np.dtype(dtype))
         batches = [
             jax.tree.map(
                 lambda *rows: np.concatenate(rows), *microbatches[i * N : (i + 1) * N]
@@ -167,14 +188,12 @@ def test_equals_the_definition(
         total += float(metrics["loss"]) * int(metrics["num_microbatches"])
         count += int(metrics["num_microbatches"])
         assert count == ROUNDS * N
-        np.testing.assert_allclose(total / count, np.mean(losses), rtol=1e-9)
-        assert_close(pipe.get_params(state), params, "float64")
+        np.testing.assert_allclose(total / count, np.mean(losses), rtol=tolerance)
+        assert_close(pipe.get_params(state), params, dtype)
 
         # A flushed state goes on like a fresh one.
         state, _ = pipe.step(state, batches[0])
         fresh = pipe.init(jax.random.key(0), batches[0], params=params)
         assert jax.tree.structure(fresh) == jax.tree.structure(state)
         outputs = pipe.predict(fresh, batches[0])
-        assert_close(
-            outputs, np.asarray(plain(params, batches[0]["inputs"])), "float64"
-        )
+        assert_close(outputs, np.asarray(plain(params, batches[0]["inputs"])), dtype)
