@@ -75,7 +75,8 @@ times, losses, compile_seconds = [], [], None
 for step in range(args.warmup + args.steps):
     begin = time.perf_counter()
     state, metrics = pipe.step(state, batch)
-    losses.append(float(metrics["loss"]))
+    if int(metrics["num_microbatches"]):  # none yet: an asynchronous pipeline fills
+        losses.append(float(metrics["loss"]))
     jax.block_until_ready(state)
     if compile_seconds is None:
         compile_seconds = time.perf_counter() - start

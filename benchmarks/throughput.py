@@ -5,11 +5,16 @@
 
 Every program runs in a process of its own, one after the other, round after round, so that a noisy machine
 disturbs all alike; the table gives medians over the rounds. All train the same model from the same weights on
-the same data, and their losses are compared.
+the same data, and the losses of the synchronous ones are compared.
+
+`limit` is what asynchronous schedules are held against: the same engine with one stage and so without a pipeline, in
+one process a core, each pinned to its core, all at the same time, their samples a second summed.
 """
 
 import argparse
+import functools
 import json
+import os
 import pathlib
 import statistics
 import subprocess
@@ -28,17 +33,37 @@ PROGRAMS = {
     "1f1b-unit": "bench_jpipe.py --schedule one_f_one_b --ticks unit",
     "mpmd": "peers/bench_jax_mpmd.py --order 1f1b",
     "unpipelined": "peers/bench_jax_ref.py",
+    "pipemare": "bench_jpipe.py --schedule pipemare --ticks paired",
+    "pipemare-unit": "bench_jpipe.py --schedule pipemare --ticks unit",
+    "pipedream": "bench_jpipe.py --schedule pipedream --ticks paired",
+    "2bw": "bench_jpipe.py --schedule pipedream_2bw --ticks paired",
+    "limit": "bench_jpipe.py --schedule pipemare --ticks paired --stages 1",
 }
+SYNCHRONOUS = ("gpipe", "1f1b-paired", "1f1b-unit", "mpmd", "unpipelined")
+COMPARED = ("mpmd", "unpipelined", "limit")
 
 
 def measure(program: str, workload: str, steps: int) -> dict:
+    """What the program reports; of the copies of `limit` the sum of their speeds."""
     script, *flags = PROGRAMS[program].split()
-    command = [sys.executable, str(HERE / script), *flags, *WORKLOADS[workload].split()]
+    command = [sys.executable, str(HERE / script), *WORKLOADS[workload].split(), *flags]
     command += ["--steps", str(steps), "--warmup", "3", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    start = functools.partial(
+        subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    if program == "limit":
+        cores = sorted(os.sched_getaffinity(0))
+        copies = [start(["taskset", "-c", str(core), *command]) for core in cores]
+    else:
+        copies = [start(command)]
+    reports = []
+    for copy in copies:
+        output, errors = copy.communicate()
+        if copy.returncode:
+            raise SystemExit(f"{' '.join(copy.args)} failed:\n{errors[-3000:]}")
+        reports.append(json.loads(output.strip().splitlines()[-1]))
+    speed = sum(report["samples_per_s"] for report in reports)
+    return reports[0] | {"samples_per_s": speed}
 
 
 def main() -> None:
@@ -66,12 +91,15 @@ def main() -> None:
         losses = {
             program: (rs[0]["first_loss"], rs[0]["last_loss"])
             for program, rs in runs.items()
+            if program in SYNCHRONOUS
         }
-        reference = next(iter(losses.values()))
         agree = max(
-            abs(a - b) / abs(b)
-            for pair in losses.values()
-            for a, b in zip(pair, reference)
+            (
+                abs(a - b) / abs(b)
+                for pair in losses.values()
+                for a, b in zip(pair, next(iter(losses.values())))
+            ),
+            default=0.0,
         )
         medians = {
             program: statistics.median(r["samples_per_s"] for r in rs)
@@ -82,8 +110,8 @@ def main() -> None:
         for program, median in medians.items():
             ratios = {
                 o: medians[program] / medians[o]
-                for o in ("mpmd", "unpipelined")
-                if o in medians
+                for o in COMPARED
+                if o in medians and o != program
             }
             spread = [r["samples_per_s"] for r in runs[program]]
             print(
