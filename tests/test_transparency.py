@@ -24,6 +24,11 @@ CASES = [
     ("mlp", "one_f_one_b/unit", 4, 8, "none", None, "float32"),
     ("mlp", "one_f_one_b/unit", 2, 3, "full", [4], "float64"),
     ("mlp", "one_f_one_b/unit", 6, 2, "none", None, "float64"),
+    ("mlp", "interleaved/paired", 4, 4, "none", None, "float64"),
+    ("mlp", "interleaved/unit", 6, 3, "full", None, "float32"),
+    ("mlp", "zero_bubble_h1", 4, 8, "none", [1, 2, 5], "float64"),
+    ("mlp", "zero_bubble_h2", 3, 6, "full", None, "float64"),
+    ("mlp", "zero_bubble_v", 6, 4, "none", None, "float64"),
     ("mlp", "hand-written", 2, 3, "none", None, "float64"),
     ("mlp", "hand-written", 2, 3, "full", [5], "float64"),
     ("mlp", "two-columns", 4, 3, "none", None, "float64"),
@@ -34,6 +39,8 @@ CASES = [
     ("resnet", "one_f_one_b/paired", 1, 3, "none", None, "float64"),
     ("resnet", "one_f_one_b/unit", 4, 3, "full", None, "float64"),
     ("resnet", "two-columns", 4, 2, "full", None, "float64"),
+    slow("resnet", "interleaved/paired", 4, 2, "none", None, "float64"),
+    slow("resnet", "zero_bubble_v", 4, 4, "none", None, "float64"),
     slow("transformer", "gpipe", 4, 3, "full", None, "float64"),
     slow("transformer", "gpipe", 1, 1, "full", None, "float64"),
     ("transformer", "one_f_one_b/paired", 2, 4, "none", None, "float32"),
@@ -41,6 +48,9 @@ CASES = [
     ("transformer", "one_f_one_b/unit", 3, 8, "none", [1, 4], "float64"),
     slow("transformer", "one_f_one_b/unit", 1, 2, "full", None, "float64"),
     ("transformer", "v", 4, 4, "full", None, "float64"),
+    ("transformer", "interleaved/unit", 4, 4, "none", None, "float64"),
+    ("transformer", "zero_bubble_h1", 2, 4, "full", None, "float64"),
+    slow("transformer", "zero_bubble_h2", 3, 5, "none", None, "float32"),
 ]
 
 

@@ -9,16 +9,24 @@ from collections.abc import Callable
 from jpipe.schedule import Schedule
 from jpipe.schedules.forward_only import forward_only as forward_only
 from jpipe.schedules.gpipe import gpipe as gpipe
+from jpipe.schedules.interleaved import interleaved as interleaved
 from jpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
 from jpipe.schedules.pipedream import pipedream as pipedream
 from jpipe.schedules.pipedream_2bw import pipedream_2bw as pipedream_2bw
 from jpipe.schedules.pipemare import pipemare as pipemare
+from jpipe.schedules.zero_bubble import zero_bubble_h1 as zero_bubble_h1
+from jpipe.schedules.zero_bubble import zero_bubble_h2 as zero_bubble_h2
+from jpipe.schedules.zero_bubble import zero_bubble_v as zero_bubble_v
 
 _BUILDERS = {
     name: value
     for name, value in sorted(globals().items())
     if inspect.isfunction(value)
 }
+
+# Not a builder: it uses them.
+from jpipe.schedules.search import Found as Found  # noqa: E402
+from jpipe.schedules.search import search as search  # noqa: E402
 
 
 def names() -> list[str]:

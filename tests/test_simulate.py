@@ -1,0 +1,158 @@
+"""Prices of tables, against published makespans, closed forms and a plain longest path."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jpipe.schedule import IDLE, Schedule
+from jpipe.schedules import (
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream,
+    pipedream_2bw,
+    pipemare,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
+from jpipe.simulate import Costs, simulate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*with num_microbatches")
+MODES = ("lockstep", "dependencies")
+
+
+@pytest.mark.parametrize(
+    "S,N,golden", [(4, 4, 21), (4, 8, 33), (4, 16, 57), (8, 16, 69), (8, 32, 117)]
+)
+def test_golden_makespans(S, N, golden):
+    for schedule, mode in itertools.product((gpipe(S, N), one_f_one_b(S, N)), MODES):
+        timing = simulate(schedule, mode=mode)
+        assert timing.makespan == golden
+        np.testing.assert_allclose(timing.bubble, (S - 1) / (N + S - 1))
+        np.testing.assert_array_equal(timing.busy, 3 * N)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        gpipe(3, 4),
+        one_f_one_b(3, 5),
+        one_f_one_b(4, 4, ticks="unit"),
+        interleaved(4, 4),
+        zero_bubble_h1(3, 4),
+        zero_bubble_v(4, 4),
+        forward_only(3, 4),
+    ],
+    ids=lambda schedule: schedule.name,
+)
+def test_dependencies_are_a_longest_path(schedule):
+    """Solved again by relaxing every rule until nothing moves, on costs of no regularity."""
+    rng = np.random.default_rng(0)
+    S = schedule.num_stages
+    F, B, W = rng.uniform(0.5, 2.0, (3, S))
+    transfer = 0.3
+    timing = simulate(schedule, Costs(F, B, W, transfer), "dependencies")
+
+    kinds = ["forward"]
+    kinds += ["backward"] * (not schedule.forward_only)
+    kinds += ["weight_grad"] * schedule.splits_backward
+    length = {"forward": F, "backward": B, "weight_grad": W}
+    if not schedule.splits_backward:
+        length["backward"] = B + W
+    on = {int(s): int(d) for s, d in zip(schedule.stage, schedule.device)}
+    column = {int(s): c for c, s in enumerate(schedule.stage)}
+    table = {
+        (kind, s, int(getattr(schedule, kind)[t, column[s]])): t
+        for kind in kinds
+        for s in range(S)
+        for t in range(schedule.num_ticks)
+        if getattr(schedule, kind)[t, column[s]] != IDLE
+    }
+    before = []  # (operation, one that it waits for, and how long after its end)
+    for d in set(on.values()):
+        mine = sorted(
+            (o for o in table if on[o[1]] == d),
+            key=lambda o: (table[o], kinds.index(o[0]), column[o[1]]),
+        )
+        before += [(b, a, 0.0) for a, b in itertools.pairwise(mine)]
+    for kind, s, m in table:
+        for other, stage in (
+            [("forward", s - 1)]
+            if kind == "forward"
+            else [("forward", s), ("backward", s + 1)]
+            if kind == "backward"
+            else [("backward", s)]
+        ):
+            if (other, stage, m) in table:
+                late = transfer if on[stage] != on[s] else 0.0
+                before.append(((kind, s, m), (other, stage, m), late))
+    start = dict.fromkeys(table, 0.0)
+    for _ in range(len(table)):
+        for b, a, late in before:
+            start[b] = max(start[b], start[a] + length[a[0]][a[1]] + late)
+    for (kind, s, m), at in start.items():
+        np.testing.assert_allclose(timing.start[kind][m, column[s]], at)
+    ends = [at + length[o[0]][o[1]] for o, at in start.items()]
+    np.testing.assert_allclose(timing.makespan, max(ends))
+    assert (
+        timing.makespan
+        <= simulate(schedule, Costs(F, B, W, transfer), "lockstep").makespan + 1e-9
+    )
+
+
+def test_lockstep_by_hand():
+    """Two stages, two microbatches; stage 1 takes twice as long, and a message half a unit."""
+    schedule = one_f_one_b(2, 2)
+    costs = Costs(forward=[1, 2], backward=[1, 2], weight_grad=[1, 2], transfer=0.5)
+    timing = simulate(schedule, costs, "lockstep")
+    # F0 | F1 F0 | F1 B0 | B0 B1 | B1: the last sends nothing, the fourth a gradient.
+    assert timing.makespan == 1.5 + 2.5 + 6.5 + 4.5 + 2
+    np.testing.assert_array_equal(timing.start["forward"], [[0, 1.5], [1.5, 4]])
+    np.testing.assert_array_equal(timing.start["backward"], [[10.5, 6], [15, 10.5]])
+    np.testing.assert_array_equal(timing.busy, [6, 12])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ticks", ["paired", "unit"])
+@pytest.mark.parametrize("build", [pipemare, pipedream, pipedream_2bw])
+def test_asynchronous_rounds_have_no_bubble(build, ticks, mode):
+    for S, N in ((1, 1), (2, 4), (4, 8)):
+        timing = simulate(build(S, N, ticks=ticks), mode=mode)
+        np.testing.assert_allclose(timing.makespan, 3 * N)
+        np.testing.assert_allclose(timing.bubble, 0, atol=1e-12)
+
+
+def test_an_asynchronous_round_lasts_as_long_as_its_slowest_stage():
+    costs = Costs(forward=[1, 3, 1], backward=1, weight_grad=1)
+    for mode in MODES:
+        assert simulate(pipemare(3, 4), costs, mode).makespan == 4 * 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_transfer_costs_nothing_on_a_device(mode):
+    one = Schedule.from_ticks("one device", [[0, 1]], [[3, 2]], device=[0, 0])
+    assert simulate(one, Costs(transfer=7.0), mode).makespan == 6
+    apart = Schedule.from_ticks("two devices", [[0, 1]], [[3, 2]])
+    assert simulate(apart, Costs(transfer=7.0), mode).makespan == 6 + 2 * 7
+
+
+def test_inner_bubble_is_between_first_and_last():
+    timing = simulate(gpipe(2, 2))
+    np.testing.assert_array_equal(timing.span, [9, 6])
+    np.testing.assert_allclose(timing.inner_bubble, 1 - 12 / 15)
+
+
+def test_wrong_input():
+    schedule = gpipe(2, 4)
+    with pytest.raises(ValueError, match="`backward` must be at least 0, got -1"):
+        Costs(backward=-1)
+    with pytest.raises(ValueError, match="`forward` must be at least 0, got .*nan"):
+        Costs(forward=[1.0, float("nan")])
+    with pytest.raises(
+        ValueError, match=r"one for each of the 2 stages .* shape \(3,\)"
+    ):
+        simulate(schedule, Costs(forward=[1, 2, 3]))
+    with pytest.raises(ValueError, match="`mode` must be .* got 'event'"):
+        simulate(schedule, mode="event")
