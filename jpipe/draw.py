@@ -74,6 +74,7 @@ def text(schedule: Schedule, *, color: bool = False, width: int | None = None) -
       <BLANKLINE>
       F forward   B backward   * update
       bubble 25.0%, makespan 12 (F = B = W = 1)
+      bubble between first and last work 14.3%
       stage              0   1
       in flight          3   3
       forward tau        0   0
@@ -112,7 +113,7 @@ def text(schedule: Schedule, *, color: bool = False, width: int | None = None) -
     if not schedule.synchronous:
         first = shown.num_ticks - schedule.num_ticks
         lines.append(f"the round that starts at tick {first} repeats")
-    lines.append(_caption(facts))
+    lines += _captions(facts)
     per_stage = {"stage": range(schedule.num_stages), **_per_stage_facts(facts)}
     for name, values in per_stage.items():
         lines.append(f"{name:16}" + "".join(f"{value:4}" for value in values))
@@ -218,7 +219,7 @@ def figure(schedule: Schedule) -> "Figure":
     fig.text(
         left / total_width,
         1 - 0.2 / total_height,
-        f"{_headline(schedule)}\n{_caption(facts)}",
+        f"{_headline(schedule)}\n{'; '.join(_captions(facts))}",
         fontsize=9,
         va="top",
     )
@@ -381,8 +382,11 @@ def _headline(schedule: Schedule) -> str:
     return f"{schedule.name}: {', '.join(words)}"
 
 
-def _caption(facts: Facts) -> str:
-    return f"bubble {facts.bubble:.1%}, makespan {facts.makespan} (F = B = W = 1)"
+def _captions(facts: Facts) -> list[str]:
+    return [
+        f"bubble {facts.bubble:.1%}, makespan {facts.makespan} (F = B = W = 1)",
+        f"bubble between first and last work {facts.inner_bubble:.1%}",
+    ]
 
 
 def _per_stage_facts(facts: Facts) -> dict[str, list[int]]:

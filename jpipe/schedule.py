@@ -296,8 +296,15 @@ class Schedule:
         """
         self.check()
         work = self.device_work()
-        makespan = int(work.max(axis=1).sum())
-        idle = self.num_devices * makespan - int(work.sum())
+        length = work.max(axis=1)
+        makespan = int(length.sum())
+        span = self.num_devices * makespan
+        inner_span = span
+        if self.synchronous:
+            at_work = work > 0
+            begun = np.logical_or.accumulate(at_work)
+            unfinished = np.logical_or.accumulate(at_work[::-1])[::-1]
+            inner_span = int(((begun & unfinished) * length[:, None]).sum())
 
         num_ticks = self.num_ticks
         forward, forward_versions = self.forward_ticks(), self.forward_versions()
@@ -322,7 +329,8 @@ class Schedule:
         return Facts(
             num_ticks=num_ticks,
             makespan=makespan,
-            bubble=idle / (self.num_devices * makespan),
+            bubble=(span - int(work.sum())) / span,
+            inner_bubble=(inner_span - int(work.sum())) / inner_span,
             in_flight=_most_at_once(forward, last, num_ticks)[by_stage],
             forward_delay=-forward_versions.min(axis=0)[by_stage],
             backward_delay=backward_delay[by_stage],
@@ -583,6 +591,8 @@ class Facts:
       makespan: units of time of the whole table, each tick as long as its busiest
         device (see `Schedule.device_work`). Asynchronous: of one round.
       bubble: 1 - busy time / (devices x makespan).
+      inner_bubble: the same between each device's first and last operation, which is
+        what stays if the next minibatch fills the ends. Asynchronous: the bubble.
       in_flight: `[S]`, most microbatches between forward and the end of their backward
         at once, the ticks of both included.
       forward_delay: `[S]`, most versions between the weights a forward reads and the
@@ -595,6 +605,7 @@ class Facts:
     num_ticks: int
     makespan: int
     bubble: float
+    inner_bubble: float
     in_flight: np.ndarray
     forward_delay: np.ndarray
     backward_delay: np.ndarray

@@ -33,6 +33,7 @@ def test_a_picture_of_paired_ticks():
         "\n"
         "F forward   B backward   * update\n"
         "bubble 25.0%, makespan 12 (F = B = W = 1)\n"
+        "bubble between first and last work 14.3%\n"
         "stage              0   1\n"
         "in flight          3   2\n"
         "forward tau        0   0\n"
@@ -64,6 +65,7 @@ def test_a_picture_of_an_asynchronous_schedule_starts_with_an_empty_pipeline():
         "F forward   B backward   * update",
         "the round that starts at tick 3 repeats",
         "bubble 0.0%, makespan 3 (F = B = W = 1)",
+        "bubble between first and last work 0.0%",
         "stage              0   1",
         "in flight          4   2",
         "forward tau        3   1",
@@ -210,6 +212,7 @@ def test_json_is_one_object(capsys):
         "num_ticks": 22,
         "makespan": 33,
         "bubble": 3 / 11,
+        "inner_bubble": 3 / 19,
         "in_flight": [8, 8, 8, 8],
         "forward_delay": [0, 0, 0, 0],
         "backward_delay": [0, 0, 0, 0],

@@ -748,6 +748,7 @@ def test_json():
         "num_ticks": 1,
         "makespan": 3,
         "bubble": 0.0,
+        "inner_bubble": 0.0,
         "in_flight": [4, 2],
         "forward_delay": [3, 1],
         "backward_delay": [3, 1],
