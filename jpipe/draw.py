@@ -1,8 +1,9 @@
-"""Draws a schedule: text for a terminal, SVG, PNG or PDF for paper, JSON for programs.
+"""Draws a schedule: text for a terminal, SVG, PNG or PDF for paper, JSON for programs, a trace for Perfetto.
 
     python -m jpipe.draw one_f_one_b --stages 4 --microbatches 8
     python -m jpipe.draw one_f_one_b --stages 4 --microbatches 8 --option ticks=unit
     python -m jpipe.draw gpipe --stages 4 --microbatches 8 --out pipe.svg
+    python -m jpipe.draw gpipe --stages 4 --microbatches 8 --trace pipe.json
     python -m jpipe.draw --file table.txt --json
 
 Stages run downward from 0, ticks rightward; a cell holds the microbatch. Forward and
@@ -27,6 +28,7 @@ import numpy as np
 
 from jpipe import schedules
 from jpipe.schedule import IDLE, Facts, Schedule
+from jpipe.simulate import Timing, simulate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -265,6 +267,44 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
         figure(schedule).savefig(path, dpi=150, metadata=undated)
 
 
+def trace(schedule: Schedule, timing: Timing, unit: float = 1e3) -> dict[str, Any]:
+    """A simulated step as a trace that Perfetto and chrome://tracing open.
+
+    Args:
+      schedule: a legal schedule.
+      timing: of it, from `jpipe.simulate.simulate`.
+      unit: microseconds to one unit of its time.
+
+    Returns:
+      A tree that JSON can hold: a row for each device, a slice for each operation.
+    """
+    events: list[dict[str, Any]] = [
+        {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": 0,
+            "tid": d,
+            "args": {"name": f"device {d}"},
+        }
+        for d in range(schedule.num_devices)
+    ]
+    origin = min(np.nanmin(at) for at in timing.start.values())
+    for field, at in timing.start.items():
+        for m, c in np.argwhere(~np.isnan(at)).tolist():
+            slice_ = {
+                "ph": "X",
+                "name": f"{_KINDS[field].letter}{m}",
+                "cat": field,
+                "pid": 0,
+                "tid": int(schedule.device[c]),
+                "ts": float(at[m, c] - origin) * unit,
+                "dur": float(timing.end[field][m, c] - at[m, c]) * unit,
+                "args": {"microbatch": m, "stage": int(schedule.stage[c])},
+            }
+            events.append(slice_)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
 def summary(schedule: Schedule) -> dict[str, Any]:
     """The facts and the table, as numbers, lists and None that JSON can hold.
 
@@ -436,6 +476,11 @@ def _parser() -> _Parser:
     )
     parser.add_argument("--file", help="a table as text, instead of a name")
     parser.add_argument("--out", help=f"a file to draw to ({', '.join(_SUFFIXES)})")
+    parser.add_argument(
+        "--trace",
+        metavar="FILE",
+        help="a file for a trace of one step, a tick's work a millisecond (Perfetto, chrome://tracing)",
+    )
     parser.add_argument("--json", action="store_true", help="facts and table, no text")
     return parser
 
@@ -477,6 +522,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"jpipe.draw: warning: {warning.message}", file=sys.stderr)
         if args.out is not None:
             save(schedule, args.out)
+        if args.trace is not None:
+            found = trace(schedule, simulate(schedule))
+            pathlib.Path(args.trace).write_text(json.dumps(found) + "\n")
     except (ValueError, OSError, ImportError) as error:
         parser.error(str(error))
     if args.json:

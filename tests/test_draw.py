@@ -1,5 +1,6 @@
 """Pictures, facts as JSON, and the command line."""
 
+import itertools
 import json
 import pathlib
 import re
@@ -11,6 +12,7 @@ import pytest
 
 from jpipe import draw, schedules
 from jpipe.schedule import Schedule
+from jpipe.simulate import simulate
 
 ROOT = pathlib.Path(__file__).parent.parent
 PIPEMARE = Schedule.from_text(
@@ -313,3 +315,35 @@ def test_the_module_runs():
         check=True,
     )
     assert json.loads(result.stdout)["makespan"] == 33
+
+
+@pytest.mark.parametrize("schedule", [schedules.interleaved(4, 4), PIPEMARE])
+def test_a_trace_has_every_operation_of_a_device_one_after_the_other(schedule):
+    found = draw.trace(schedule, simulate(schedule))
+    assert json.loads(json.dumps(found)) == found
+    slices = [event for event in found["traceEvents"] if event["ph"] == "X"]
+    operations = schedule.num_microbatches * schedule.num_stages * 2
+    assert len(slices) == operations
+    assert {e["name"] for e in slices} == {
+        f"{kind}{m}" for kind in "FB" for m in range(schedule.num_microbatches)
+    }
+    assert min(e["ts"] for e in slices) == 0
+    for d in range(schedule.num_devices):
+        mine = sorted((e["ts"], e["dur"]) for e in slices if e["tid"] == d)
+        if schedule.synchronous:
+            assert all(a + da <= b for (a, da), (b, _) in itertools.pairwise(mine))
+        assert sum(dur for _, dur in mine) == 1e3 * simulate(schedule).busy[d]
+
+
+def test_trace_writes_a_file(tmp_path, capsys):
+    path = tmp_path / "trace.json"
+    command = ["gpipe", "--stages", "2", "--microbatches", "2", "--trace", str(path)]
+    draw.main(command)
+    events = json.loads(path.read_text())["traceEvents"]
+    (last,) = [e for e in events if e["name"] == "B1" and e["tid"] == 0]
+    assert (last["ts"], last["dur"]) == (7e3, 2e3)
+    assert last["args"] == {"microbatch": 1, "stage": 0}
+    assert "gpipe: 2 stages" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        draw.main([*command[:-1], str(tmp_path / "no" / "such" / "trace.json")])
+    assert "No such file" in capsys.readouterr().err
