@@ -9,7 +9,7 @@ from jpipe.schedules.steady import steady_ticks
 def pipedream(
     num_stages: int,
     num_microbatches: int,
-    ticks: str = "paired",
+    ticks: str = "unit",
     vertical_sync: bool = False,
 ) -> Schedule:
     """PipeDream: a backward reads the weights that its forward read.
@@ -22,20 +22,20 @@ def pipedream(
     Args:
       num_stages: S, at least 1.
       num_microbatches: N, microbatches to an update, at least 1. PipeDream has 1.
-      ticks: "paired" or "unit", as for `pipemare`.
+      ticks: "unit" or "paired", as for `pipemare`.
       vertical_sync: whether all stages read the version of stage 0.
 
     Returns:
-      A `Schedule` of one round of T = N paired or 3 N unit ticks, without a bubble.
+      A `Schedule` of one round of T = 3 N unit or N paired ticks, without a bubble.
 
     Raises:
       ValueError: if either count is below 1, or `ticks` is neither of the two.
 
     Example:
-      >>> pipedream(4, 1, ticks="unit").facts().weight_versions.tolist()
+      >>> pipedream(4, 1).facts().weight_versions.tolist()
       [4, 3, 2, 1]
       >>> pipedream(4, 1, vertical_sync=True).facts().forward_delay.tolist()
-      [7, 7, 7, 7]
+      [3, 3, 3, 3]
 
     References:
       Narayanan et al., SOSP 2019, arXiv:1806.03377, sections 3.2 and 3.3.

@@ -5,22 +5,22 @@ from jpipe.schedules.steady import steady_ticks
 
 
 def pipedream_2bw(
-    num_stages: int, num_microbatches: int, ticks: str = "paired"
+    num_stages: int, num_microbatches: int, ticks: str = "unit"
 ) -> Schedule:
     """PipeDream-2BW: every stage reads the version before the newest, both ways.
 
     W(t + 1) = W(t) - nu grad f(W(t - 1)): a delay of one update on all stages, and two
     versions. It needs minibatches long enough that a version is complete on every stage
-    before the first microbatch reads it: N at least 2 S - 1 in paired ticks, S - 1 in unit
+    before the first microbatch reads it: N at least S - 1 in unit ticks, 2 S - 1 in paired
     ticks.
 
     Args:
       num_stages: S, at least 1.
       num_microbatches: N, microbatches to an update.
-      ticks: "paired" or "unit", as for `pipemare`.
+      ticks: "unit" or "paired", as for `pipemare`.
 
     Returns:
-      A `Schedule` of one round of T = N paired or 3 N unit ticks, without a bubble.
+      A `Schedule` of one round of T = 3 N unit or N paired ticks, without a bubble.
 
     Raises:
       ValueError: if N is too small, or `ticks` is neither of the two.

@@ -4,7 +4,7 @@ from jpipe.schedule import Schedule
 from jpipe.schedules.steady import steady_ticks
 
 
-def pipemare(num_stages: int, num_microbatches: int, ticks: str = "paired") -> Schedule:
+def pipemare(num_stages: int, num_microbatches: int, ticks: str = "unit") -> Schedule:
     """PipeMare: forwards and backwards read whatever weights are in memory.
 
     The pipe is never drained: this table is the round that repeats, and a microbatch with
@@ -13,25 +13,28 @@ def pipemare(num_stages: int, num_microbatches: int, ticks: str = "paired") -> S
     applied `forward_delay` versions after the weights its forward read. Without PipeMare's
     corrections, which are gradient transforms, this is naive asynchrony.
 
-    *Paired* ticks (the paper's accounting): the delay of stage s is
-    ceil((2 (S - 1 - s) + 1) / N). *Unit* ticks: at N = 1 it is S - 1 - s, about half.
+    *Unit* ticks: the delay of stage s is ceil((S - 1 - s) / N). *Paired* ticks (the paper's
+    accounting): ceil((2 (S - 1 - s) + 1) / N), about twice that. Both are always full, and
+    less delay loses less accuracy (`docs/asynchronous.md` has an experiment), so unit ticks
+    are the default. Paired ticks are fewer and larger, which layers of a few microseconds
+    want, and do not split the backward, which costs something on a CPU.
 
     Args:
       num_stages: S, at least 1.
       num_microbatches: N, microbatches to an update, at least 1.
-      ticks: "paired" or "unit".
+      ticks: "unit" or "paired".
 
     Returns:
-      A `Schedule` of one round of T = N paired or 3 N unit ticks, without a bubble.
+      A `Schedule` of one round of T = 3 N unit or N paired ticks, without a bubble.
 
     Raises:
       ValueError: if either count is below 1, or `ticks` is neither of the two.
 
     Example: Table 1 of the paper, S = 4, N = 2
-      >>> pipemare(4, 2).facts().forward_delay.tolist()
+      >>> pipemare(4, 2, ticks="paired").facts().forward_delay.tolist()
       [4, 3, 2, 1]
-      >>> pipemare(4, 1, ticks="unit").facts().forward_delay.tolist()
-      [3, 2, 1, 0]
+      >>> pipemare(4, 2).facts().forward_delay.tolist()
+      [2, 1, 1, 0]
 
     References:
       Yang et al., MLSys 2021, arXiv:1910.05124, section 2 and Table 1.

@@ -19,8 +19,8 @@ def paired_delay(S, N):
 
 @pytest.mark.parametrize(("S", "N"), GRID)
 def test_paired_delays_are_table_1_of_the_paper(S, N):
-    pipemare = schedules.pipemare(S, N).facts()
-    pipedream = schedules.pipedream(S, N).facts()
+    pipemare = schedules.pipemare(S, N, ticks="paired").facts()
+    pipedream = schedules.pipedream(S, N, ticks="paired").facts()
     assert pipemare.forward_delay.tolist() == paired_delay(S, N)
     assert pipemare.backward_delay.tolist() == [0] * S
     assert pipemare.weight_versions.tolist() == [1] * S
@@ -45,7 +45,7 @@ def test_paired_delays_are_table_1_of_the_paper(S, N):
     ],
 )
 def test_goldens(S, N, delays):
-    assert schedules.pipemare(S, N).facts().forward_delay.tolist() == delays
+    assert schedules.pipemare(S, N, ticks="paired").facts().forward_delay.tolist() == delays
 
 
 @pytest.mark.parametrize(("S", "N"), GRID)
@@ -91,8 +91,19 @@ def test_methods_differ_in_versions_alone():
 
 
 def test_vertical_sync_reads_what_the_first_stage_read():
-    facts = schedules.pipedream(4, 2, vertical_sync=True).facts()
-    assert facts.forward_delay.tolist() == facts.backward_delay.tolist() == [4] * 4
+    for ticks, delay in (("paired", 4), ("unit", 2)):
+        facts = schedules.pipedream(4, 2, ticks, vertical_sync=True).facts()
+        assert facts.forward_delay.tolist() == facts.backward_delay.tolist()
+        assert facts.forward_delay.tolist() == [delay] * 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_default_is_the_layout_with_less_delay(name):
+    unit = schedules.get(name)(4, 8, ticks="unit")
+    paired = schedules.get(name)(4, 8, ticks="paired")
+    assert schedules.get(name)(4, 8) == unit
+    assert unit.facts().bubble == paired.facts().bubble == 0
+    assert (unit.facts().forward_delay <= paired.facts().forward_delay).all()
 
 
 @pytest.mark.parametrize(("S", "N"), GRID)
