@@ -45,7 +45,10 @@ def test_paired_delays_are_table_1_of_the_paper(S, N):
     ],
 )
 def test_goldens(S, N, delays):
-    assert schedules.pipemare(S, N, ticks="paired").facts().forward_delay.tolist() == delays
+    assert (
+        schedules.pipemare(S, N, ticks="paired").facts().forward_delay.tolist()
+        == delays
+    )
 
 
 @pytest.mark.parametrize(("S", "N"), GRID)
