@@ -72,7 +72,27 @@ class ImageNetStem(nnx.Module):
         return nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
 
 
-class BasicBlock(nnx.Module):
+class _Block(nnx.Module):
+    """What both kinds have: a shortcut, which is a projection where the shape changes."""
+
+    def _make_shortcut(self, num_inputs, num_outputs, stride, group_size, rngs):
+        self.projects = stride != 1 or num_inputs != num_outputs
+        if self.projects:
+            self.projection = Conv(
+                num_inputs,
+                num_outputs,
+                1,
+                stride=stride,
+                kernel_init=_KERNEL,
+                rngs=rngs,
+            )
+            self.projection_norm = _norm(num_outputs, group_size, rngs)
+
+    def _shortcut(self, x):
+        return self.projection_norm(self.projection(x)) if self.projects else x
+
+
+class BasicBlock(_Block):
     """Two 3x3 convolutions beside a shortcut, a projection where the shape changes."""
 
     expansion = 1
@@ -91,18 +111,15 @@ class BasicBlock(nnx.Module):
         self.norm1 = _norm(width, group_size, rngs)
         self.conv2 = conv(width, width, 3)
         self.norm2 = _norm(width, group_size, rngs, scale_init=_ZEROS)
-        self.projects = stride != 1 or num_inputs != width
-        if self.projects:
-            self.projection = conv(num_inputs, width, 1, stride=stride)
-            self.projection_norm = _norm(width, group_size, rngs)
+        self._make_shortcut(num_inputs, width, stride, group_size, rngs)
 
     def __call__(self, x):
-        shortcut = self.projection_norm(self.projection(x)) if self.projects else x
+        shortcut = self._shortcut(x)
         x = nnx.relu(self.norm1(self.conv1(x)))
         return nnx.relu(self.norm2(self.conv2(x)) + shortcut)
 
 
-class BottleneckBlock(nnx.Module):
+class BottleneckBlock(_Block):
     """A 3x3 convolution between two 1x1, the last of which widens by 4; a shortcut.
 
     The 3x3 convolution has the stride, as in torchvision's v1.5; in the paper the first
@@ -128,13 +145,10 @@ class BottleneckBlock(nnx.Module):
         self.norm2 = _norm(width, group_size, rngs)
         self.conv3 = conv(width, num_outputs, 1)
         self.norm3 = _norm(num_outputs, group_size, rngs, scale_init=_ZEROS)
-        self.projects = stride != 1 or num_inputs != num_outputs
-        if self.projects:
-            self.projection = conv(num_inputs, num_outputs, 1, stride=stride)
-            self.projection_norm = _norm(num_outputs, group_size, rngs)
+        self._make_shortcut(num_inputs, num_outputs, stride, group_size, rngs)
 
     def __call__(self, x):
-        shortcut = self.projection_norm(self.projection(x)) if self.projects else x
+        shortcut = self._shortcut(x)
         x = nnx.relu(self.norm1(self.conv1(x)))
         x = nnx.relu(self.norm2(self.conv2(x)))
         return nnx.relu(self.norm3(self.conv3(x)) + shortcut)

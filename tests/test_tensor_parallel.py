@@ -286,28 +286,31 @@ def test_a_mesh_without_the_axis_stores_the_leaves_whole():
     assert states[0] == states[1]
 
 
-def test_a_partition_that_does_not_divide_is_refused():
-    layers = [lambda rngs: Branch(hidden=9, rngs=rngs)] * 2
+@pytest.mark.parametrize(
+    "layer,message",
+    [
+        (
+            lambda rngs: Branch(hidden=9, rngs=rngs),
+            r"layer 0.*2 devices along 'model'.*dim 0, 9",
+        ),
+        (
+            lambda rngs: nnx.Linear(
+                4,
+                4,
+                bias_init=split(nnx.initializers.zeros, None, "model"),
+                rngs=rngs,
+            ),
+            r"\['bias'\].* it has 1 dims, not 2",
+        ),
+    ],
+)
+def test_a_partition_that_does_not_fit_is_refused(layer, message):
     pipe = jpipe.Pipeline(
-        layers,
+        [layer] * 2,
         loss=square,
         optimizer=optax.sgd(0.1),
         schedule=jpipe.schedules.gpipe(2, N),
         mesh=jpipe.make_mesh(stage=2, model=2),
     )
-    with pytest.raises(ValueError, match=r"layer 0.*2 devices along 'model'.*dim 0, 9"):
-        pipe.init(KEY, rows(1)[0])
-
-
-def test_a_partition_of_too_many_dims_is_refused():
-    init = split(nnx.initializers.zeros, None, "model")
-    layers = [lambda rngs: nnx.Linear(4, 4, bias_init=init, rngs=rngs)] * 2
-    pipe = jpipe.Pipeline(
-        layers,
-        loss=square,
-        optimizer=optax.sgd(0.1),
-        schedule=jpipe.schedules.gpipe(2, N),
-        mesh=jpipe.make_mesh(stage=2, model=2),
-    )
-    with pytest.raises(ValueError, match=r"\['bias'\].* it has 1 dims, not 2"):
+    with pytest.raises(ValueError, match=message):
         pipe.init(KEY, rows(1)[0])
