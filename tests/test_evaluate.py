@@ -87,7 +87,7 @@ def test_aux_is_the_mean_over_microbatches_and_replicas(R):
 
 
 def test_aux_while_an_asynchronous_schedule_fills_and_drains():
-    pipe = pipeline(jpipe.schedules.pipedream(2, 1))
+    pipe = pipeline(jpipe.schedules.pipedream(2, 1, ticks="paired"))
     batch = batch_of(4)
     state = pipe.init(KEY, batch)
     state, metrics = pipe.step(state, batch)

@@ -49,7 +49,7 @@ def test_without_a_delay_hooks_are_not_asked():
     "name,readers", [("pipedream", []), ("pipemare", ["backward"])]
 )
 def test_a_backward_that_reads_what_the_forward_read_is_not_corrected(name, readers):
-    schedule = getattr(jpipe.schedules, name)(2, 1)
+    schedule = getattr(jpipe.schedules, name)(2, 1, ticks="paired")
     pipe = pipeline(schedule, backward_params=corrected_params)
     state = pipe.init(KEY, FAMILY.batches(1, 4)[0])
     assert list(state.read_parameters) == readers
@@ -69,7 +69,9 @@ def test_a_synchronous_warm_up_hands_over_weights_that_stand_still():
             family.layers, schedule=jpipe.schedules.gpipe(3, 1), **options
         )
         second = jpipe.Pipeline(
-            family.layers, schedule=jpipe.schedules.pipemare(3, 1), **options
+            family.layers,
+            schedule=jpipe.schedules.pipemare(3, 1, ticks="paired"),
+            **options,
         )
         batches = family.batches(8, 2, np.float64)
         state = first.init(KEY, batches[0], params=plain.params)
@@ -100,7 +102,9 @@ def test_a_synchronous_warm_up_hands_over_weights_that_stand_still():
 
 def test_a_flushed_state_reads_as_a_fresh_one_does():
     """Every version slot has the newest weights, and what the hook makes of them."""
-    pipe = pipeline(jpipe.schedules.pipemare(3, 2), backward_params=corrected_params)
+    pipe = pipeline(
+        jpipe.schedules.pipemare(3, 2, ticks="paired"), backward_params=corrected_params
+    )
     batches = FAMILY.batches(5, 4)
     state = pipe.init(KEY, batches[0])
     for batch in batches:
@@ -139,7 +143,7 @@ WRONG = [
 @pytest.mark.parametrize("arguments,message", WRONG)
 def test_hooks_that_cannot_work_are_refused(arguments, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
-        pipe = pipeline(jpipe.schedules.pipemare(2, 1), **arguments)
+        pipe = pipeline(jpipe.schedules.pipemare(2, 1, ticks="paired"), **arguments)
         pipe.init(KEY, FAMILY.batches(1, 4)[0])
 
 
@@ -156,7 +160,7 @@ def test_hooks_that_cannot_work_are_refused(arguments, message):
 def test_weights_in_memory_are_what_the_table_says(name, N, hooks, copies):
     """Of a trunk of equal layers, from the arguments and temporaries of the compiled step."""
     dim, num_layers = 64, 24  # of a stage
-    schedule = getattr(jpipe.schedules, name)(4, N)
+    schedule = getattr(jpipe.schedules, name)(4, N, ticks="paired")
     pipe = jpipe.Pipeline(
         [functools.partial(nnx.Linear, dim, dim, use_bias=False)] * 4 * num_layers,
         loss=lambda outputs, batch: jnp.mean(outputs**2),
