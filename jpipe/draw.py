@@ -15,6 +15,7 @@ import argparse
 import ast
 import difflib
 import inspect
+import itertools
 import json
 import os
 import pathlib
@@ -39,16 +40,16 @@ class _Kind(NamedTuple):
 
     letter: str
     fill: str  # of a figure's cell
-    ink: str
-    sgr: str  # the same two colours of a terminal
+    sgr: str  # the same colour, and one to write in, of a terminal
 
 
 _KINDS = {
-    "forward": _Kind("F", "#a6cee3", "black", "38;5;16;48;5;153"),
-    "backward": _Kind("B", "#8c2d04", "white", "38;5;231;48;5;94"),
-    "weight_grad": _Kind("W", "#5aae61", "black", "38;5;16;48;5;71"),
+    "forward": _Kind("F", "#a6cee3", "38;5;16;48;5;153"),
+    "backward": _Kind("B", "#8c2d04", "38;5;231;48;5;94"),
+    "weight_grad": _Kind("W", "#5aae61", "38;5;16;48;5;71"),
 }
 _UPDATE = "black"
+_LONGEST = 72  # units of time in one line of a figure
 _SUFFIXES = (".pdf", ".png", ".svg")
 
 
@@ -126,8 +127,9 @@ def figure(schedule: Schedule) -> "Figure":
     """The picture as a Matplotlib figure, ticks as wide as they cost.
 
     A unit of width is the time of a forward; a backward that is not split takes two. A
-    lockstep tick is as wide as its busiest device needs; the columns of one device take
-    turns.
+    lockstep tick is as wide as its busiest device needs. There is a row for each stage, or
+    for each device where devices have several stages, which take turns. What is too long
+    for a page goes on below.
 
     Args:
       schedule: a legal schedule.
@@ -139,7 +141,7 @@ def figure(schedule: Schedule) -> "Figure":
       ValueError: if the schedule is not legal.
     """
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Patch
     from matplotlib.ticker import MaxNLocator
 
     facts = schedule.facts()
@@ -147,73 +149,67 @@ def figure(schedule: Schedule) -> "Figure":
     names = _names(schedule)
     ends = np.cumsum(shown.device_work().max(axis=1))
     starts = np.concatenate([[0], ends[:-1]])
-    num_stages, length = shown.num_stages, int(ends[-1])
+    length = int(ends[-1])
+    by_device = shown.num_columns > shown.num_devices
+    num_rows = shown.num_devices if by_device else shown.num_stages
 
     # Inches. A unit of time holds three digits of the smaller print.
-    left, right, top, bottom = 1.3, 2.9, 0.85, 0.85
-    width, height = max(0.17 * length, 3.4), 0.36 * num_stages
-    total_width, total_height = left + width + right, top + height + bottom
+    num_panels = -(-length // _LONGEST)
+    panel = -(-length // num_panels)
+    left, right, top, bottom, between = 1.3, 2.9, 0.85, 0.85, 0.35
+    width, height = max(0.17 * panel, 3.4), 0.36 * num_rows
+    total_width = left + width + right
+    total_height = top + num_panels * (height + between) - between + bottom
     fig = Figure(figsize=(total_width, total_height), facecolor="white")
-    axes = fig.add_axes(
-        (
-            left / total_width,
-            bottom / total_height,
-            width / total_width,
-            height / total_height,
+    cells = list(_rectangles(shown, names, starts, ends, by_device))
+    for i in range(num_panels):
+        below = total_height - top - height - i * (height + between)
+        axes = fig.add_axes(
+            (
+                left / total_width,
+                below / total_height,
+                width / total_width,
+                height / total_height,
+            )
         )
-    )
-    for t in range(shown.num_ticks):
-        busy_until = np.full(shown.num_devices, starts[t])
-        for c in np.argsort(shown.stage):
-            row, device = shown.stage[c], shown.device[c]
-            for field in names:
-                m = getattr(shown, field)[t, c]
-                if m == IDLE:
-                    continue
-                kind, x = _KINDS[field], busy_until[device]
-                units = 2 if field == "backward" and not shown.splits_backward else 1
-                busy_until[device] += units
-                axes.add_patch(
-                    Rectangle((x, row - 0.42), units, 0.84, fc=kind.fill, ec="white")
-                )
-                axes.text(
-                    x + units / 2,
-                    row,
-                    str(m),
-                    color=kind.ink,
-                    fontsize=7 if m < 100 else 5.5,
-                    ha="center",
-                    va="center_baseline",
-                )
-            if shown.update[t, c] != IDLE:
-                axes.add_patch(
-                    Rectangle((ends[t] - 0.15, row - 0.42), 0.15, 0.84, fc=_UPDATE)
-                )
-    axes.vlines(ends, -0.5, num_stages - 0.5, color="#dddddd", lw=0.5, zorder=0)
+        first, last = i * panel, (i + 1) * panel if num_panels > 1 else length
+        for x, row, units, fill, word, ink in cells:
+            if x < last and x + units > first:
+                _draw_cell(axes, x, row, units, fill, word, ink)
+        axes.vlines(ends, -0.5, num_rows - 0.5, color="#dddddd", lw=0.5, zorder=0)
+        if not schedule.synchronous:
+            repeats = starts[shown.num_ticks - schedule.num_ticks]
+            axes.axvline(repeats, color=_UPDATE, lw=1, ls="--")
+        axes.set_xlim(first, last)
+        axes.set_ylim(num_rows - 0.5, -0.5)
+        labels = [f"device {d}" for d in range(num_rows)]
+        if not by_device:
+            labels = _stage_labels(shown, "stage {}", "stage {}, device {}")
+        axes.set_yticks(range(num_rows), labels)
+        axes.tick_params(labelsize=8, left=False)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_facecolor("#f7f7f7")
+        axes.spines[:].set_visible(False)
     time = "time (F = B = W = 1)"
     if not schedule.synchronous:
         time += "; what follows the dashed line repeats"
-        repeats = starts[shown.num_ticks - schedule.num_ticks]
-        axes.axvline(repeats, color=_UPDATE, lw=1, ls="--")
-    axes.set_xlim(0, length)
-    axes.set_ylim(num_stages - 0.5, -0.5)
     axes.set_xlabel(time, fontsize=8, loc="left")
-    labels = _stage_labels(shown, "stage {}", "stage {}, device {}")
-    axes.set_yticks(range(num_stages), labels)
-    axes.tick_params(labelsize=8, left=False)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_facecolor("#f7f7f7")
-    axes.spines[:].set_visible(False)
 
-    per_stage = _per_stage_facts(facts)
-    for column, (name, values) in enumerate(per_stage.items()):
+    for column, (name, values) in enumerate(_per_stage_facts(facts).items()):
         x = 1 + (0.45 + 0.6 * column) / width
-        for row, value in [(-0.62, name.replace(" ", "\n")), *enumerate(values)]:
-            axes.text(
+        words = [str(value) for value in values]
+        if by_device:
+            order = np.argsort(shown.stage)
+            words = [
+                " ".join(words[s] for s in np.flatnonzero(shown.device[order] == d))
+                for d in range(num_rows)
+            ]
+        for row, word in [(-0.62, name.replace(" ", "\n")), *enumerate(words)]:
+            fig.axes[0].text(
                 x,
                 row,
-                str(value),
-                transform=axes.get_yaxis_transform(),
+                word,
+                transform=fig.axes[0].get_yaxis_transform(),
                 fontsize=8,
                 ha="center",
                 va="bottom" if row < 0 else "center_baseline",
@@ -230,6 +226,8 @@ def figure(schedule: Schedule) -> "Figure":
     ]
     if not schedule.forward_only:
         patches.append(Patch(fc=_UPDATE, label="update"))
+    if by_device:
+        patches.append(Patch(fc="none", label="lighter: later stages of the device"))
     fig.legend(
         handles=patches,
         loc="lower left",
@@ -241,6 +239,56 @@ def figure(schedule: Schedule) -> "Figure":
         borderpad=0,
     )
     return fig
+
+
+def _rectangles(shown: Schedule, names, starts, ends, by_device: bool):
+    """What stands in the picture: x, row, width, fill, word and ink of every cell."""
+    from matplotlib.colors import to_rgb
+
+    order = np.argsort(shown.stage)
+    seen = np.zeros(shown.num_devices, int)
+    later = np.zeros(shown.num_columns)  # of a device's stages, from 0 to 1
+    count = np.bincount(shown.device)
+    for c in order:
+        later[c] = seen[shown.device[c]] / max(count[shown.device[c]] - 1, 1)
+        seen[shown.device[c]] += 1
+    for t in range(shown.num_ticks):
+        busy_until = np.full(shown.num_devices, starts[t])
+        # As the engine works: the operations one after the other, each on all columns.
+        for field, c in itertools.product(names, order):
+            m = getattr(shown, field)[t, c]
+            if m == IDLE:
+                continue
+            device = shown.device[c]
+            row = device if by_device else shown.stage[c]
+            units = 2 if field == "backward" and not shown.splits_backward else 1
+            kind = _KINDS[field]
+            color = np.array(to_rgb(kind.fill))
+            if by_device:
+                color = color + (1 - color) * 0.55 * later[c]
+            ink = "black" if color @ (0.299, 0.587, 0.114) > 0.5 else "white"
+            yield busy_until[device], row, units, tuple(color), str(m), ink
+            busy_until[device] += units
+        for c in np.flatnonzero(shown.update[t] != IDLE):
+            row = shown.device[c] if by_device else shown.stage[c]
+            yield ends[t] - 0.15, row, 0.15, _UPDATE, "", ""
+
+
+def _draw_cell(axes, x, row, units, fill, word: str, ink: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    edge = "white" if word else "none"
+    axes.add_patch(Rectangle((x, row - 0.42), units, 0.84, fc=fill, ec=edge))
+    axes.text(
+        x + units / 2,
+        row,
+        word,
+        color=ink or None,
+        fontsize=7 if len(word) < 3 else 5.5,
+        ha="center",
+        va="center_baseline",
+        clip_on=True,
+    )
 
 
 def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:

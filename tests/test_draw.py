@@ -150,8 +150,20 @@ def test_a_figure_is_as_wide_as_time():
 
 def test_columns_of_one_device_take_turns_in_a_figure():
     pytest.importorskip("matplotlib")
-    (forward,) = boxes(schedules.forward_only(2, 2, device=[0, 0])).values()
-    assert sorted(forward) == [(0, 0, 1), (1, 0, 1), (2, 1, 1), (3, 1, 1)]
+    first, second = boxes(schedules.forward_only(2, 2, device=[0, 0])).values()
+    assert sorted(first) == [(0, 0, 1), (1, 0, 1)]  # a row for the device
+    assert sorted(second) == [(2, 0, 1), (3, 0, 1)]  # in another shade
+
+
+def test_a_long_figure_goes_on_below():
+    pytest.importorskip("matplotlib")
+    schedule = schedules.zero_bubble_h1(4, 40)  # 123 units
+    figure = draw.figure(schedule)
+    limits = [axes.get_xlim() for axes in figure.axes]
+    assert limits == [(0, 62), (62, 124)]
+    cells = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert cells.count("39") == 3 * 4
+    assert figure.get_size_inches()[0] < 16
 
 
 def test_a_figure_says_what_the_facts_say():
