@@ -373,6 +373,8 @@ def test_a_warm_up_is_synchronous_and_what_follows_is_not():
     gpipe = PipelineConfig("gpipe", 3, 4, synchronous_steps=5)
     with pytest.raises(ValueError, match="before 'gpipe', which is synchronous"):
         gpipe.warm_up_table(gpipe.table())
+    with pytest.raises(ValueError, match="got 5 of 5: pipemare would never take over"):
+        TrainConfig(MLP(), MNIST(), pipemare, num_steps=5)
 
 
 def test_models_in_place_of_each_other():

@@ -17,7 +17,7 @@ CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.py"))
 # What makes one step of each kind of model light.
 SHRUNKEN = {
     "MLP": ["model.widths=8,8,8,8,8,8,8"],
-    "ResNet": ["model.widths=8,8", "model.num_blocks=1,1"],
+    "ResNet": ["model.widths=8,8,8", "model.num_blocks=1,1,1"],
     "Transformer": [
         "model.dim=8",
         "model.num_heads=2",
@@ -42,6 +42,7 @@ def test_one_shrunken_step(path, tmp_path, capsys, monkeypatch):
     words = [
         *SHRUNKEN[type(config.model).__name__],
         "num_steps=1",
+        "pipeline.synchronous_steps=0",
         f"batch_size={2 * config.pipeline.num_microbatches}",
         f"run_dir={tmp_path / 'run'}",
     ]

@@ -199,7 +199,7 @@ def test_evaluation_while_training(tmp_path, schedule, capsys):
         assert shorter[-1]["test_accuracy"] == first["test_accuracy"]
 
 
-def test_a_synchronous_warm_up_is_handed_over(tmp_path):
+def test_a_synchronous_warm_up_is_handed_over(tmp_path, capsys):
     """The first steps are GPipe's; the asynchronous schedule goes on, with corrections, and ends with everything done."""
 
     def losses(name, *words):
@@ -219,6 +219,9 @@ def test_a_synchronous_warm_up_is_handed_over(tmp_path):
     warm = losses("warm", *corrected, "pipeline.synchronous_steps=3")
     assert [warm[step] for step in (1, 2, 3)] == [plain[step] for step in (1, 2, 3)]
     assert np.isfinite(warm[6]) and warm[6] != plain[6]
+    (handover,) = (line for line in log_of(tmp_path / "warm") if "schedule" in line)
+    assert (handover["step"], handover["schedule"]) == (3, "pipemare")
+    assert "step 3/6  pipemare takes over" in capsys.readouterr().out
 
 
 def test_text_is_counted_in_tokens(tmp_path, capsys, monkeypatch):

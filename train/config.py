@@ -264,6 +264,12 @@ class TrainConfig:
         for name in ("eval_every", "eval_batches"):
             if getattr(self, name) is not None:
                 _check(getattr(self, name) >= 1, self, name, "must be at least 1")
+        if self.pipeline.synchronous_steps >= self.num_steps:
+            raise ValueError(
+                f"`pipeline.synchronous_steps` must be fewer than `num_steps`, got {self.pipeline.synchronous_steps} of "
+                f"{self.num_steps}: {self.pipeline.schedule} would never take over. Lower them, or choose "
+                "`pipeline.schedule=gpipe`."
+            )
         if self.eval_batches is not None and self.eval_every is None:
             raise ValueError(
                 f"`eval_batches` is for evaluations before the last step, got "

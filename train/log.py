@@ -193,6 +193,11 @@ class Log:
         self._losses, self._gradient_norms, self._skipped = [], [], 0
         self._since, self._timed_steps, self._last_line = now, 0, step
 
+    def takes_over(self, step: int, schedule: str) -> None:
+        """Writes that after step number `step` another schedule trains on."""
+        self.write({"step": step, "schedule": schedule, "seconds": self.seconds()})
+        self.print(f"{self._place(step)}  {schedule} takes over")
+
     def held_out(self, step: int, result: dict[str, float]) -> None:
         """Writes what the held-out data say after step number `step`.
 

@@ -190,6 +190,7 @@ def main(argv: list[str]) -> int:
                     pending = None
                     with log.paused():
                         pipe, state = last, last.adopt(state)
+                    log.takes_over(step - 1, schedule.name)
                 state, metrics = pipe.step(state, batch)
                 batch = next(batches)
                 if pending is not None:

@@ -1,0 +1,34 @@
+"""A byte-level GPT on the Python language reference by PipeDream-2BW: no bubble, a delay of one update on all stages.
+
+    python train/train.py --config configs/gpt_2bw.py
+
+RECORD
+
+The usual things to change: --config.data.path=FILE for a text of your own,
+--config.pipeline.schedule=one_f_one_b for the synchronous run,
+--config.pipeline.num_microbatches=4 for larger microbatches (3 are the fewest here).
+"""
+
+from models import Transformer
+from train.config import OptimizerConfig, PipelineConfig, TrainConfig
+from train.text import Text
+
+
+def get_config() -> TrainConfig:
+    return TrainConfig(
+        model=Transformer(seq_len=128, dim=64, num_heads=4, num_blocks=4),
+        data=Text(seq_len=128),
+        pipeline=PipelineConfig(
+            schedule="pipedream_2bw", num_stages=4, num_microbatches=8
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=4e-3,
+            warmup_steps=50,
+            weight_decay=0.1,
+            b2=0.95,
+            clip_norm=1.0,
+        ),
+        batch_size=32,
+        num_steps=500,
+        log_every=50,
+    )

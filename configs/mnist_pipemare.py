@@ -1,0 +1,44 @@
+"""A small ResNet on handwritten digits by PipeMare: asynchronous, every layer a stage, an update a microbatch.
+
+    python train/train.py --config configs/mnist_pipemare.py
+
+RECORD
+
+The usual things to change: --config.pipeline.synchronous_steps=0 to begin asynchronously,
+with --config.optimizer.annealing_steps=none and --config.optimizer.discrepancy_decay=none
+for asynchrony without remedies; --config.data.dir=DIRECTORY for all of MNIST.
+`docs/asynchronous.md` compares what there is to choose. In a hurry: --config.num_steps=200
+--config.pipeline.synchronous_steps=50.
+"""
+
+from models import ResNet
+from train.config import OptimizerConfig, PipelineConfig, TrainConfig
+from train.mnist import MNIST
+
+
+def get_config() -> TrainConfig:
+    return TrainConfig(
+        model=ResNet(
+            num_channels=1, widths=(8, 16, 32), num_blocks=(1, 1, 1), stem_stride=2
+        ),
+        data=MNIST(max_shift=2),
+        pipeline=PipelineConfig(
+            schedule="pipemare",
+            num_stages=5,
+            num_microbatches=1,
+            synchronous_steps=1125,
+        ),
+        # Without momentum, whose memory of late gradients makes them later still.
+        optimizer=OptimizerConfig(
+            name="sgd",
+            learning_rate=0.6,
+            momentum=0.0,
+            weight_decay=5e-4,
+            annealing_steps=5625,
+            discrepancy_decay=0.5,
+        ),
+        batch_size=32,
+        num_steps=5625,
+        log_every=225,
+        eval_every=1125,
+    )
