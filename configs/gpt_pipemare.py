@@ -2,7 +2,9 @@
 
     python train/train.py --config configs/gpt_pipemare.py
 
-RECORD
+2.239 bits per byte on the 46,619 bytes held out, after 6,000 steps (3.7 epochs). That took
+3.9 min on a 2-core x86-64 CPU that was shared with other work (2026-11-21, JAX 0.10.2,
+Python 3.11, whose reference is the text).
 
 The usual things to change: --config.data.path=FILE for a text of your own,
 --config.pipeline.synchronous_steps=0 to begin asynchronously,

@@ -2,7 +2,9 @@
 
     python train/train.py --config configs/mnist_pipedream.py
 
-RECORD
+96.80 % of the 2,000 held-out digits are right after 800 steps, 12 epochs of 8,572; their
+loss is 0.1110. That took 4.5 min, 44 s of it compilation, on a 2-core x86-64 CPU that was
+shared with other work (2026-11-21, Python 3.11, JAX 0.10.2).
 
 The usual things to change: --config.pipeline.options.vertical_sync=true for one version of
 a microbatch on all stages, --config.pipeline.schedule=gpipe for the synchronous run,

@@ -2,7 +2,9 @@
 
     python train/train.py --config configs/mnist_pipemare.py
 
-RECORD
+98.55 % of the 2,000 held-out digits are right after 5,625 steps, 21 epochs of 8,572;
+their loss is 0.0550. That took 3.8 min, 19 s of it compilation, on a 2-core x86-64 CPU
+that was shared with other work (2026-11-21, Python 3.11, JAX 0.10.2).
 
 The usual things to change: --config.pipeline.synchronous_steps=0 to begin asynchronously,
 with --config.optimizer.annealing_steps=none and --config.optimizer.discrepancy_decay=none
