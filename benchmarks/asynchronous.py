@@ -344,7 +344,7 @@ def main() -> None:
         }
     names = args.methods or list(task["methods"])
     if unknown := set(names) - set(task["methods"]):
-        known = ", ".join(task["methods"])
+        known = "; ".join(task["methods"])
         raise SystemExit(f"no method {', '.join(unknown)}: there are {known}.")
     if not args.tune and "synchronous" not in names:
         names.insert(0, "synchronous")  # the others are held against it

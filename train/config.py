@@ -267,7 +267,7 @@ class TrainConfig:
         if self.pipeline.synchronous_steps >= self.num_steps:
             raise ValueError(
                 f"`pipeline.synchronous_steps` must be fewer than `num_steps`, got {self.pipeline.synchronous_steps} of "
-                f"{self.num_steps}: {self.pipeline.schedule} would never take over. Lower them, or choose "
+                f"{self.num_steps}: {self.pipeline.schedule} would never take over. Lower them, or set 0 and "
                 "`pipeline.schedule=gpipe`."
             )
         if self.eval_batches is not None and self.eval_every is None:
