@@ -151,7 +151,7 @@ def test_wrong_input():
     with pytest.raises(ValueError, match="`forward` must be at least 0, got .*nan"):
         Costs(forward=[1.0, float("nan")])
     with pytest.raises(
-        ValueError, match=r"one for each of the 2 stages .* shape \(3,\)"
+        ValueError, match=r"one for each of the 2 stages, got shape \(3,\)"
     ):
         simulate(schedule, Costs(forward=[1, 2, 3]))
     with pytest.raises(ValueError, match="`mode` must be .* got 'event'"):

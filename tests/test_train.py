@@ -353,7 +353,7 @@ def test_gradients_that_are_never_finite_stop_the_run(tmp_path, capsys, monkeypa
         (["--config.batch_size=100000"], "Use a `batch_size` of at most 8572"),
         (["--config.data.dir=nowhere"], "Put the four official files there"),
         (["--config.run_dir=."], "`run_dir` must be new or empty"),
-        (["--config.pipeline.synchronous_steps=9"], "before 'gpipe', which is sync"),
+        (["--config.pipeline.synchronous_steps=2"], "before 'gpipe', which is sync"),
     ],
 )
 def test_mistakes_are_one_line_and_leave_nothing(
