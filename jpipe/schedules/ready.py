@@ -21,13 +21,11 @@ class Progress:
 
     Attributes:
       device: `[S]`, the device of each stage.
-      num_microbatches: N.
       forward, backward, weight_grad: `[S]`, how many microbatches have begun each.
     """
 
-    def __init__(self, device: Sequence[int], num_microbatches: int):
+    def __init__(self, device: Sequence[int]):
         self.device = np.asarray(device)
-        self.num_microbatches = num_microbatches
         self.forward, self.backward, self.weight_grad = np.zeros(
             (3, len(self.device)), int
         )
@@ -84,7 +82,7 @@ def place(
     equal = lengths is None
     if lengths is None:
         lengths = dict.fromkeys(_KINDS, [1] * S)
-    progress = Progress(device, N)
+    progress = Progress(device)
     of_device = [
         np.flatnonzero(progress.device == d).tolist()
         for d in range(progress.device.max() + 1)

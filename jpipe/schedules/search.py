@@ -166,8 +166,11 @@ def _candidates(
             sorted({0, 1, S // 2, S - 1, N}),
             (None, costs.of_stages(S)),
         )
+        fitting = (
+            d for d in _placements(S, D) if _least_memory(d, activations) <= limit
+        )
         for device, (first, late_stages_first, wait, lengths) in itertools.product(
-            _placements(S, D), preferences
+            fitting, preferences
         ):
             rule = _rule(first, late_stages_first, wait, limit, activations)
             at = place(device, N, rule, lengths, costs.transfer if lengths else 0.0)

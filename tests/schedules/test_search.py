@@ -134,6 +134,13 @@ def test_activations_of_unlike_stages():
     assert found.makespan < search(Costs(), 6, 4.0, activations=sizes).makespan
 
 
+def test_a_placement_over_the_limit_is_left_out():
+    """Dealt in turn, device 0 would keep 8; as a V both devices keep 5."""
+    found = search(Costs(), 4, 6, activations=[4, 1, 4, 1], num_devices=2)
+    assert found.schedule.device.tolist() == [0, 1, 1, 0]
+    assert found.memory.max() <= 6
+
+
 def test_wrong_input():
     with pytest.raises(ValueError, match="agree on the number of stages, got none"):
         search(Costs(), 4)
