@@ -246,12 +246,11 @@ def _rectangles(shown: Schedule, names, starts, ends, by_device: bool):
     from matplotlib.colors import to_rgb
 
     order = np.argsort(shown.stage)
-    seen = np.zeros(shown.num_devices, int)
+    row_of = shown.device if by_device else shown.stage
     later = np.zeros(shown.num_columns)  # of a device's stages, from 0 to 1
-    count = np.bincount(shown.device)
-    for c in order:
-        later[c] = seen[shown.device[c]] / max(count[shown.device[c]] - 1, 1)
-        seen[shown.device[c]] += 1
+    for d in range(shown.num_devices):
+        columns = order[shown.device[order] == d]
+        later[columns] = np.linspace(0, 1, len(columns))
     for t in range(shown.num_ticks):
         busy_until = np.full(shown.num_devices, starts[t])
         # As the engine works: the operations one after the other, each on all columns.
@@ -260,18 +259,16 @@ def _rectangles(shown: Schedule, names, starts, ends, by_device: bool):
             if m == IDLE:
                 continue
             device = shown.device[c]
-            row = device if by_device else shown.stage[c]
             units = 2 if field == "backward" and not shown.splits_backward else 1
             kind = _KINDS[field]
             color = np.array(to_rgb(kind.fill))
             if by_device:
                 color = color + (1 - color) * 0.55 * later[c]
             ink = "black" if color @ (0.299, 0.587, 0.114) > 0.5 else "white"
-            yield busy_until[device], row, units, tuple(color), str(m), ink
+            yield busy_until[device], row_of[c], units, tuple(color), str(m), ink
             busy_until[device] += units
         for c in np.flatnonzero(shown.update[t] != IDLE):
-            row = shown.device[c] if by_device else shown.stage[c]
-            yield ends[t] - 0.15, row, 0.15, _UPDATE, "", ""
+            yield ends[t] - 0.15, row_of[c], 0.15, _UPDATE, "", ""
 
 
 def _draw_cell(axes, x, row, units, fill, word: str, ink: str) -> None:

@@ -40,7 +40,7 @@ def none(s, j):
 
 
 def slow(*case):
-    return pytest.param(case, marks=pytest.mark.slow, id="-".join(map(str, case)))
+    return pytest.param(case, marks=pytest.mark.slow)
 
 
 STASHED = {"vertical_sync": True}
