@@ -16,12 +16,14 @@ parser = bc.parser(
     schedule=dict(default="one_f_one_b"),
     ticks=dict(default=None),
     recompute=dict(default="none"),
+    data=dict(type=int, default=1, help="replicas, each of a batch of its own"),
 )
 args = parser.parse_args()
+args.batch *= args.data
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
-    + f" --xla_force_host_platform_device_count={args.stages}"
+    + f" --xla_force_host_platform_device_count={args.stages * args.data}"
 )
 
 import jax  # noqa: E402
@@ -32,6 +34,7 @@ from flax import nnx  # noqa: E402
 
 import jpipe  # noqa: E402
 
+STAGES_A_DEVICE = {"interleaved": 2, "zero_bubble_v": 2}
 apply = bc.jax_layer_fn(args)
 
 
@@ -53,15 +56,14 @@ class Layer(nnx.Module):
 
 
 options = {"ticks": args.ticks} if args.ticks else {}
-schedule = getattr(jpipe.schedules, args.schedule)(
-    args.stages, args.microbatches, **options
-)
+num_stages = args.stages * STAGES_A_DEVICE.get(args.schedule, 1)
+schedule = jpipe.schedules.get(args.schedule)(num_stages, args.microbatches, **options)
 pipe = jpipe.Pipeline(
     [Layer(i) for i in range(args.layers)],
     loss=lambda outputs, batch: ((outputs - batch["targets"]) ** 2).mean(),
     optimizer=optax.sgd(args.lr),
     schedule=schedule,
-    mesh=jpipe.make_mesh(stage=args.stages),
+    mesh=jpipe.make_mesh(stage=args.stages, data=args.data),
     recompute=args.recompute,
 )
 x, y = bc.data(args)

@@ -8,7 +8,9 @@ disturbs all alike; the table gives medians over the rounds. All train the same 
 the same data, and the losses of the synchronous ones are compared.
 
 `limit` is what asynchronous schedules are held against: the same engine with one stage and so without a pipeline, in
-one process a core, each pinned to its core, all at the same time, their samples a second summed.
+one process a core, each pinned to its core, all at the same time, their samples a second summed. `replicas` says how
+much of the way there one process can go: the same one stage on two devices of a process, each with a batch of its own,
+which meet once a step, at the update.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import functools
 import json
 import os
 import pathlib
+import signal
 import statistics
 import subprocess
 import sys
@@ -37,31 +40,62 @@ PROGRAMS = {
     "pipemare-unit": "bench_jpipe.py --schedule pipemare --ticks unit",
     "pipedream": "bench_jpipe.py --schedule pipedream --ticks paired",
     "2bw": "bench_jpipe.py --schedule pipedream_2bw --ticks paired",
+    "replicas": "bench_jpipe.py --schedule pipemare --ticks paired --stages 1 --data 2",
     "limit": "bench_jpipe.py --schedule pipemare --ticks paired --stages 1",
 }
 SYNCHRONOUS = ("gpipe", "1f1b-paired", "1f1b-unit", "mpmd", "unpipelined")
-COMPARED = ("mpmd", "unpipelined", "limit")
+COMPARED = ("mpmd", "unpipelined", "replicas", "limit")
 
 
-def measure(program: str, workload: str, steps: int) -> dict:
-    """What the program reports; of the copies of `limit` the sum of their speeds."""
-    script, *flags = PROGRAMS[program].split()
-    command = [sys.executable, str(HERE / script), *WORKLOADS[workload].split(), *flags]
+class Failed(Exception):
+    """A program ended with an error; the message is its last line."""
+
+
+def measure(
+    program: str,
+    workload: str,
+    steps: int,
+    python: str | os.PathLike = sys.executable,
+    pinned: bool = False,
+) -> dict:
+    """What a program reports.
+
+    Args:
+      program: script, from this folder, and flags.
+      workload: flags, which those of the program override.
+      steps: timed steps.
+      python: whose packages it runs with.
+      pinned: runs one copy a core, each pinned to its core, at the same time, and sums their speeds.
+
+    Raises:
+      Failed: if it ends with an error, or takes more than ten minutes.
+    """
+    script, *flags = program.split()
+    command = [str(python), str(HERE / script), *workload.split(), *flags]
     command += ["--steps", str(steps), "--warmup", "3", "--json"]
     start = functools.partial(
         subprocess.Popen, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    if program == "limit":
+    if pinned:
         cores = sorted(os.sched_getaffinity(0))
-        copies = [start(["taskset", "-c", str(core), *command]) for core in cores]
+        copies = [
+            start(["taskset", "-c", str(core), *command], start_new_session=True)
+            for core in cores
+        ]
     else:
-        copies = [start(command)]
+        copies = [start(command, start_new_session=True)]
     reports = []
     for copy in copies:
-        output, errors = copy.communicate()
-        if copy.returncode:
-            raise SystemExit(f"{' '.join(copy.args)} failed:\n{errors[-3000:]}")
-        reports.append(json.loads(output.strip().splitlines()[-1]))
+        try:
+            output, errors = copy.communicate(timeout=600)
+        except subprocess.TimeoutExpired:
+            os.killpg(copy.pid, signal.SIGKILL)
+            raise Failed("did not end within ten minutes") from None
+        found = [line for line in output.splitlines() if line.startswith("{")]
+        if copy.returncode or not found:
+            lines = [line for line in errors.splitlines() if line.strip()]
+            raise Failed(lines[-1][:200] if lines else f"exit {copy.returncode}")
+        reports.append(json.loads(found[-1]))
     speed = sum(report["samples_per_s"] for report in reports)
     return reports[0] | {"samples_per_s": speed}
 
@@ -87,7 +121,14 @@ def main() -> None:
         runs: dict = {program: [] for program in args.only}
         for _ in range(args.rounds):
             for program in args.only:
-                runs[program].append(measure(program, workload, args.steps))
+                runs[program].append(
+                    measure(
+                        PROGRAMS[program],
+                        WORKLOADS[workload],
+                        args.steps,
+                        pinned=program == "limit",
+                    )
+                )
         losses = {
             program: (rs[0]["first_loss"], rs[0]["last_loss"])
             for program, rs in runs.items()

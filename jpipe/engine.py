@@ -7,7 +7,9 @@ Every device runs the same program: a scan over the table's ticks. A tick is
         cond(this device runs it now, do, leave the buffers as they are, buffers)
     one ppermute a channel, on ticks where anybody sends
 
-in that order, because buffers stay in place if a tick writes them before it reads them. What is kept from
+in that order, because buffers stay in place if a tick writes them before it reads them. Where messages travel on
+their own, beside the compute, what a backward sends travels under the next tick's forwards instead, and what a forward
+sends under this tick's backwards: see `Engine.overlap`. What is kept from
 tick to tick lives in the donated training state: as temporaries of the step, the rings would be paged in anew
 by every step. This is the only file that communicates.
 
@@ -55,6 +57,8 @@ class Engine:
       loss_scale: what the loss is multiplied by before its gradient is taken.
       key_impl: implementation of the random keys that layers get.
       trained: the lowered table that trained the weights which a forward-only table reads.
+      overlap: whether nothing but what reads a message waits for it. Else all messages of a tick travel at its end, when
+        every device has computed, which is better where devices share cores.
 
     Arrays are *held* by a stage, the same on all its replicas (weights, optimizer state, mutable state, loss scale),
     or a device's *own* (gradients, and all that is in flight).
@@ -69,6 +73,7 @@ class Engine:
     loss_scale: LossScale | None = None
     key_impl: Any = None
     trained: Lowered | None = None
+    overlap: bool = False
 
     @functools.cached_property
     def routes(self) -> list[tuple[Route, packing.Packing]]:
@@ -93,7 +98,8 @@ class Engine:
 
     @functools.cached_property
     def lowered(self) -> Lowered:
-        return lower(self.schedule, self.recompute, [route for route, _ in self.routes])
+        routes = [route for route, _ in self.routes]
+        return lower(self.schedule, self.recompute, routes, self.overlap)
 
     @functools.cached_property
     def tied(self) -> list[list["_Copy"]]:
@@ -181,11 +187,16 @@ class Engine:
                 for k in STASHES
                 if slots[k] and not self.schedule.forward_only
             },
-            "sent": [_leading(message[inbox]) for inbox, _ in lowered.outgoing],
-            "received": [
-                _leading(message[next(iter(channel.arrives))])
-                for channel in lowered.channels
-            ],
+            **{
+                _sent(j): _leading(message[inbox])
+                for j, (inbox, _) in enumerate(lowered.outgoing)
+            },
+            # What a backward sends under overlap arrives within a tick.
+            "received": {
+                i: _leading(message[next(iter(channel.arrives))])
+                for i, channel in enumerate(lowered.channels)
+                if channel.operation != "backward"
+            },
         }
         if lowered.num_batches > 1:
             rows = lowered.num_batches * self.schedule.num_microbatches
@@ -301,6 +312,11 @@ def _leading(pack: packing.Packing, *lead: int) -> dict:
     }
 
 
+def _sent(j: int) -> str:
+    """The name of the buffer with number j of `Lowered.outgoing`."""
+    return f"sent{j}"
+
+
 class _Row:
     """A tick's scalars, by name, in one vector: computed for all ticks at once, sliced once a tick."""
 
@@ -330,7 +346,8 @@ class _Device:
             for lane in range(operations.num_lanes):
                 self._operation_columns(f"{name}{lane}", name, operations, lane, round_)
         for i, channel in enumerate(self.lowered.channels):
-            self._put(f"channel{i}.lane", channel.lane)
+            late = channel.operation == "backward"  # sent in the tick after
+            self._put(f"channel{i}.lane", np.roll(channel.lane, late, axis=0))
             for inbox, arrives in channel.arrives.items():
                 stage, position = (
                     self._mine(a) for a in jnp.moveaxis(jnp.asarray(arrives), 2, 0)
@@ -459,16 +476,21 @@ class _Device:
             "sends": [channel.sends for channel in lowered.channels],
         }
 
+        def run(name, do, carry, row):
+            for lane in range(operations[name].num_lanes):
+                carry = self._each_program(f"{name}{lane}", do, lane, carry, row)
+            return carry
+
         def tick(carry, xs):
             row, uniform = xs
-            carry = self._receive(carry, row)
-            for name, do in (
-                ("forward", self._forward),
-                ("backward", self._backward),
-                ("weight_grad", self._weight_grad),
-            ):
-                for lane in range(operations[name].num_lanes):
-                    carry = self._each_program(f"{name}{lane}", do, lane, carry, row)
+            move = functools.partial(self._move, row=row, sends=uniform["sends"])
+            carry = self._receive(carry, row, carry["received"])
+            gradients = move(carry, after="backward")
+            carry = run("forward", self._forward, carry, row)
+            carry = self._receive(carry, row, gradients)
+            activations = move(carry, after="forward")
+            carry = run("backward", self._backward, carry, row)
+            carry = run("weight_grad", self._weight_grad, carry, row)
             if updating.any():
                 carry = lax.cond(
                     uniform["updates"],
@@ -476,7 +498,7 @@ class _Device:
                     lambda c: c,
                     carry,
                 )
-            return self._send(carry, row, uniform["sends"]), None
+            return {**carry, "received": activations | move(carry, after=None)}, None
 
         carry, _ = lax.scan(
             tick, carry, (self.row.table, jax.tree.map(jnp.asarray, uniform))
@@ -531,39 +553,52 @@ class _Device:
 
     # -- Messages
 
-    def _receive(self, carry: dict, row) -> dict:
+    def _receive(self, carry: dict, row, received: Mapping[int, dict]) -> dict:
+        """Writes messages, by channel, into their inboxes."""
         inbox = dict(carry["inbox"])
-        for i, channel in enumerate(self.lowered.channels):
-            for box in channel.arrives:
+        for i, message in received.items():
+            for box in self.lowered.channels[i].arrives:
                 slot = self.row(row, f"channel{i}.{box}")
-                arrays = {}
-                for name, array in inbox[box].items():
-                    value = carry["received"][i][name]
-                    arrays[name] = lax.dynamic_update_index_in_dim(
-                        array, value, slot, 0
-                    )
-                inbox[box] = arrays
+                inbox[box] = {
+                    name: lax.dynamic_update_index_in_dim(array, message[name], slot, 0)
+                    for name, array in inbox[box].items()
+                }
         return {**carry, "inbox": inbox}
 
-    def _send(self, carry: dict, row, sends) -> dict:
-        received = []
+    def _move(self, carry: dict, after: str | None, row, sends) -> dict[int, dict]:
+        """The messages of the channels that carry what `after` sent, where they arrive."""
+        received = {}
         for i, channel in enumerate(self.lowered.channels):
-            payload = carry["sent"][channel.lanes[0]]
-            for lane in channel.lanes[1:]:
-                chosen = self.row(row, f"channel{i}.lane") == lane
+            if channel.operation != after:
+                continue
+            first, *others = channel.lanes
+            payload = carry[_sent(first)]
+            for j in others:
+                chosen = self.row(row, f"channel{i}.lane") == j
                 payload = jax.tree.map(
-                    functools.partial(jnp.where, chosen), carry["sent"][lane], payload
+                    functools.partial(jnp.where, chosen), carry[_sent(j)], payload
                 )
 
             def move(message, pairs=channel.pairs):
-                return (
-                    message
-                    if pairs is None
-                    else jax.tree.map(lambda a: lax.ppermute(a, AXIS, pairs), message)
-                )
+                if pairs is None:
+                    return message
+                return jax.tree.map(lambda a: lax.ppermute(a, AXIS, pairs), message)
 
-            received.append(lax.cond(sends[i], move, lambda message: message, payload))
-        return {**carry, "received": received}
+            if after is None:
+                payload = lax.cond(sends[i], move, lambda message: message, payload)
+            else:  # in a branch it would start and finish there
+                payload = move(payload)
+            received[i] = payload
+        return received
+
+    def _writes_sent(self, operation: str) -> list[str]:
+        """The names of the messages that an operation sends; of all, if each waits until all have computed."""
+        own = {r.inbox for r, _ in self.engine.routes if r.operation == operation}
+        return [
+            _sent(j)
+            for j, (inbox, _) in enumerate(self.lowered.outgoing)
+            if inbox in own or not self.engine.overlap
+        ]
 
     # -- Operations
 
@@ -732,19 +767,23 @@ class _Device:
         return found
 
     def _send_skips(
-        self, program: Program, sent: list, lane: int, live: dict, gradients: bool
-    ) -> list:
-        """The outgoing messages with the stage's skips, or with the gradients of those it popped."""
+        self, program: Program, buffers: dict, lane: int, live: dict, gradients: bool
+    ) -> dict:
+        """The buffers with the stage's skips, or with the gradients of those it popped, among what is sent."""
         for i, portal in self._portals(program, "target" if gradients else "source"):
             inbox = f"skip{i}.gradient" if gradients else f"skip{i}"
             places = portal.gradient_places if gradients else portal.places
             if (inbox, lane) in self.lowered.outgoing:
-                at = self.lowered.outgoing.index((inbox, lane))
-                message = sent[at]
                 for name in portal.names:
-                    message = packing.write_all(message, places[name], [], live[name])
-                sent = _replaced(sent, at, message)
-        return sent
+                    buffers = self._sends(
+                        buffers, inbox, lane, places[name], live[name]
+                    )
+        return buffers
+
+    def _sends(self, buffers: dict, inbox: str, lane: int, places, values) -> dict:
+        """The buffers with values among what is sent."""
+        name = _sent(self.lowered.outgoing.index((inbox, lane)))
+        return {**buffers, name: packing.write_all(buffers[name], places, [], values)}
 
     def _write_stash(
         self, rings: dict, ring: str, places, get: Callable, values, i=0
@@ -787,7 +826,7 @@ class _Device:
         collect = self.schedule.forward_only
         has_state = any(run.state for run in program.runs) and not collect
         writes = ["outputs"] if collect else ["rings", "loss", "aux", "count"]
-        writes += ["sent"] if self.last else []
+        writes += self._writes_sent("forward")
         writes += ["mutable_state", "statistics"] if has_state else []
         stash = not (collect or self.engine.recompute)
 
@@ -806,9 +845,7 @@ class _Device:
             if has_state:
                 buffers = {**buffers, "statistics": statistics}
                 buffers = self._commit(program, get, buffers)
-            if self.last:
-                sent = self._send_skips(program, buffers["sent"], lane, skips, False)
-                buffers = {**buffers, "sent": sent}
+            buffers = self._send_skips(program, buffers, lane, skips, False)
 
             def at_end(buffers):
                 if collect:
@@ -831,9 +868,7 @@ class _Device:
 
             def elsewhere(buffers):
                 places = self._message_places(program, 0, self.stages.activations)
-                at = self.lowered.outgoing.index(("activation", lane))
-                message = packing.write_all(buffers["sent"][at], places, [], y)
-                return {**buffers, "sent": _replaced(buffers["sent"], at, message)}
+                return self._sends(buffers, "activation", lane, places, y)
 
             return self._by_end(
                 program,
@@ -857,7 +892,7 @@ class _Device:
     def _backward(self, program: Program, get: Callable, lane: int, carry: dict):
         split = self.schedule.splits_backward
         writes = ["gradients", "rings"] if not split else ["rings"]
-        writes += ["sent"] if self.last else []
+        writes += self._writes_sent("backward")
 
         def run(buffers):
             rings = buffers["rings"]
@@ -935,17 +970,11 @@ class _Device:
             buffers = {**buffers, "rings": rings}
             if not split:
                 buffers["gradients"] = gradients
-            if self.last:
-                sent = self._send_skips(program, buffers["sent"], lane, live, True)
-                buffers["sent"] = sent
-            else:
-                return buffers
-            at = self.lowered.outgoing.index(("gradient", lane))
+            buffers = self._send_skips(program, buffers, lane, live, True)
 
             def elsewhere():
                 places = self._message_places(program, -1, self.stages.gradients)
-                message = packing.write_all(buffers["sent"][at], places, [], gy)
-                return {**buffers, "sent": _replaced(buffers["sent"], at, message)}
+                return self._sends(buffers, "gradient", lane, places, gy)
 
             return self._by_end(program, 0, get("first"), lambda: buffers, elsewhere)
 
@@ -1195,10 +1224,6 @@ def _split(leaves: Sequence, tails: Sequence[Sequence]) -> list[list]:
         parts.append(list(leaves[end - len(tail) : end]))
         end -= len(tail)
     return [list(leaves[:end]), *reversed(parts)]
-
-
-def _replaced(values: Sequence, at: int, value) -> list:
-    return [value if i == at else v for i, v in enumerate(values)]
 
 
 def _accumulate(gradients: dict, run, get: Callable, values: Sequence, i) -> dict:

@@ -74,17 +74,19 @@ class Operations:
 
 @dataclasses.dataclass(frozen=True)
 class Channel:
-    """One permutation of devices, used at the end of the ticks where somebody sends.
+    """One permutation of devices, used in the ticks where somebody sends.
 
     Attributes:
+      operation: what its messages come from, "forward" or "backward"; None: from both.
       pairs: (source, target) devices; None: a device hands a message to itself.
       sends: bool `[T]`: whether anybody sends.
       lane: int32 `[T, D]`: which output a device sends, a position in `Lowered.outgoing`.
       lanes: the outputs it ever sends.
-      arrives: inbox -> int32 `[T, D, 2]`: the stage and position whose slot the message read at the *start* of
-        tick t goes to; stage -1: none. Only the inboxes that it ever fills.
+      arrives: inbox -> int32 `[T, D, 2]`: the stage and position whose slot the message that tick t may read goes to;
+        stage -1: none. Only the inboxes that it ever fills.
     """
 
+    operation: str | None
     pairs: tuple[tuple[int, int], ...] | None
     sends: np.ndarray
     lane: np.ndarray
@@ -131,6 +133,7 @@ def lower(
     schedule: Schedule,
     recompute: bool = False,
     routes: Sequence[Route] | None = None,
+    overlap: bool = False,
 ) -> Lowered:
     """Lowers a legal table.
 
@@ -138,6 +141,7 @@ def lower(
       schedule: the table; `check` must have passed.
       recompute: keep only the inputs of a stage from its forward to its backward.
       routes: the messages; None: `neighbours`, of one payload.
+      overlap: whether messages of forwards and of backwards travel at different times, and so never in one channel.
     """
     if routes is None:
         routes = neighbours(schedule.num_stages)
@@ -188,12 +192,15 @@ def lower(
     outgoing = tuple(
         (route.inbox, lane)
         for route in routes
+        if route.target
         for lane in range(operations[route.operation].num_lanes)
     )
     return Lowered(
         schedule=schedule,
         operations=operations,
-        channels=_channels(schedule, column_of, position, operations, routes, outgoing),
+        channels=_channels(
+            schedule, column_of, position, operations, routes, outgoing, overlap
+        ),
         outgoing=outgoing,
         depth=depth,
         offset=offset,
@@ -348,7 +355,7 @@ def _least_modulus(schedule: Schedule, position, first, last) -> int:
 
 
 def _channels(
-    schedule: Schedule, column_of, position, operations, routes, outgoing
+    schedule: Schedule, column_of, position, operations, routes, outgoing, overlap
 ) -> tuple[Channel, ...]:
     """Assigns every message to a channel, first fit."""
     T, D, N = schedule.num_ticks, schedule.num_devices, schedule.num_microbatches
@@ -357,6 +364,7 @@ def _channels(
     ] = []  # pairs, messages: (tick, source) -> lane, (tick, target) -> inbox
     for route in routes:
         ops = operations[route.operation]
+        alike = (route.payload, route.operation if overlap else None)
         for t, d, lane in np.argwhere(ops.stage >= 0).tolist():
             target_stage = route.target.get(int(ops.stage[t, d, lane]))
             if target_stage is None:
@@ -372,7 +380,7 @@ def _channels(
                 if (
                     free
                     and draft["local"] == (target == d)
-                    and draft["payload"] == route.payload
+                    and draft["alike"] == alike
                 ):
                     fits = draft["pairs"].get(d, target) == target
                     fits &= all(
@@ -383,7 +391,7 @@ def _channels(
             else:
                 draft = {
                     "local": target == d,
-                    "payload": route.payload,
+                    "alike": alike,
                     "pairs": {},
                     "lanes": {},
                     "inboxes": {},
@@ -406,5 +414,6 @@ def _channels(
             slots[after, d] = stage_position
         pairs = None if draft["local"] else tuple(sorted(draft["pairs"].items()))
         lanes = tuple(sorted(set(draft["lanes"].values())))
-        channels.append(Channel(pairs, sends, lane, lanes, arrives))
+        operation = draft["alike"][1]
+        channels.append(Channel(operation, pairs, sends, lane, lanes, arrives))
     return tuple(channels)

@@ -155,6 +155,9 @@ class Pipeline:
         weights. `delay` is the stage's forward delay, or for a backward how many updates newer its weights are than
         those of the forward; where it is 0 they are not asked. Under recompute a backward runs the forward again on
         the weights that the backward reads.
+      overlap: whether messages between stages travel under compute: what a forward sends under the tick's backward,
+        what a backward sends under the next tick's forward. False sends all at the end of a tick, and nothing in ticks
+        without messages, which is faster on CPU devices, that share cores. None is False on CPU, else True.
 
     Randomness: layer i draws for microbatch m, counted from the start of training, on replica r of the pipeline from
     `fold_in(fold_in(fold_in(fold_in(key, num_layers), i), m), r)` with the key of `init`, so it draws the same at any
@@ -200,6 +203,7 @@ class Pipeline:
         ties: Sequence[Sequence[tuple[int, str]]] = (),
         forward_params: Callable[[Any, Any, Any], Any] | None = None,
         backward_params: Callable[[Any, Any, Any], Any] | None = None,
+        overlap: bool | None = None,
     ):
         if not isinstance(schedule, Schedule):
             raise ValueError(
@@ -235,6 +239,13 @@ class Pipeline:
         self.mesh = _check_mesh(
             make_mesh(stage=schedule.num_devices) if mesh is None else mesh, schedule
         )
+        if overlap not in (None, True, False):
+            raise ValueError(
+                f"`overlap` must be True, False or None, got {overlap!r}. None lets the devices decide."
+            )
+        if overlap is None:
+            overlap = self.mesh.devices.flat[0].platform != "cpu"
+        self.overlap = overlap
         self._plans: dict = {}
         specs = Engine.held_spec, Engine.own_spec_on(self.mesh), PartitionSpec()
         held, own, everywhere = (NamedSharding(self.mesh, spec) for spec in specs)
@@ -275,6 +286,7 @@ class Pipeline:
                 microbatch=microbatch,
                 loss_scale=self.loss_scale,
                 key_impl=key_impl,
+                overlap=self.overlap,
             )
             self._plans[key] = Plan(microbatch, traced, stages, engine, self.optimizer)
         return self._plans[key]

@@ -1,0 +1,314 @@
+"""Races jpipe against every other way to train a pipeline: one table, one plot.
+
+    python benchmarks/race.py --setup      # once: an environment for each family of peers, in benchmarks/peers/env
+    python benchmarks/race.py              # all workloads, 3 rounds: about an hour on two cores
+    python benchmarks/race.py --workloads A --rounds 5 --only 1f1b-paired mpmd torch-1F1B
+
+Every program trains the same model from the same weights on the same data, in a process of its own, one after the other,
+round after round; figures are medians over the rounds. Results are saved in `--out` after every workload (`race.json`,
+`race.md`, `race.png`), and a later run replaces only the workloads it ran. A program that cannot run, because its
+environment is missing or the workload is nothing it can do, is a row that says so.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+import sys
+from typing import NamedTuple
+
+import throughput
+
+HERE = pathlib.Path(__file__).parent
+ENVIRONMENTS = HERE / "peers" / "env"
+WORKLOADS = throughput.WORKLOADS | {
+    "E": "--model transformer --dim 512 --layers 4 --seq 64 --batch 16 --microbatches 8 --stages 2",
+    "F": "--model mlp --dim 128 --layers 32 --batch 1024 --microbatches 64 --stages 16",
+}
+
+
+class Program(NamedTuple):
+    """A program of the race.
+
+    Attributes:
+      command: script and flags.
+      kind: "jpipe", "asynchronous", "peer" that pipelines, "unpipelined", or "limit".
+      environment: whose Python runs it; "" for this one.
+    """
+
+    command: str
+    kind: str
+    environment: str = ""
+
+
+def _ours(schedule: str, kind: str = "jpipe") -> Program:
+    return Program(f"bench_jpipe.py --schedule {schedule}", kind)
+
+
+PROGRAMS = {
+    "gpipe": _ours("gpipe"),
+    "1f1b-paired": _ours("one_f_one_b --ticks paired"),
+    "1f1b-unit": _ours("one_f_one_b --ticks unit"),
+    "interleaved": _ours("interleaved --ticks paired"),
+    "interleaved-unit": _ours("interleaved --ticks unit"),
+    "zb-h1": _ours("zero_bubble_h1"),
+    "zb-h2": _ours("zero_bubble_h2"),
+    "zb-v": _ours("zero_bubble_v"),
+    "pipemare": _ours("pipemare --ticks paired", "asynchronous"),
+    "2bw": _ours("pipedream_2bw --ticks paired", "asynchronous"),
+    "mpmd": Program("peers/bench_jax_mpmd.py --order 1f1b", "peer"),
+    "vmap-shift": Program("peers/bench_jax_vmap_shift.py", "peer"),
+    "maxtext": Program("peers/bench_maxtext.py --no-remat", "peer", "maxtext"),
+    "maxtext-circular": Program(
+        "peers/bench_maxtext.py --no-remat --repeats 2", "peer", "maxtext"
+    ),
+    "torchgpipe": Program(
+        "peers/bench_torchgpipe.py --checkpoint never", "peer", "torch"
+    ),
+    **{
+        f"torch-{name}": Program(
+            f"peers/bench_torch_pipelining.py --schedule {name}", "peer", "torch"
+        )
+        for name in (
+            "GPipe",
+            "1F1B",
+            "Interleaved1F1B",
+            "LoopedBFS",
+            "InterleavedZeroBubble",
+            "ZBVZeroBubble",
+            "DualPipeV",
+        )
+    },
+    "deepspeed": Program("peers/bench_deepspeed.py", "peer", "deepspeed"),
+    "unpipelined": Program("peers/bench_jax_ref.py", "unpipelined"),
+    "torch-unpipelined": Program("peers/bench_torch_ref.py", "unpipelined", "torch"),
+    "limit": _ours("one_f_one_b --ticks paired --stages 1", "limit"),
+}
+
+# pip's arguments, one call after the other; and the Python that is needed, if not this one.
+PACKAGES = {
+    "torch": [["torch==2.13.0", "torchgpipe==0.0.7", "numpy"]],
+    "deepspeed": [
+        ["torch==2.13.0", "numpy", "setuptools", "wheel", "ninja"],
+        ["--no-build-isolation", "deepspeed"],
+    ],
+    "maxtext": [
+        ["jax==0.11.0", "flax", "aqtp", "qwix", "omegaconf", "pydantic"]
+        + ["pathwaysutils", "jinja2"],
+        ["--no-deps", "maxtext==0.2.5"],
+    ],
+}
+PYTHON = {"maxtext": "python3.12"}
+BUILD = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
+
+
+def set_up(name: str) -> str:
+    """Makes a family's environment; returns what became of it."""
+    folder = ENVIRONMENTS / name
+    python = shutil.which(PYTHON.get(name, sys.executable))
+    if python is None:
+        return f"{name}: needs {PYTHON[name]} on the PATH"
+    try:
+        subprocess.run([python, "-m", "venv", "--clear", folder], check=True)
+        for arguments in PACKAGES[name]:
+            pip = [folder / "bin" / "python", "-m", "pip", "install", "-q", *arguments]
+            subprocess.run(pip, check=True, env=os.environ | BUILD)
+    except subprocess.CalledProcessError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        return f"{name}: {error}"
+    return f"{name}: ready"
+
+
+def run(name: str, workload: str, steps: int) -> dict:
+    """What a program reports, or `{"failed": why}`."""
+    program = PROGRAMS[name]
+    python = sys.executable
+    if program.environment:
+        python = ENVIRONMENTS / program.environment / "bin" / "python"
+        if not python.exists():
+            return {"failed": f"no environment `{program.environment}`: run --setup"}
+    try:
+        return throughput.measure(
+            program.command,
+            WORKLOADS[workload],
+            steps,
+            python=python,
+            pinned=program.kind == "limit",
+        )
+    except throughput.Failed as error:
+        return {"failed": str(error)}
+
+
+def table(results: dict) -> str:
+    """Markdown: samples a second of every program and workload, then what is compared, then memory and compile time."""
+    medians = {
+        workload: {name: _median(runs) for name, runs in of_workload.items()}
+        for workload, of_workload in results.items()
+    }
+    lines = ["| | " + " | ".join(medians) + " |", "|---" * (len(medians) + 1) + "|"]
+    for name in PROGRAMS:
+        cells = [_cell(medians[w], results[w], name) for w in medians]
+        if any(cells):
+            lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    lines += ["", "| | " + " | ".join(medians) + " |"]
+    lines += ["|---" * (len(medians) + 1) + "|"]
+    for title, of in (
+        ("best synchronous schedule", lambda m: _best(m, "jpipe")[0]),
+        ("best pipelined peer", lambda m: _best(m, "peer")[0]),
+        ("ours / that peer", lambda m: _ratio(m, "jpipe", "peer")),
+        ("ours / best unpipelined", lambda m: _ratio(m, "jpipe", "unpipelined")),
+        ("ours / limit", lambda m: _ratio(m, "jpipe", "limit")),
+    ):
+        lines.append(f"| {title} | " + " | ".join(map(of, medians.values())) + " |")
+    for title, key in (
+        ("Peak memory of all processes, MB", "peak_rss_mb_sum"),
+        ("Compile seconds", "compile_s"),
+    ):
+        lines += ["", f"{title}:", "", "| | " + " | ".join(results) + " |"]
+        lines += ["|---" * (len(results) + 1) + "|"]
+        for name in PROGRAMS:
+            cells = [_figure(results[w].get(name, []), key) for w in results]
+            if any(cells):
+                lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    failures = {
+        f"`{name}` on {workload}: {runs[0]['failed']}": None
+        for workload, of_workload in results.items()
+        for name, runs in of_workload.items()
+        if "failed" in runs[0]
+    }
+    return "\n".join([*lines, "", *(f"- {failure}" for failure in failures)]) + "\n"
+
+
+def _median(runs: list) -> float | None:
+    speeds = [r["samples_per_s"] for r in runs if "failed" not in r]
+    return statistics.median(speeds) if speeds else None
+
+
+def _cell(medians: dict, results: dict, name: str) -> str:
+    if name not in results:
+        return ""
+    if medians[name] is None:
+        return "failed"
+    base = medians.get("unpipelined")
+    ratio = f" ({medians[name] / base:.2f})" if base else ""
+    return f"{medians[name]:,.0f}{ratio}"
+
+
+def _figure(runs: list, key: str) -> str:
+    found = [r[key] for r in runs if key in r]
+    return f"{statistics.median(found):,.1f}" if found else ""
+
+
+def _best(medians: dict, kind: str) -> tuple[str, float]:
+    found = [(v, n) for n, v in medians.items() if v and PROGRAMS[n].kind == kind]
+    return (f"`{max(found)[1]}`", max(found)[0]) if found else ("", float("nan"))
+
+
+def _ratio(medians: dict, one: str, other: str) -> str:
+    return f"{_best(medians, one)[1] / _best(medians, other)[1]:.2f}"
+
+
+def plot(results: dict, path: pathlib.Path) -> None:
+    """Bars of samples a second, one panel a workload, with the spread of the rounds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    colours = {
+        "jpipe": "#1f6fb4",
+        "asynchronous": "#2a9d6f",
+        "peer": "#c0743a",
+        "unpipelined": "#8a8a8a",
+        "limit": "#444444",
+    }
+    names = [n for n in PROGRAMS if any(n in r for r in results.values())][::-1]
+    height = 0.24 * len(names) + 1.2
+    figure, axes = plt.subplots(
+        1, len(results), figsize=(2.2 + 2.5 * len(results), height), sharey=True
+    )
+    for axis, (workload, of_workload) in zip(
+        [axes] if len(results) == 1 else axes, results.items()
+    ):
+        for y, name in enumerate(names):
+            speeds = [
+                r["samples_per_s"]
+                for r in of_workload.get(name, [])
+                if "failed" not in r
+            ]
+            if not speeds:
+                axis.text(
+                    0,
+                    y,
+                    " failed" if name in of_workload else " not run",
+                    va="center",
+                    size=7,
+                )
+                continue
+            median = statistics.median(speeds)
+            axis.barh(y, median, color=colours[PROGRAMS[name].kind])
+            axis.plot([min(speeds), max(speeds)], [y, y], color="black", lw=0.8)
+        axis.set_yticks(range(len(names)), names, size=8)
+        axis.set_title(workload)
+        axis.set_xlabel("samples / s", size=8)
+        axis.tick_params(axis="x", labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours.values()]
+    figure.legend(
+        handles, colours, loc="lower center", ncols=len(colours), frameon=False
+    )
+    figure.tight_layout(rect=(0, 0.9 / height, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--setup",
+        nargs="*",
+        choices=list(PACKAGES),
+        metavar="FAMILY",
+        help="make these environments, or all",
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS)
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS)
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=10, help="timed steps a process")
+    parser.add_argument("--out", type=pathlib.Path, default=HERE / "race")
+    args = parser.parse_args()
+    if args.setup is not None:
+        for name in args.setup or PACKAGES:
+            print(set_up(name), flush=True)
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    saved = args.out / "race.json"
+    results = json.loads(saved.read_text()) if saved.exists() else {}
+    for workload in args.workloads:
+        runs: dict = {name: [] for name in args.only}
+        for _ in range(args.rounds):
+            for name in args.only:
+                if not (runs[name] and "failed" in runs[name][0]):
+                    runs[name].append(run(name, workload, args.steps))
+        results[workload] = results.get(workload, {}) | runs
+        results = {w: results[w] for w in WORKLOADS if w in results}
+        saved.write_text(json.dumps(results, indent=1))
+        (args.out / "race.md").write_text(table(results))
+        plot(results, args.out / "race.png")
+        print(
+            f"{workload}: {WORKLOADS[workload]}\n{table({workload: results[workload]})}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
