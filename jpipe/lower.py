@@ -377,11 +377,7 @@ def _channels(
                 free = (t, d) not in draft["lanes"] and (t, target) not in draft[
                     "inboxes"
                 ]
-                if (
-                    free
-                    and draft["local"] == (target == d)
-                    and draft["alike"] == alike
-                ):
+                if free and draft["local"] == (target == d) and draft["alike"] == alike:
                     fits = draft["pairs"].get(d, target) == target
                     fits &= all(
                         s == d for s, e in draft["pairs"].items() if e == target

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
 
@@ -32,6 +33,20 @@ class Leaf(NamedTuple):
     aval: jax.ShapeDtypeStruct
     count: int = 1
     spec: tuple = ()
+
+
+def _stored(shape: tuple[int, ...], spec: tuple) -> tuple[int, ...]:
+    """The shape of a pool's row: without dims of 1, the last dims joined up to 128; as it is if it may be split.
+
+    TPUs lay the last two dims of an array out in tiles of 8 by 128 numbers, so `[256, 4, 64]` would take four times the
+    space of `[256, 256]`, and `[256, 1]` 128 times that of `[256]`.
+    """
+    if spec:
+        return shape
+    found = [n for n in shape if n > 1]
+    while len(found) > 1 and found[-1] < 128:
+        found[-2:] = [found[-2] * found[-1]]
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +67,9 @@ class Place:
     @property
     def block(self) -> tuple[int, ...]:
         """The leaf's shape inside its array."""
-        return (math.prod(self.shape),) if self.flat else (1, *self.shape)
+        if self.flat:
+            return (math.prod(self.shape),)
+        return (1, *_stored(self.shape, self.spec))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +123,7 @@ class Packing:
                 if any(spec):
                     name += f" split {list(spec)}"
                     specs[name] = spec
-                dtypes[name] = (() if flat else shape, dtype)
+                dtypes[name] = (() if flat else _stored(shape, spec), dtype)
                 mine.append(Place(name, next_free[name], count, shape, flat, spec))
                 next_free[name] += count * (math.prod(shape) if flat else 1)
             places.append(tuple(mine))
@@ -136,6 +153,19 @@ def axes(spec: tuple) -> list[str]:
     return [name for names in dims for name in names]
 
 
+def _row_major(block: jax.Array) -> jax.Array:
+    """`block`, laid out with its last dim innermost on TPUs, and so the array it is read from or written to.
+
+    Each branch of a `cond` would choose a layout of its own for the array, and copy the whole of it at every tick.
+    """
+    layout = Layout(tuple(range(block.ndim)))
+    return lax.platform_dependent(
+        block,
+        tpu=lambda block: with_layout_constraint(block, layout),
+        default=lambda block: block,
+    )
+
+
 def read(
     arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, i=0
 ) -> jax.Array:
@@ -143,7 +173,9 @@ def read(
     array = arrays[place.array]
     rest = array.ndim - len(lead) - 1
     start = _int32([*lead, place.start(i), *[0] * rest])
-    block = lax.dynamic_slice(array, start, [1] * len(lead) + list(place.block))
+    block = _row_major(
+        lax.dynamic_slice(array, start, [1] * len(lead) + list(place.block))
+    )
     return _split_as(place, block.reshape(place.shape))
 
 
@@ -155,7 +187,10 @@ def write(
     rest = array.ndim - len(lead) - 1
     start = _int32([*lead, place.start(i), *[0] * rest])
     block = _split_as(place, value).reshape([1] * len(lead) + list(place.block))
-    return {**arrays, place.array: lax.dynamic_update_slice(array, block, start)}
+    return {
+        **arrays,
+        place.array: lax.dynamic_update_slice(array, _row_major(block), start),
+    }
 
 
 def add(

@@ -78,15 +78,41 @@ def test_a_pool_that_one_owner_fills_is_flat():
 
 def test_bytes_by_hand():
     pack = Packing.of([*OWNERS, [(aval(3, 2), 4), (aval(), 1)]])
-    # Pools [3, 2] of 4 rows and [] of 1 row; vectors of max(7, 12, 0) and 5.
+    # Pools [3, 2] of 4 rows, laid out as [6], and [] of 1 row; vectors of max(7, 12, 0) and 5.
     assert {name: a.shape for name, a in pack.arrays.items()} == {
         "float32": (12,),
-        "float32[3, 2]": (4, 3, 2),
+        "float32[3, 2]": (4, 6),
         "float32[]": (1,),
         "int32": (5,),
     }
     assert pack.num_bytes == 4 * (12 + 24 + 1 + 5)
     assert list(pack.used_bytes) == [4 * (12 + 1 + 7 + 5), 4 * (24 + 1 + 4 + 8), 4 * 25]
+
+
+@pytest.mark.parametrize(
+    "shape,stored",
+    [
+        ((4, 256, 1), (4, 256)),
+        ((1, 4, 256, 4, 64), (4, 256, 256)),
+        ((300, 5, 3), (4500,)),
+        ((7, 128), (7, 128)),
+        ((1,), ()),
+        ((), ()),
+    ],
+)
+def test_rows_fill_tiles(shape, stored):
+    pack = Packing.of([[(aval(*shape), 3)]])
+    (array,) = pack.arrays.values()
+    assert array.shape == (3, *stored)
+    place = pack.places[0][0]
+    value = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    arrays = packing.write(arrays_of(pack, 2), place, [1], value, 2)
+    np.testing.assert_array_equal(packing.read(arrays, place, [1], 2), value)
+
+
+def test_what_may_be_split_keeps_its_shape():
+    pack = Packing.of([[(aval(4, 8, 1), 3, (None, "model", None))]])
+    assert [a.shape for a in pack.arrays.values()] == [(3, 4, 8, 1)]
 
 
 def test_bytes_of_mixed_dtypes():

@@ -1,0 +1,65 @@
+"""Messages that travel under compute arrive as those that travel at the end of a tick do."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from families import schedule_named
+from test_pipeline import refused
+from test_skips import DIM, LAYERS
+from test_transparency import with_nan_buffers
+
+import jpipe
+
+
+def batch(seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        name: rng.standard_normal((16, DIM)).astype(np.float32)
+        for name in ("inputs", "targets")
+    }
+
+
+def make(schedule, **options):
+    return jpipe.Pipeline(
+        LAYERS,
+        loss=lambda outputs, batch: ((outputs - batch["targets"]) ** 2).mean(),
+        optimizer=optax.sgd(0.01, momentum=0.9),
+        schedule=schedule,
+        **options,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+@pytest.mark.parametrize(
+    "name,S,recompute",
+    [
+        ("one_f_one_b/paired", 4, "full"),
+        ("zero_bubble_v", 4, "none"),
+        ("two-columns", 4, "none"),
+        ("pipemare/unit", 4, "none"),
+    ],
+)
+def test_overlap_changes_no_number(name, S, recompute):
+    table = schedule_named(name, S, 8)
+    found = []
+    for overlap in (False, True):
+        pipe = make(table, recompute=recompute, overlap=overlap)
+        state = pipe.init(jax.random.key(0), batch())
+        losses = []
+        for step in range(4):
+            if table.synchronous:
+                state = with_nan_buffers(state)
+            state, metrics = pipe.step(state, batch(step))
+            losses.append(np.asarray(metrics["loss"]))
+        state, _ = pipe.flush(state)
+        outputs = pipe.predict(state, {"inputs": batch()["inputs"]})
+        found.append((losses, pipe.get_params(state), outputs))
+    assert np.isfinite(found[0][0]).all() and len(set(map(float, found[0][0]))) > 1
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_overlap_must_be_a_bool():
+    with refused("`overlap` must be True, False or None, got 'yes'"):
+        make(jpipe.schedules.gpipe(2, 2), overlap="yes")
+    assert make(jpipe.schedules.gpipe(2, 2)).overlap is False  # on CPU
