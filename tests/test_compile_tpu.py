@@ -1,0 +1,71 @@
+"""The step compiled for TPUs, where their compiler is installed: what `benchmarks/compile_tpu.py` tables."""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "compile_tpu.py"
+
+
+def load():
+    spec = importlib.util.spec_from_file_location("compile_tpu", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TEXT = """\
+HloModule jit_step, is_scheduled=true
+
+%taken (p: f32[2]) -> f32[2] {
+  ROOT %fusion.1 = f32[2]{0} fusion(%p), kind=kLoop, backend_config={"estimated_cycles":"700"}
+}
+
+%left (p: f32[2]) -> f32[2] {
+  ROOT %p = f32[2]{0} parameter(0)
+}
+
+%tick (carry: (f32[2])) -> (f32[2]) {
+  %collective-permute-start.3 = (bf16[4,1000]{1,0}, bf16[4,1000]{1,0}, u32[]) collective-permute-start(%a)
+  %conditional.1 = f32[2]{0} conditional(%b, %x, %y), branch_computations={%left, %taken}
+  %collective-permute-done.3 = bf16[4,1000]{1,0} collective-permute-done(%collective-permute-start.3)
+  %fusion.2 = f32[2]{0} fusion(%x), backend_config={"estimated_cycles":"300"}
+  %copy.1 = f32[50]{0} copy(%x)
+  %collective-permute-start = (f32[10]{0}, f32[10]{0}) collective-permute-start(%c)
+  %collective-permute-done = f32[10]{0} collective-permute-done(%collective-permute-start)
+}
+
+ENTRY %main (p: f32[2]) -> f32[2] {
+  %copy.2 = f32[50]{0} copy(%p)
+  ROOT %while.1 = (f32[2]{0}) while(%p), condition=%left, body=%tick
+}
+"""
+
+
+def test_reads_a_scheduled_program():
+    program = load().Program(TEXT)
+    assert program.transfers() == [(0.008, 0.7), (4e-5, 0.0)]
+    assert program.of_computation("%main") == 1000
+    assert len(program.copies(200)) == 1 and not program.copies(201)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="needs libtpu: pip install -r benchmarks/requirements-tpu.txt",
+)
+def test_small_step_for_eight_chips():
+    # In a process of its own, as the compiler may be loaded once a machine.
+    flags = "--dim 128 --seq 256 --blocks-per-chip 1 --microbatches 4 --microbatch-size 8"
+    command = [sys.executable, SCRIPT, "--topologies", "v5e:2x4", "--schedules"]
+    done = subprocess.run(
+        [*command, "one_f_one_b", *flags.split()], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    row = json.loads(line)
+    assert 0.99 < row["compiled_mb"] / row["predicted_mb"] < 1.1
+    assert row["permutes"] == 2 and min(row["hidden"]) > 0.2
