@@ -31,7 +31,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpipe import packing
 from jpipe.backward import is_inexact
 from jpipe.loss_scale import LossScale
-from jpipe.lower import STASHES, Lowered, Operations, Route, lower, neighbours
+from jpipe.lower import STASHES, Lowered, Route, lower, neighbours
+from jpipe.scalars import Columns, columns_of
 from jpipe.schedule import Schedule
 from jpipe.stages import Program, Stages
 from jpipe.update import READERS, Slot, Updates
@@ -100,6 +101,28 @@ class Engine:
     def lowered(self) -> Lowered:
         routes = [route for route, _ in self.routes]
         return lower(self.schedule, self.recompute, routes, self.overlap)
+
+    @functools.cached_property
+    def columns(self) -> Columns:
+        """The scalars of every tick."""
+        stages, last = self.stages, self.stages.num_stages - 1
+        ends = {
+            "first": np.arange(last + 1) == 0,
+            "last": np.arange(last + 1) == last,
+        }
+        layers = {"program": np.array(stages.program_of_stage), **ends}
+        for r in range(max(map(len, stages.lengths))):
+            layers[f"length{r}"] = np.array([sum(n[r : r + 1]) for n in stages.lengths])
+            before = [sum(n[:r]) for n in stages.lengths]
+            layers[f"layer{r}"] = np.add(stages.starts[:-1], before)
+        of_stage = dict.fromkeys(("forward", "backward", "weight_grad"), layers)
+        if self.updates is not None:
+            of_stage["update"] = {
+                "program": np.array(self.updates.program_of_stage),
+                **{f"delay.{reader}": d for reader, d in self.delays.items()},
+            }
+        newest = None if self.trained is None else self.trained.newest
+        return columns_of(self.lowered, of_stage, self.num_versions, newest)
 
     @functools.cached_property
     def tied(self) -> list[list["_Copy"]]:
@@ -317,17 +340,6 @@ def _sent(j: int) -> str:
     return f"sent{j}"
 
 
-class _Row:
-    """A tick's scalars, by name, in one vector: computed for all ticks at once, sliced once a tick."""
-
-    def __init__(self, columns: Mapping[str, jax.Array]):
-        self._names = {name: i for i, name in enumerate(columns)}
-        self.table = jnp.stack([c.astype(jnp.int32) for c in columns.values()], axis=1)
-
-    def __call__(self, row: jax.Array, name: str) -> jax.Array:
-        return lax.index_in_dim(row, self._names[name], keepdims=False)
-
-
 class _Device:
     """What one device does: the body of the shard_map."""
 
@@ -341,112 +353,11 @@ class _Device:
         self.last = self.stages.num_stages - 1
         self.me = lax.axis_index(AXIS)
         self.tied = engine.tied
-        self.columns: dict[str, jax.Array] = {}
-        for name, operations in self.lowered.operations.items():
-            for lane in range(operations.num_lanes):
-                self._operation_columns(f"{name}{lane}", name, operations, lane, round_)
-        for i, channel in enumerate(self.lowered.channels):
-            late = channel.operation == "backward"  # sent in the tick after
-            self._put(f"channel{i}.lane", np.roll(channel.lane, late, axis=0))
-            for inbox, arrives in channel.arrives.items():
-                stage, position = (
-                    self._mine(a) for a in jnp.moveaxis(jnp.asarray(arrives), 2, 0)
-                )
-                slot = self._slot(inbox, stage, position, round_)
-                self._put(
-                    f"channel{i}.{inbox}",
-                    jnp.where(stage < 0, self.lowered.num_slots[inbox], slot),
-                    mine=True,
-                )
-        self.row = _Row(self.columns)
+        self.columns = engine.columns
 
-    # -- Scalars of a tick
-
-    def _mine(self, table) -> jax.Array:
-        return lax.dynamic_index_in_dim(
-            jnp.asarray(table), self.me, axis=1, keepdims=False
-        )
-
-    def _put(self, name: str, values, mine: bool = False) -> None:
-        self.columns[name] = values if mine else self._mine(values)
-
-    def _slot(self, ring: str, stage, position, round_) -> jax.Array:
-        depth = jnp.asarray(np.maximum(self.lowered.depth[ring], 1), jnp.int32)[stage]
-        offset = jnp.asarray(self.lowered.offset[ring], jnp.int32)[stage]
-        return offset + jnp.mod(
-            round_ * self.schedule.num_microbatches + position, depth
-        )
-
-    def _operation_columns(
-        self, lane_name: str, name: str, operations: Operations, lane: int, round_
-    ) -> None:
-        stage, chunk, microbatch, position, version = (
-            self._mine(getattr(operations, f)[..., lane])
-            for f in ("stage", "chunk", "microbatch", "position", "version")
-        )
-        programs = (
-            self.engine.updates.program_of_stage
-            if name == "update"
-            else self.stages.program_of_stage
-        )
-        of_stage = {
-            "program": np.array(programs),
-            "first": np.arange(self.last + 1) == 0,
-        }
-        of_stage["last"] = np.arange(self.last + 1) == self.last
-        if name == "update":
-            for reader, delays in self.engine.delays.items():
-                of_stage[f"delay.{reader}"] = delays
-        else:
-            most = max(len(lengths) for lengths in self.stages.lengths)
-            for r in range(most):
-                of_stage[f"length{r}"] = np.array(
-                    [n[r] if r < len(n) else 0 for n in self.stages.lengths]
-                )
-                of_stage[f"layer{r}"] = np.array(
-                    [
-                        start + sum(n[:r])
-                        for start, n in zip(self.stages.starts, self.stages.lengths)
-                    ]
-                )
-        N = self.schedule.num_microbatches
-        if name == "update":
-            first, last = round_ + version >= 1, (round_ + version) * N <= self.fed
-        else:
-            absolute = round_ * N + microbatch
-            first, last = absolute >= 0, absolute < self.fed
-        busy = (stage >= 0) & first & last
-        for field, values in of_stage.items():
-            values = jnp.asarray(np.asarray(values).astype(np.int32))[stage]
-            self._put(
-                f"{lane_name}.{field}",
-                jnp.where(busy, values, -1) if field == "program" else values,
-                mine=True,
-            )
-        self._put(f"{lane_name}.chunk", chunk, mine=True)
-        if name != "update":
-            number = self.started + round_ * N + microbatch
-            self._put(f"{lane_name}.number", number, mine=True)
-            self._put(f"{lane_name}.completes", position % N == N - 1, mine=True)
-        rows = self.lowered.num_batches * N
-        at = microbatch if rows == N else jnp.mod(round_ * N + microbatch, rows)
-        self._put(f"{lane_name}.microbatch", at, mine=True)
-        if self.engine.trained is not None:
-            newest = jnp.asarray(self.engine.trained.newest, jnp.int32)[stage]
-            version = jnp.maximum(round_ + newest, 0) - round_
-        self._put(f"{lane_name}.absolute_version", round_ + version, mine=True)
-        self._put(
-            f"{lane_name}.version",
-            jnp.mod(round_ + version, self.engine.num_versions),
-            mine=True,
-        )
-        for ring, slots in self.lowered.num_slots.items():
-            if slots:
-                self._put(
-                    f"{lane_name}.{ring}",
-                    self._slot(ring, stage, position, round_),
-                    mine=True,
-                )
+    def row(self, row: jax.Array, name: str) -> jax.Array:
+        """A scalar of a tick."""
+        return lax.index_in_dim(row, self.columns.index[name], keepdims=False)
 
     # -- The scan
 
@@ -500,9 +411,9 @@ class _Device:
                 )
             return {**carry, "received": activations | move(carry, after=None)}, None
 
-        carry, _ = lax.scan(
-            tick, carry, (self.row.table, jax.tree.map(jnp.asarray, uniform))
-        )
+        N = self.schedule.num_microbatches
+        rows = self.columns.of_device(self.me, self.round, self.started, self.fed, N)
+        carry, _ = lax.scan(tick, carry, (rows, jax.tree.map(jnp.asarray, uniform)))
         if self.schedule.forward_only:
             return carry["outputs"]
         own = {
@@ -520,7 +431,9 @@ class _Device:
             if batch is not None:
                 at = N * jnp.mod(self.round, self.lowered.num_batches)
                 carry["batches"] = jax.tree.map(
-                    lambda ring, new: lax.dynamic_update_slice_in_dim(ring, new, at, 0),
+                    lambda ring, new: lax.dynamic_update_slice_in_dim(
+                        ring, new, at, 0, allow_negative_indices=False
+                    ),
                     carry["batches"],
                     batch,
                 )
@@ -560,7 +473,7 @@ class _Device:
             for box in self.lowered.channels[i].arrives:
                 slot = self.row(row, f"channel{i}.{box}")
                 inbox[box] = {
-                    name: lax.dynamic_update_index_in_dim(array, message[name], slot, 0)
+                    name: _put(array, message[name], slot)
                     for name, array in inbox[box].items()
                 }
         return {**carry, "inbox": inbox}
@@ -606,7 +519,9 @@ class _Device:
         self, leaves: Sequence[jax.Array], get: Callable
     ) -> list[jax.Array]:
         return [
-            lax.dynamic_index_in_dim(a, get("microbatch"), keepdims=False)
+            lax.dynamic_index_in_dim(
+                a, get("microbatch"), keepdims=False, allow_negative_indices=False
+            )
             for a in leaves
         ]
 
@@ -850,10 +765,7 @@ class _Device:
             def at_end(buffers):
                 if collect:
                     at = get("microbatch")
-                    rows = [
-                        lax.dynamic_update_index_in_dim(o, v, at, 0)
-                        for o, v in zip(buffers["outputs"], y)
-                    ]
+                    rows = [_put(o, v, at) for o, v in zip(buffers["outputs"], y)]
                     return {**buffers, "outputs": rows}
                 (value,), aux, rings = self._loss(
                     program, buffers["rings"], get, y, stash
@@ -1088,7 +1000,7 @@ class _Device:
             name: lax.dynamic_index_in_dim(a, chunk) for name, a in gradients.items()
         }
         return {
-            name: lax.dynamic_update_index_in_dim(gradients[name], a, chunk, 0)
+            name: _put(gradients[name], a, chunk)
             for name, a in self._over_replicas(mine).items()
         }
 
@@ -1201,6 +1113,13 @@ class _Device:
         }
 
 
+def _put(array: jax.Array, row: jax.Array, at) -> jax.Array:
+    """`array` with one of its rows replaced."""
+    return lax.dynamic_update_index_in_dim(
+        array, row, at, 0, allow_negative_indices=False
+    )
+
+
 def _emptied(gradients: dict, chunk, now) -> dict:
     """A column's gradients set to 0 if `now`, row by row, in place."""
 
@@ -1210,7 +1129,9 @@ def _emptied(gradients: dict, chunk, now) -> dict:
 
         def row(i, array):
             start = [chunk, i, *[jnp.int32(0)] * (array.ndim - 2)]
-            return lax.dynamic_update_slice(array, zeros, start)
+            return lax.dynamic_update_slice(
+                array, zeros, start, allow_negative_indices=False
+            )
 
         return lax.fori_loop(0, now.astype(jnp.int32) * rows, row, array)
 

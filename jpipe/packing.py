@@ -170,12 +170,10 @@ def read(
     arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, i=0
 ) -> jax.Array:
     """Leaf i at `place`, of arrays with leading axes indexed by `lead`."""
-    array = arrays[place.array]
-    rest = array.ndim - len(lead) - 1
-    start = _int32([*lead, place.start(i), *[0] * rest])
-    block = _row_major(
-        lax.dynamic_slice(array, start, [1] * len(lead) + list(place.block))
-    )
+    array, start = arrays[place.array], _start(arrays, place, lead, i)
+    sizes = [1] * len(lead) + list(place.block)
+    block = lax.dynamic_slice(array, start, sizes, allow_negative_indices=False)
+    block = _row_major(block)
     return _split_as(place, block.reshape(place.shape))
 
 
@@ -183,14 +181,11 @@ def write(
     arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, value: jax.Array, i=0
 ) -> dict:
     """The arrays with leaf i at `place` replaced."""
-    array = arrays[place.array]
-    rest = array.ndim - len(lead) - 1
-    start = _int32([*lead, place.start(i), *[0] * rest])
+    array, start = arrays[place.array], _start(arrays, place, lead, i)
     block = _split_as(place, value).reshape([1] * len(lead) + list(place.block))
-    return {
-        **arrays,
-        place.array: lax.dynamic_update_slice(array, _row_major(block), start),
-    }
+    block = _row_major(block)
+    array = lax.dynamic_update_slice(array, block, start, allow_negative_indices=False)
+    return {**arrays, place.array: array}
 
 
 def add(
@@ -221,5 +216,7 @@ def _split_as(place: Place, value: jax.Array) -> jax.Array:
     return lax.with_sharding_constraint(value, PartitionSpec(*place.spec))
 
 
-def _int32(indices: Sequence) -> list:
-    return [jnp.asarray(i, jnp.int32) for i in indices]
+def _start(arrays, place: Place, lead: Sequence, i) -> list:
+    """The first indices of leaf i at `place`; none is negative."""
+    rest = arrays[place.array].ndim - len(lead) - 1
+    return [jnp.asarray(j, jnp.int32) for j in (*lead, place.start(i), *[0] * rest)]

@@ -59,7 +59,9 @@ def test_reads_a_scheduled_program():
 )
 def test_small_step_for_eight_chips():
     # In a process of its own, as the compiler may be loaded once a machine.
-    flags = "--dim 128 --seq 256 --blocks-per-chip 1 --microbatches 4 --microbatch-size 8"
+    flags = (
+        "--dim 128 --seq 256 --blocks-per-chip 1 --microbatches 4 --microbatch-size 8"
+    )
     command = [sys.executable, SCRIPT, "--topologies", "v5e:2x4", "--schedules"]
     done = subprocess.run(
         [*command, "one_f_one_b", *flags.split()], capture_output=True, text=True
