@@ -9,7 +9,7 @@ are averaged over the microbatches, and `commit` moves the state by their mean.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -170,6 +170,7 @@ class Layer:
       stash, pop: names of the skips that start and end here.
       specs: nested dict like `parameters`, of the `PartitionSpec` that Flax metadata gives each: `with_partitioning`
         of NNX or Linen. Empty if nothing is split.
+      alike: layers whose `alike` are equal compute the same from the same arrays; None is like no other.
     """
 
     name: str
@@ -184,6 +185,7 @@ class Layer:
     stash: tuple[str, ...] = ()
     pop: tuple[str, ...] = ()
     specs: Any = dataclasses.field(default_factory=dict)
+    alike: Hashable = None
 
     def bound(self, args: tuple) -> "Layer":
         """The layer for abstract `args`, its parameters known."""
@@ -496,7 +498,17 @@ def _from_nnx(module: nnx.Module, make: Callable | None, index: int) -> Layer:
         init=None if make is None else lambda key: roles(_called(make, key)),
         given=jax.tree.map(np.asarray, roles(module)) if make is None else None,
         specs=with_role(dict(zip(role_of, split, strict=True)), "parameters"),
+        alike=_hashable(graph),
     )
+
+
+def _hashable(value: Any) -> Hashable:
+    """`value`, or None if it cannot be told from others."""
+    try:
+        hash(value)
+    except TypeError:
+        return None
+    return value
 
 
 # -- Flax Linen

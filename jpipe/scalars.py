@@ -74,9 +74,8 @@ class Columns:
             )
 
         def grown(columns):
-            rounds, starts, least = np.array(
-                [c[-1] for c in columns.values()], np.int32
-            ).T
+            constants = np.array([c[-1] for c in columns.values()], np.int32)
+            rounds, starts, least = constants.T[:, None]
             value = mine(columns, 0) + rounds * round_ + starts * started
             return jnp.maximum(value, least)
 

@@ -236,6 +236,7 @@ def trace_layers(
     kind_of_layer: list[int] = []
     specs: list[tuple] = []
     by_text: dict[str, int] = {}
+    by_layer: dict[tuple, LayerProgram] = {}
     live: dict[str, Any] = {}
     skips: dict[str, tuple] = {}
     handed_on: list[tuple] = []
@@ -291,7 +292,16 @@ def trace_layers(
         if i == len(layers) - 1 and compute_dtype is not None:
             weights = [a for one in layers for a in jax.tree.leaves(one.parameters)]
             output_dtype = np.result_type(np.float32, *(a.dtype for a in weights))
-        traced = trace(i, args)
+        last = i == len(layers) - 1
+        seen = (
+            layer.alike,
+            last,
+            len(layer.stash),
+            _avals((args, layer.parameters, layer.state)),
+        )
+        if layer.alike is None or seen not in by_layer:
+            by_layer[seen] = trace(i, args)
+        traced = by_layer[seen]
         held = _mutable(layer)
         spec = _split_over(layer, i, {} if automatic is None else automatic.shape)
         text = f"{traced.text}\n{_commit_text(held)}\n{spec}"
@@ -328,6 +338,13 @@ def trace_layers(
         ],
         automatic,
     )
+
+
+def _avals(tree) -> tuple:
+    """What a tree of abstract arrays looks like to a trace."""
+    leaves, structure = jax.tree.flatten(tree)
+    kinds = [(a.shape, a.dtype, getattr(a, "weak_type", False)) for a in leaves]
+    return structure, tuple(kinds)
 
 
 def _split_over(

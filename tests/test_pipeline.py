@@ -583,3 +583,29 @@ def test_a_stage_is_placed_where_the_table_says():
         (0, 1, (0, 1)),
         (1, 0, (1, 4)),
     ]
+
+
+class Times(nnx.Module):
+    """Equal to others but for its factor; counts its traces."""
+
+    traced = []
+
+    def __init__(self, factor, *, rngs):
+        self.factor = factor
+
+    def __call__(self, x):
+        self.traced.append(self.factor)
+        return x * self.factor
+
+
+def test_equal_layers_are_traced_once():
+    factors = [2, 3, 2, 2, 3, 2]  # the last is traced as the last
+    times = [functools.partial(Times, factor) for factor in factors]
+    Times.traced.clear()
+    pipe = make([LINEAR, *times], boundaries=[2])
+    pipe.partition(batch_of(4))
+    assert Times.traced.count(3) < Times.traced.count(2) == 2 * Times.traced.count(3)
+    state = pipe.init(jax.random.key(0), batch_of(4))
+    kernel = pipe.get_params(state)[0]["kernel"]
+    outputs = pipe.predict(state, {"inputs": np.eye(4, dtype=np.float32)[:4]})
+    np.testing.assert_allclose(outputs, 144 * np.asarray(kernel), rtol=1e-6)
