@@ -139,28 +139,18 @@ def environment() -> None:
         del os.environ["TPU_LIBRARY_PATH"]
 
 
-def mesh_of(topology: str, data: int, stage: int):
-    """A mesh of devices that are only described."""
-    import jax
-    import numpy as np
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices
-    kinds = (jax.sharding.AxisType.Auto,) * 2
-    devices = np.array(devices).reshape(data, stage)
-    return jax.sharding.Mesh(devices, ("data", "stage"), axis_types=kinds)
-
-
 def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
     """A row of the table."""
     import jax
     import jax.numpy as jnp
     import optax
+    from jax.experimental import topologies
 
     import jpipe
     from models import Transformer
 
     data, stage = TOPOLOGIES[topology]
+    devices = topologies.get_topology_desc(topology, platform="tpu").devices
     model = Transformer(
         seq_len=args.seq,
         dim=args.dim,
@@ -177,7 +167,7 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
         ).mean(),
         optimizer=optax.adamw(1e-3),
         schedule=schedule,
-        mesh=mesh_of(topology, data, stage),
+        mesh=jpipe.make_mesh(stage=stage, data=data, devices=devices),
         compute_dtype=jnp.bfloat16,
         recompute=args.recompute,
     )

@@ -37,7 +37,7 @@ from jpipe.update import make_updates, stage_tree
 def make_mesh(
     *, stage: int, data: int = 1, model: int = 1, devices: Sequence | None = None
 ) -> Mesh:
-    """A mesh for pipelines, with an axis "stage".
+    """A mesh for pipelines, with an axis "stage", whose neighbours are neighbours in the machine where that has a shape.
 
     Args:
       stage: number of devices of the pipeline.
@@ -72,8 +72,7 @@ def make_mesh(
             f"`{asked}` needs {needed} devices, got {len(devices)} ({platform}). {remedy}"
         )
     shape, kinds = tuple(axes.values()), (AxisType.Auto,) * len(axes)
-    grid = np.array(devices[:needed]).reshape(shape)
-    return Mesh(grid, tuple(axes), axis_types=kinds)
+    return jax.make_mesh(shape, tuple(axes), kinds, devices=devices[:needed])
 
 
 class StageRecord(NamedTuple):
