@@ -226,13 +226,12 @@ def plot(results: dict, path: pathlib.Path) -> None:
         "limit": "#444444",
     }
     names = [n for n in PROGRAMS if any(n in r for r in results.values())][::-1]
-    height = 0.24 * len(names) + 1.2
+    height = 0.24 * len(names) + 1.4
+    width = max(2.2 + 2.5 * len(results), 6.5)
     figure, axes = plt.subplots(
-        1, len(results), figsize=(2.2 + 2.5 * len(results), height), sharey=True
+        1, len(results), figsize=(width, height), sharey=True, squeeze=False
     )
-    for axis, (workload, of_workload) in zip(
-        [axes] if len(results) == 1 else axes, results.items()
-    ):
+    for axis, (workload, of_workload) in zip(axes[0], results.items()):
         for y, name in enumerate(names):
             speeds = [
                 r["samples_per_s"]
@@ -260,7 +259,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
     figure.legend(
         handles, colours, loc="lower center", ncols=len(colours), frameon=False
     )
-    figure.tight_layout(rect=(0, 0.9 / height, 1, 1))
+    figure.tight_layout(rect=(0, 0.3 / height, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
