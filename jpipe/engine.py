@@ -7,11 +7,10 @@ Every device runs the same program: a scan over the table's ticks. A tick is
         cond(this device runs it now, do, leave the buffers as they are, buffers)
     one ppermute a channel, on ticks where anybody sends
 
-in that order, because buffers stay in place if a tick writes them before it reads them. Where messages travel on
-their own, beside the compute, what a backward sends travels under the next tick's forwards instead, and what a forward
-sends under this tick's backwards: see `Engine.overlap`. What is kept from
-tick to tick lives in the donated training state: as temporaries of the step, the rings would be paged in anew
-by every step. This is the only file that communicates.
+in that order, because buffers stay in place if a tick writes them before it reads them. Where messages can travel
+beside the compute, what a forward sends goes under the tick's backwards, and what a backward sends under the next
+tick's forwards instead: see `Engine.overlap`. What is kept from tick to tick lives in the donated training state: as
+temporaries of the step, the rings would be paged in anew by every step. This is the only file that communicates.
 
 Letters: T ticks, D devices, V weight versions, R columns a device, K slots of a ring, N microbatches.
 """
