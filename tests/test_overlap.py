@@ -11,6 +11,8 @@ from test_transparency import with_nan_buffers
 
 import jpipe
 
+pytestmark = pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
+
 
 def batch(seed=0):
     rng = np.random.default_rng(seed)
@@ -30,7 +32,6 @@ def make(schedule, **options):
     )
 
 
-@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 @pytest.mark.parametrize(
     "name,S,recompute",
     [
