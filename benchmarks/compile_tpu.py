@@ -134,9 +134,6 @@ def environment() -> None:
     """Lets libtpu load where there is no TPU. To be called before jax is imported."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_LIBRARY_PATH", os.environ.get("TPU_LIBRARY_PATH", ""))
-    if not os.environ["TPU_LIBRARY_PATH"]:
-        del os.environ["TPU_LIBRARY_PATH"]
 
 
 def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:

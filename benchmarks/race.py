@@ -10,7 +10,6 @@ round after round; figures are medians over the rounds. Results are saved in `--
 environment is missing or the workload is nothing it can do, is a row that says so.
 """
 
-import argparse
 import json
 import os
 import pathlib
@@ -44,22 +43,27 @@ class Program(NamedTuple):
     environment: str = ""
 
 
-def _ours(schedule: str, kind: str = "jpipe") -> Program:
-    return Program(f"bench_jpipe.py --schedule {schedule}", kind)
+def _ours(schedule: str) -> Program:
+    return Program(f"bench_jpipe.py --schedule {schedule}", "jpipe")
+
+
+def _also(name: str, kind: str) -> Program:
+    """A program of `throughput.py`."""
+    return Program(throughput.PROGRAMS[name], kind)
 
 
 PROGRAMS = {
-    "gpipe": _ours("gpipe"),
-    "1f1b-paired": _ours("one_f_one_b --ticks paired"),
-    "1f1b-unit": _ours("one_f_one_b --ticks unit"),
+    "gpipe": _also("gpipe", "jpipe"),
+    "1f1b-paired": _also("1f1b-paired", "jpipe"),
+    "1f1b-unit": _also("1f1b-unit", "jpipe"),
     "interleaved": _ours("interleaved --ticks paired"),
     "interleaved-unit": _ours("interleaved --ticks unit"),
     "zb-h1": _ours("zero_bubble_h1"),
     "zb-h2": _ours("zero_bubble_h2"),
     "zb-v": _ours("zero_bubble_v"),
-    "pipemare": _ours("pipemare --ticks paired", "asynchronous"),
-    "2bw": _ours("pipedream_2bw --ticks paired", "asynchronous"),
-    "mpmd": Program("peers/bench_jax_mpmd.py --order 1f1b", "peer"),
+    "pipemare": _also("pipemare", "asynchronous"),
+    "2bw": _also("2bw", "asynchronous"),
+    "mpmd": _also("mpmd", "peer"),
     "vmap-shift": Program("peers/bench_jax_vmap_shift.py", "peer"),
     "maxtext": Program("peers/bench_maxtext.py --no-remat", "peer", "maxtext"),
     "maxtext-circular": Program(
@@ -83,9 +87,9 @@ PROGRAMS = {
         )
     },
     "deepspeed": Program("peers/bench_deepspeed.py", "peer", "deepspeed"),
-    "unpipelined": Program("peers/bench_jax_ref.py", "unpipelined"),
+    "unpipelined": _also("unpipelined", "unpipelined"),
     "torch-unpipelined": Program("peers/bench_torch_ref.py", "unpipelined", "torch"),
-    "limit": _ours("one_f_one_b --ticks paired --stages 1", "limit"),
+    "limit": _also("limit", "limit"),
 }
 
 # pip's arguments, one call after the other; and the Python that is needed, if not this one.
@@ -148,13 +152,13 @@ def table(results: dict) -> str:
         workload: {name: _median(runs) for name, runs in of_workload.items()}
         for workload, of_workload in results.items()
     }
-    lines = ["| | " + " | ".join(medians) + " |", "|---" * (len(medians) + 1) + "|"]
+    head = ["| | " + " | ".join(results) + " |", "|---" * (len(results) + 1) + "|"]
+    lines = [*head]
     for name in PROGRAMS:
         cells = [_cell(medians[w], results[w], name) for w in medians]
         if any(cells):
             lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    lines += ["", "| | " + " | ".join(medians) + " |"]
-    lines += ["|---" * (len(medians) + 1) + "|"]
+    lines += ["", *head]
     for title, of in (
         ("best synchronous schedule", lambda m: _best(m, "jpipe")[0]),
         ("best pipelined peer", lambda m: _best(m, "peer")[0]),
@@ -167,8 +171,7 @@ def table(results: dict) -> str:
         ("Peak memory of all processes, MB", "peak_rss_mb_sum"),
         ("Compile seconds", "compile_s"),
     ):
-        lines += ["", f"{title}:", "", "| | " + " | ".join(results) + " |"]
-        lines += ["|---" * (len(results) + 1) + "|"]
+        lines += ["", f"{title}:", "", *head]
         for name in PROGRAMS:
             cells = [_figure(results[w].get(name, []), key) for w in results]
             if any(cells):
@@ -182,8 +185,12 @@ def table(results: dict) -> str:
     return "\n".join([*lines, "", *(f"- {failure}" for failure in failures)]) + "\n"
 
 
+def _speeds(runs: list) -> list[float]:
+    return [r["samples_per_s"] for r in runs if "failed" not in r]
+
+
 def _median(runs: list) -> float | None:
-    speeds = [r["samples_per_s"] for r in runs if "failed" not in r]
+    speeds = _speeds(runs)
     return statistics.median(speeds) if speeds else None
 
 
@@ -233,11 +240,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
     )
     for axis, (workload, of_workload) in zip(axes[0], results.items()):
         for y, name in enumerate(names):
-            speeds = [
-                r["samples_per_s"]
-                for r in of_workload.get(name, [])
-                if "failed" not in r
-            ]
+            speeds = _speeds(of_workload.get(name, []))
             if not speeds:
                 axis.text(
                     0,
@@ -265,9 +268,7 @@ def plot(results: dict, path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = throughput.flags(__doc__, WORKLOADS, PROGRAMS, rounds=3, steps=10)
     parser.add_argument(
         "--setup",
         nargs="*",
@@ -275,14 +276,6 @@ def main() -> None:
         metavar="FAMILY",
         help="make these environments, or all",
     )
-    parser.add_argument(
-        "--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS)
-    )
-    parser.add_argument(
-        "--only", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS)
-    )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="timed steps a process")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "race")
     args = parser.parse_args()
     if args.setup is not None:

@@ -100,18 +100,28 @@ def measure(
     return reports[0] | {"samples_per_s": speed}
 
 
-def main() -> None:
+def flags(
+    doc: str, workloads: dict, programs: dict, rounds: int, steps: int
+) -> argparse.ArgumentParser:
+    """The flags that say what is run; numbers are defaults."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--workloads", nargs="+", default=list(WORKLOADS), choices=list(WORKLOADS)
+        "--workloads", nargs="+", default=list(workloads), choices=list(workloads)
     )
     parser.add_argument(
-        "--only", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS)
+        "--only", nargs="+", default=list(programs), choices=list(programs)
     )
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=20, help="timed steps a process")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument(
+        "--steps", type=int, default=steps, help="timed steps a process"
+    )
+    return parser
+
+
+def main() -> None:
+    parser = flags(__doc__, WORKLOADS, PROGRAMS, rounds=5, steps=20)
     parser.add_argument(
         "--out", type=pathlib.Path, help="also write the figures as JSON"
     )

@@ -289,10 +289,10 @@ def trace_layers(
     for i in range(len(layers)):
         args = (x, *(live.pop(name) for name in layers[i].pop))
         layer = layers[i] = layers[i].bound(args)
-        if i == len(layers) - 1 and compute_dtype is not None:
+        last = i == len(layers) - 1
+        if last and compute_dtype is not None:
             weights = [a for one in layers for a in jax.tree.leaves(one.parameters)]
             output_dtype = np.result_type(np.float32, *(a.dtype for a in weights))
-        last = i == len(layers) - 1
         seen = (
             layer.alike,
             last,
