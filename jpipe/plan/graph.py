@@ -1,0 +1,522 @@
+"""What planners read: a graph of layers with what each costs, and what they come back with."""
+
+import dataclasses
+import functools
+import heapq
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Id = str | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A layer or an operator.
+
+    Attributes:
+      id: its name in the graph.
+      description: for people.
+      forward: seconds on a device, or whatever the graph's unit of time is.
+      backward: seconds; of a node of its own in the backward pass, all that it takes.
+      activation_bytes: one size an output.
+      parameter_bytes: of its weights.
+      memory_bytes: what it takes of a device's memory; None: parameters and activations.
+      transfer: time to move its output between a device and the host's memory, in the
+        graph's unit; None: its activations divided by a bandwidth.
+      host: time on the host's processor; None: not measured, so it can't be placed there.
+      colocation: nodes with the same one must share a device; None: free.
+      is_backward: whether it belongs to the backward pass.
+      on_device: whether a device can run it at all.
+    """
+
+    id: Id
+    description: str = ""
+    forward: float = 0.0
+    backward: float = 0.0
+    activation_bytes: tuple[float, ...] = (0.0,)
+    parameter_bytes: float = 0.0
+    memory_bytes: float | None = None
+    transfer: float | None = None
+    host: float | None = None
+    colocation: Id | None = None
+    is_backward: bool = False
+    on_device: bool = True
+
+    def __post_init__(self):
+        for name in ("forward", "backward", "parameter_bytes"):
+            _check_size(name, getattr(self, name))
+        for name in ("memory_bytes", "transfer", "host"):
+            if getattr(self, name) is not None:
+                _check_size(name, getattr(self, name))
+        for size in self.activation_bytes:
+            _check_size("activation_bytes", size)
+
+    @property
+    def seconds(self) -> float:
+        """Forward and backward together."""
+        return self.forward + self.backward
+
+    @property
+    def output_bytes(self) -> float:
+        """Of all its outputs together."""
+        return sum(self.activation_bytes)
+
+    @property
+    def device_bytes(self) -> float:
+        """What it takes of a device's memory."""
+        if self.memory_bytes is not None:
+            return self.memory_bytes
+        return self.parameter_bytes + self.output_bytes
+
+
+def _check_size(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(
+            f"`{name}` must be a finite number, at least 0, got {value!r}: it is a time or a size."
+        )
+
+
+class _Faulty(ValueError):
+    """A node or an edge that does not fit the graph; `item` is its position."""
+
+    def __init__(self, kind: str, item: int, message: str):
+        super().__init__(message)
+        self.kind, self.item = kind, item
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """A directed graph without cycles.
+
+    Attributes:
+      nodes: in any order.
+      edges: (source, destination), positions in `nodes`; each once.
+      num_devices: that the graph was made for; None: not said.
+      num_hosts: processors of the host beside them.
+      memory_limit: bytes of one device; None: not said.
+
+    Raises:
+      ValueError: if two nodes have one id, an edge leads to itself or to no node or stands
+        twice, or there is a cycle.
+    """
+
+    nodes: tuple[Node, ...]
+    edges: tuple[tuple[int, int], ...]
+    num_devices: int | None = None
+    num_hosts: int = 0
+    memory_limit: float | None = None
+
+    def __post_init__(self):
+        positions: dict[Id, int] = {}
+        for v, node in enumerate(self.nodes):
+            if node.id in positions:
+                raise _Faulty(
+                    "node", v, f"two nodes have the id {node.id!r}. Rename one."
+                )
+            positions[node.id] = v
+        seen = set()
+        for e, (u, v) in enumerate(self.edges):
+            if not (0 <= u < len(self.nodes) and 0 <= v < len(self.nodes)):
+                raise _Faulty(
+                    "edge",
+                    e,
+                    f"the edge {u} -- {v} must join positions in 0..{len(self.nodes) - 1}.",
+                )
+            if u == v or (u, v) in seen:
+                name = f"{self.nodes[u].id} -- {self.nodes[v].id}"
+                why = "leads to its own node" if u == v else "stands twice"
+                raise _Faulty("edge", e, f"the edge {name} {why}. Remove it.")
+            seen.add((u, v))
+        assert len(self.topological_order) == len(self.nodes)
+
+    @functools.cached_property
+    def predecessors(self) -> tuple[tuple[int, ...], ...]:
+        """Of each node, those with an edge to it."""
+        return _neighbours(len(self.nodes), ((v, u) for u, v in self.edges))
+
+    @functools.cached_property
+    def successors(self) -> tuple[tuple[int, ...], ...]:
+        """Of each node, those it has an edge to."""
+        return _neighbours(len(self.nodes), self.edges)
+
+    @functools.cached_property
+    def topological_order(self) -> tuple[int, ...]:
+        """Every node behind its predecessors; among those that are free, the first in `nodes` first."""
+        waits = [len(before) for before in self.predecessors]
+        free = [v for v, count in enumerate(waits) if not count]
+        order = []
+        while free:
+            u = heapq.heappop(free)
+            order.append(u)
+            for v in self.successors[u]:
+                waits[v] -= 1
+                if not waits[v]:
+                    heapq.heappush(free, v)
+        if len(order) < len(self.nodes):
+            raise ValueError(
+                f"a graph must have no cycle, got {' -> '.join(self._cycle(waits))}. Remove one of its edges."
+            )
+        return tuple(order)
+
+    def _cycle(self, waits: Sequence[int]) -> list[str]:
+        """The ids around a cycle; every node that waits has a predecessor that does."""
+        v = next(v for v, count in enumerate(waits) if count)
+        path: list[int] = []
+        while v not in path:
+            path.append(v)
+            v = next(u for u in self.predecessors[v] if waits[u])
+        around = [v, *reversed(path[path.index(v) :])]
+        return [str(self.nodes[u].id) for u in around]
+
+    def to_json(self) -> dict[str, Any]:
+        """Our own form; what is left at its default is left out. See `from_json`."""
+        content: dict[str, Any] = {
+            "format": _FORMAT,
+            "nodes": [_without_defaults(node) for node in self.nodes],
+            "edges": [[self.nodes[u].id, self.nodes[v].id] for u, v in self.edges],
+        }
+        for name in ("num_devices", "num_hosts", "memory_limit"):
+            if getattr(self, name):
+                content[name] = getattr(self, name)
+        return content
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes it in our own form, one node or edge a line."""
+        content = self.to_json()
+        with open(path, "w") as file:
+            file.write("{")
+            for n, (key, value) in enumerate(content.items()):
+                file.write(f"{',' if n else ''}\n {json.dumps(key)}: ")
+                if isinstance(value, list):
+                    lines = ",\n".join(f"  {json.dumps(item)}" for item in value)
+                    file.write(f"[\n{lines}\n ]" if value else "[]")
+                else:
+                    file.write(json.dumps(value))
+            file.write("\n}\n")
+
+
+_FORMAT = "jpipe graph 1"
+
+
+def _neighbours(
+    num_nodes: int, edges: Iterable[tuple[int, int]]
+) -> tuple[tuple[int, ...], ...]:
+    of: list[list[int]] = [[] for _ in range(num_nodes)]
+    for u, v in edges:
+        of[u].append(v)
+    return tuple(map(tuple, of))
+
+
+def _without_defaults(node: Node) -> dict[str, Any]:
+    return {
+        field.name: getattr(node, field.name)
+        for field in dataclasses.fields(node)
+        if field.name == "id" or getattr(node, field.name) != field.default
+    }
+
+
+def read_graph(path: str | os.PathLike, format: str = "jpipe") -> Graph:
+    """Reads a graph.
+
+    Args:
+      path: of the file.
+      format: "jpipe", what `Graph.save` writes; "pipedream", the text of PipeDream's
+        profiler, whose milliseconds become seconds; "placement", the JSON of the optimal
+        device-placement algorithms, whose unit of time is kept.
+
+    Raises:
+      ValueError: with file and line, if something in it is wrong or of another format.
+      OSError: if the file can't be read.
+
+    References:
+      https://github.com/msr-fiddle/pipedream, graph/graph.py;
+      https://github.com/msr-fiddle/dnn-partitioning, README.
+    """
+    if format not in READERS:
+        raise ValueError(
+            f"`format` must be one of {', '.join(READERS)}, got {format!r}."
+        )
+    with open(path, encoding="utf-8") as file:
+        try:
+            text = file.read()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not a text file ({error}).") from None
+    return READERS[format](str(path), text)
+
+
+def _graph(path, nodes, edges, **limits) -> Graph:
+    """A graph of lines.
+
+    Args:
+      path: for messages.
+      nodes: (line, node).
+      edges: (line, source's id, destination's id).
+      **limits: the graph's other fields.
+    """
+    if not nodes:
+        raise ValueError(f"{path}: there is no node. Is this the format you named?")
+    position = {node.id: v for v, (_, node) in enumerate(nodes)}
+    for line, *ends in edges:
+        for end in ends:
+            if end not in position:
+                raise ValueError(
+                    f"{path}:{line}: an edge names {end!r}, no node has it."
+                )
+    try:
+        return Graph(
+            tuple(node for _, node in nodes),
+            tuple((position[u], position[v]) for _, u, v in edges),
+            **limits,
+        )
+    except _Faulty as error:
+        line = (nodes if error.kind == "node" else edges)[error.item][0]
+        raise ValueError(f"{path}:{line}: {error}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def _node(path: str, line: int, **fields) -> Node:
+    try:
+        return Node(**fields)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}:{line}: {error}") from None
+
+
+_NUMBER = r"[-+0-9.eE]+|nan|inf"
+_PIPEDREAM = re.compile(
+    rf"(?P<id>\S+) -- (?P<description>.*) -- forward_compute_time=(?P<forward>{_NUMBER}), "
+    rf"backward_compute_time=(?P<backward>{_NUMBER}), activation_size=(?P<activation>{_NUMBER}|\[[^\]]*\]), "
+    rf"parameter_size=(?P<parameter>{_NUMBER})(?: -- stage_id=(?P<stage>\d+))?$"
+)
+
+
+def _read_pipedream(path: str, text: str) -> Graph:
+    nodes, edges = [], []
+    for line, content in enumerate(text.splitlines(), 1):
+        if not content.strip():
+            continue
+        if content[0].isspace():
+            ends = content.strip().split(" -- ")
+            if len(ends) != 2:
+                raise ValueError(
+                    f"{path}:{line}: an edge must be `source -- destination`, got {content.strip()!r}."
+                )
+            edges.append((line, *ends))
+            continue
+        match = _PIPEDREAM.match(content.rstrip())
+        if match is None:
+            raise ValueError(
+                f"{path}:{line}: a node must be `id -- description -- forward_compute_time=MS, "
+                "backward_compute_time=MS, activation_size=BYTES, parameter_size=BYTES`, got "
+                f"{content[:80]!r}."
+            )
+        try:
+            forward, backward, parameter = (
+                float(match[key]) for key in ("forward", "backward", "parameter")
+            )
+            activations = match["activation"].strip("[]").split(";")
+            sizes = tuple(float(size) for size in activations if size.strip())
+        except ValueError as error:
+            raise ValueError(f"{path}:{line}: {error}.") from None
+        node = _node(
+            path,
+            line,
+            id=match["id"],
+            description=match["description"],
+            forward=forward / 1000,
+            backward=backward / 1000,
+            activation_bytes=sizes or (0.0,),
+            parameter_bytes=parameter,
+        )
+        nodes.append((line, node))
+    return _graph(path, nodes, edges)
+
+
+class _Record(dict):
+    """A JSON object that knows its line."""
+
+    line = 0
+
+
+class _Decoder(json.JSONDecoder):
+    """Its objects are `_Record`s."""
+
+    def __init__(self):
+        super().__init__()
+
+        def parse_object(text_and_end, *args):
+            text, end = text_and_end
+            value, after = json.decoder.JSONObject(text_and_end, *args)
+            record = _Record(value)
+            record.line = text.count("\n", 0, end) + 1
+            return record, after
+
+        self.parse_object = parse_object
+        self.scan_once = json.scanner.py_make_scanner(self)
+
+
+def _read_json(path: str, text: str) -> tuple[_Record, list[_Record], list]:
+    """The whole, its nodes, its edges."""
+    try:
+        content = _Decoder().decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}.") from None
+    except RecursionError:
+        raise ValueError(f"{path}: not a graph: nested too deeply.") from None
+    for key in ("nodes", "edges"):
+        if not isinstance(content, _Record) or not isinstance(content.get(key), list):
+            raise ValueError(
+                f"{path}:1: a graph must be an object with a list `{key}`. Is this the format you named?"
+            )
+    for node in content["nodes"]:
+        if not isinstance(node, _Record):
+            raise ValueError(f"{path}: a node must be an object, got {node!r}.")
+    return content, content["nodes"], content["edges"]
+
+
+def _get(path: str, record: _Record, key: str, kind: type | tuple = (int, float)):
+    """A field that must be there."""
+    if not isinstance(record.get(key), kind):
+        got = record.get(key, "nothing")
+        raise ValueError(f"{path}:{record.line}: `{key}` is missing or wrong: {got!r}.")
+    return record[key]
+
+
+def _read_placement(path: str, text: str) -> Graph:
+    content, records, edge_records = _read_json(path, text)
+    moving: dict[Id, float] = {}  # node -> what moving its output takes
+    size: dict[Id, float] = {}
+    edges: dict[tuple[Id, Id], int] = {}
+    for edge in edge_records:
+        if not isinstance(edge, _Record):
+            raise ValueError(f"{path}: an edge must be an object, got {edge!r}.")
+        source, destination = (_get(path, edge, key, Id) for key in _ENDS)
+        cost = _get(path, edge, "cost")
+        if moving.setdefault(source, cost) != cost:
+            raise ValueError(
+                f"{path}:{edge.line}: the edges out of {source!r} cost {moving[source]:g} and {cost:g}: they move one "
+                "output, so they must cost the same. Split the node."
+            )
+        size[source] = edge.get("size", 0.0)
+        edges.setdefault((source, destination), edge.line)  # one output, moved once
+    nodes = []
+    for record in records:
+        name, is_backward = (
+            _get(path, record, "id", Id),
+            bool(record.get("isBackwardNode")),
+        )
+        seconds = _get(path, record, "fpgaLatency")
+        node = _node(
+            path,
+            record.line,
+            id=name,
+            description=str(record.get("name", "")),
+            **{"backward" if is_backward else "forward": seconds},
+            activation_bytes=(size.get(name, 0.0),),
+            memory_bytes=_get(path, record, "size"),
+            transfer=moving.get(name, 0.0),
+            host=_get(path, record, "cpuLatency"),
+            colocation=record.get("colorClass"),
+            is_backward=is_backward,
+            on_device=bool(record.get("supportedOnFpga", True)),
+        )
+        nodes.append((record.line, node))
+    return _graph(
+        path,
+        nodes,
+        [(line, *ends) for ends, line in edges.items()],
+        num_devices=int(_get(path, content, "maxFPGAs")),
+        num_hosts=int(_get(path, content, "maxCPUs")),
+        memory_limit=_get(path, content, "maxSizePerFPGA"),
+    )
+
+
+_ENDS = ("sourceId", "destId")
+
+
+def _read_jpipe(path: str, text: str) -> Graph:
+    content, records, edges = _read_json(path, text)
+    if content.get("format") != _FORMAT:
+        raise ValueError(
+            f"{path}:1: `format` must be {_FORMAT!r}, got {content.get('format')!r}. Is this the format you named?"
+        )
+    for edge in edges:
+        if not isinstance(edge, list) or len(edge) != 2:
+            raise ValueError(f"{path}: an edge must be two ids, got {edge!r}.")
+    nodes = []
+    for record in records:
+        fields: dict[str, Any] = dict(record)
+        if "activation_bytes" in fields:
+            fields["activation_bytes"] = tuple(
+                _get(path, record, "activation_bytes", list)
+            )
+        _get(path, record, "id", Id)
+        nodes.append((record.line, _node(path, record.line, **fields)))
+    return _graph(
+        path,
+        nodes,
+        [(_line_of(text, edge), *edge) for edge in edges],
+        **{
+            key: content[key]
+            for key in ("num_devices", "num_hosts", "memory_limit")
+            if key in content
+        },
+    )
+
+
+def _line_of(text: str, edge: list) -> int:
+    """Of an edge in a file of ours, which has one a line."""
+    return text.count("\n", 0, max(text.find(json.dumps(edge)), 0)) + 1
+
+
+READERS = {
+    "jpipe": _read_jpipe,
+    "pipedream": _read_pipedream,
+    "placement": _read_placement,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A set of nodes on devices of its own.
+
+    Attributes:
+      nodes: ids, in topological order.
+      replicas: on so many devices, each for its share of the minibatches.
+      on_host: whether the host's processor runs it.
+    """
+
+    nodes: tuple[Id, ...]
+    replicas: int = 1
+    on_host: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """What a solver found.
+
+    Attributes:
+      solver: its name.
+      objective: time a stage takes for one minibatch, of the slowest: seconds, or the
+        graph's own unit.
+      stages: first to last; every node of the graph is in one.
+      bound: no solution of the solver's kind has less; equal to `objective` where that is
+        proved.
+      optimal: whether it is.
+      data_parallel: the objective of pure data parallelism; None where the solver's model
+        has none.
+    """
+
+    solver: str
+    objective: float
+    stages: tuple[Stage, ...]
+    bound: float
+    optimal: bool
+    data_parallel: float | None = None
+
+
+__all__ = ["Graph", "Node", "Solution", "Stage", "read_graph"]
