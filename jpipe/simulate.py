@@ -20,7 +20,15 @@ class Costs:
       backward: of its input gradient, the same.
       weight_grad: of its weight gradient, the same. A table that does not split it has
         both in one operation, whose input gradient leaves at the end.
-      transfer: from the end of an operation until another device can read its output.
+      transfer: from the end of an operation until another device can read its output; a
+        number, or `[S]`, of the messages between a stage and the next, either way.
+      fused_backward: of both gradients in one operation, as `forward`; None: as long as the
+        two apart.
+      update: of a stage's optimizer, once a minibatch, as `forward`.
+      tick: of a tick beside its operations, if it sends; lockstep only.
+      num_cores: what all devices share, as devices faked on CPU do; None: each is its own.
+        Lockstep only. The costs are then what an operation takes on one core.
+      cores_per_device: how many of them one device can use at once.
 
     Raises:
       ValueError: if one of them is negative or not a number.
@@ -29,31 +37,48 @@ class Costs:
     forward: ArrayLike = 1.0
     backward: ArrayLike = 1.0
     weight_grad: ArrayLike = 1.0
-    transfer: float = 0.0
+    transfer: ArrayLike = 0.0
+    fused_backward: ArrayLike | None = None
+    update: ArrayLike = 0.0
+    tick: float = 0.0
+    num_cores: float | None = None
+    cores_per_device: float = 1.0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = np.asarray(getattr(self, field.name))
+            given = getattr(self, field.name)
+            if given is None and field.default is None:
+                continue
+            value = np.asarray(given)
             if value.dtype.kind not in "iuf" or not (value >= 0).all():
                 raise ValueError(
-                    f"`{field.name}` must be at least 0, got {getattr(self, field.name)}: it is a time. Pass seconds, "
+                    f"`{field.name}` must be at least 0, got {given}: it is a time. Pass seconds, "
                     "or multiples of one forward."
+                )
+        for name in ("num_cores", "cores_per_device"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(
+                    f"`{name}` must be above 0, got {getattr(self, name)}: nothing would run."
                 )
 
     def of_stages(self, num_stages: int) -> dict[str, np.ndarray]:
-        """Kind of operation -> `[S]`, the time it takes on each stage.
+        """Kind of operation, and "transfer" -> `[S]`, the time it takes on each stage.
 
         Raises:
           ValueError: if there is a number for each stage of another count of stages.
         """
         costs = {}
-        for kind in _KINDS:
-            value = np.asarray(getattr(self, kind), float)
+        for name in (*_KINDS, "fused_backward", "update", "transfer"):
+            given = getattr(self, name)
+            if given is None:
+                costs[name] = costs["backward"] + costs["weight_grad"]
+                continue
+            value = np.asarray(given, float)
             if value.ndim and value.shape != (num_stages,):
                 raise ValueError(
-                    f"`{kind}` must be a number or one for each of the {num_stages} stages, got shape {value.shape}."
+                    f"`{name}` must be a number or one for each of the {num_stages} stages, got shape {value.shape}."
                 )
-            costs[kind] = np.broadcast_to(value, num_stages)
+            costs[name] = np.broadcast_to(value, num_stages)
         return costs
 
 
@@ -63,24 +88,34 @@ class Timing:
 
     Attributes:
       makespan: of a minibatch; of a round that repeats, where the table is asynchronous.
-      busy: `[D]`, the time that each device computes in it.
+      busy: `[D]`, the time that each device computes in it, on one core if cores are shared.
+      transfer: `[D]`, the time of the messages that each device sends in it. In lockstep
+        all devices wait for a tick's messages; else they travel while devices compute.
       span: `[D]`, from the start of a device's first operation to the end of its last; in
         an asynchronous table the makespan.
       start: kind of operation -> `[N, C]`, when each starts; NaN where there is none.
         Those of an asynchronous table are of a later round, counted from its start.
       end: the same for when each ends.
+      num_processors: how many devices' work could be done at once: D, or fewer cores.
     """
 
     makespan: float
     busy: np.ndarray
+    transfer: np.ndarray
     span: np.ndarray
     start: dict[str, np.ndarray]
     end: dict[str, np.ndarray]
+    num_processors: float
+
+    @property
+    def idle(self) -> np.ndarray:
+        """`[D]`, the time that each device does not compute."""
+        return self.makespan - self.busy
 
     @property
     def bubble(self) -> float:
-        """The idle part of all devices' time."""
-        return float(1 - self.busy.sum() / (len(self.busy) * self.makespan))
+        """The idle part of all processors' time."""
+        return float(1 - self.busy.sum() / (self.num_processors * self.makespan))
 
     @property
     def inner_bubble(self) -> float:
@@ -102,7 +137,8 @@ def simulate(
       schedule: a legal table.
       costs: of its operations.
       mode: "lockstep", as one program for all devices runs it: a tick lasts as long as its
-        busiest device, and a tick's messages must have arrived before the next begins. Or
+        busiest device, or as all its work on the cores they share, and a tick's messages
+        must have arrived before the next begins. Or
         "dependencies": every device runs the operations of its columns in the table's
         order, each as soon as the one before has ended and its inputs have arrived, as
         programs of their own would.
@@ -124,12 +160,16 @@ def simulate(
         raise ValueError(
             f'`mode` must be "lockstep" or "dependencies", got {mode!r}: see `simulate`.'
         )
+    if mode == "dependencies" and (costs.num_cores or costs.tick):
+        raise ValueError(
+            '`num_cores` and `tick` are of devices in lockstep, got mode="dependencies". Use mode="lockstep".'
+        )
     of_stages = costs.of_stages(schedule.num_stages)
-    length = {kind: cost[schedule.stage] for kind, cost in of_stages.items()}
     if not schedule.splits_backward:
-        length["backward"] = length["backward"] + length["weight_grad"]
+        of_stages["backward"] = of_stages["fused_backward"]
+    length = {name: cost[schedule.stage] for name, cost in of_stages.items()}
     run = _lockstep if mode == "lockstep" else _dependencies
-    return run(schedule, length, costs.transfer)
+    return run(schedule, length, costs)
 
 
 def _ticks(schedule: Schedule) -> dict[str, np.ndarray]:
@@ -142,45 +182,72 @@ def _ticks(schedule: Schedule) -> dict[str, np.ndarray]:
     return kinds
 
 
-def _busy(schedule: Schedule, length: dict[str, np.ndarray]) -> np.ndarray:
-    """`[D]`, a device's work in one minibatch."""
-    of_column = sum(length[kind] for kind in _ticks(schedule))
-    return schedule.num_microbatches * np.bincount(
-        schedule.device, of_column, schedule.num_devices
-    )
-
-
-def _timing(schedule, length, makespan, start) -> Timing:
-    end = {kind: at + length[kind] for kind, at in start.items()}
-    span = np.full(schedule.num_devices, makespan, float)
+def _timing(schedule, length, costs, makespan, start, end) -> Timing:
+    D, N = schedule.num_devices, schedule.num_microbatches
+    span = np.full(D, makespan, float)
     if schedule.synchronous:
-        for d in range(schedule.num_devices):
+        for d in range(D):
             mine = schedule.device == d
             first = min(np.nanmin(at[:, mine]) for at in start.values())
             span[d] = max(np.nanmax(at[:, mine]) for at in end.values()) - first
-    return Timing(float(makespan), _busy(schedule, length), span, start, end)
+    updates = (schedule.update != IDLE).any(axis=0)
+    busy = N * sum(length[kind] for kind in start) + updates * length["update"]
+    sent = N * sum(
+        _leaves(schedule, kind) * _message(schedule, kind, length)
+        for kind in start
+        if kind != "weight_grad"
+    )
+    cores = costs.num_cores
+    return Timing(
+        float(makespan),
+        np.bincount(schedule.device, busy, D),
+        np.bincount(schedule.device, sent, D),
+        span,
+        start,
+        end,
+        D if cores is None else min(D * costs.cores_per_device, cores),
+    )
 
 
-def _lockstep(schedule: Schedule, length: dict, transfer: float) -> Timing:
+def _message(schedule: Schedule, kind: str, length: dict) -> np.ndarray:
+    """`[C]`, the transfer of what a column's operation sends."""
+    between = np.empty(schedule.num_stages)
+    between[schedule.stage] = length["transfer"]
+    return between[schedule.stage - (kind == "backward")]
+
+
+def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     T, D = schedule.num_ticks, schedule.num_devices
     work = np.zeros((T, D))
+    transfer = np.zeros(T)
     sends = np.zeros(T, bool)
     begins = {}
-    for kind in _ticks(schedule):
+    for kind in [*_ticks(schedule), "update"]:
         runs = getattr(schedule, kind) != IDLE
         begins[kind] = work[:, schedule.device].copy()
         np.add.at(work, (slice(None), schedule.device), runs * length[kind])
-        if kind != "weight_grad":
-            sends |= (runs & _leaves(schedule, kind)).any(axis=1)
-    tick_length = work.max(axis=1) + transfer * sends
+        if kind in ("forward", "backward"):
+            leaves = runs & _leaves(schedule, kind)
+            sends |= leaves.any(axis=1)
+            message = (leaves * _message(schedule, kind, length)).max(axis=1)
+            transfer = np.maximum(transfer, message)
+    if costs.num_cores is not None:
+        # Busy devices share the cores evenly, so that all are stretched alike.
+        alone = work.max(axis=1) / costs.cores_per_device
+        shared = np.maximum(alone, work.sum(axis=1) / costs.num_cores)
+        stretch = np.divide(shared, work.max(axis=1), where=work.any(axis=1), out=alone)
+    else:
+        stretch = np.ones(T)
+    tick_length = work.max(axis=1) * stretch + transfer + costs.tick * sends
     tick_start = np.concatenate([[0.0], np.cumsum(tick_length)])
     makespan = tick_start[-1]
-    start = {}
+    start, end = {}, {}
     for kind, ticks in _ticks(schedule).items():
         rounds, t = np.divmod(ticks, T)
-        within = np.take_along_axis(begins[kind], t, axis=0)
+        within = np.take_along_axis(begins[kind], t, axis=0) * stretch[t]
         start[kind] = rounds * makespan + tick_start[t] + within
-    return _timing(schedule, length, makespan, start)
+        end[kind] = start[kind] + length[kind] * stretch[t]
+    return _timing(schedule, length, costs, makespan, start, end)
 
 
 def _leaves(schedule: Schedule, kind: str) -> np.ndarray:
@@ -193,9 +260,11 @@ def _leaves(schedule: Schedule, kind: str) -> np.ndarray:
     return there & (device_of_stage[other] != schedule.device)
 
 
-def _dependencies(schedule: Schedule, length: dict, transfer: float) -> Timing:
+def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     S, N, T = schedule.num_stages, schedule.num_microbatches, schedule.num_ticks
     ticks = _ticks(schedule)
+    transfer = np.empty(S)
+    transfer[schedule.stage] = length["transfer"]
     # An asynchronous table is run from an empty pipeline for much longer than a
     # microbatch is on its way. The later half of it is the steady state.
     num_rounds = half = 1
@@ -203,17 +272,31 @@ def _dependencies(schedule: Schedule, length: dict, transfer: float) -> Timing:
         half = 4 * max(int(at.max()) // T + 1 for at in ticks.values())
         num_rounds = 2 * half
     columns = np.argsort(schedule.stage)  # of each stage
+    kinds = list(ticks)
     order = sorted(
         (int(at[m, c]) + r * T, k, int(c), m + r * N)
         for k, (kind, at) in enumerate(ticks.items())
         for m, c in np.argwhere(at != IDLE).tolist()
         for r in range(num_rounds)
     )
-    kinds = list(ticks)
+    updates = sorted(
+        (int(at) + r * T, int(c))
+        for c, at in enumerate(schedule.update_ticks())
+        if at != IDLE
+        for r in range(num_rounds)
+    )[::-1]
     start = {kind: np.full((num_rounds * N, len(columns)), np.nan) for kind in kinds}
     end = {kind: at.copy() for kind, at in start.items()}
     free = np.zeros(schedule.num_devices)
-    for _, k, c, m in order:  # whatever one waits for stands before it
+
+    def update(until: int) -> None:
+        """Runs the updates of the ticks before `until`."""
+        while updates and updates[-1][0] < until:
+            _, c = updates.pop()
+            free[schedule.device[c]] += length["update"][c]
+
+    for t, k, c, m in order:  # whatever one waits for stands before it
+        update(t)
         kind, s, device = kinds[k], int(schedule.stage[c]), schedule.device[c]
         inputs = [0.0]
         if kind == "forward" and s > 0:
@@ -228,17 +311,28 @@ def _dependencies(schedule: Schedule, length: dict, transfer: float) -> Timing:
         start[kind][m, c] = max(free[device], *inputs)
         end[kind][m, c] = free[device] = start[kind][m, c] + length[kind][c]
     if schedule.synchronous:
-        return _timing(schedule, length, free.max(), start)
+        update(T)
+        return _timing(schedule, length, costs, free.max(), start, end)
     later = max(at[-N:].max() for at in end.values())
     middle = max(at[half * N - N : half * N].max() for at in end.values())
-    makespan = max((later - middle) / half, _busy(schedule, length).max())
-    offset = start["forward"][-N:, columns[0]].min()
-    return _timing(
-        schedule, length, makespan, {k: at[-N:] - offset for k, at in start.items()}
+    last = {kind: at[-N:] for kind, at in start.items()}
+    offset = last["forward"][:, columns[0]].min()
+    timing = _timing(
+        schedule,
+        length,
+        costs,
+        (later - middle) / half,
+        {kind: at - offset for kind, at in last.items()},
+        {kind: at[-N:] - offset for kind, at in end.items()},
     )
+    # The last rounds may be drained faster than they were filled.
+    makespan = max(timing.makespan, timing.busy.max())
+    span = np.full(schedule.num_devices, makespan)
+    return dataclasses.replace(timing, makespan=float(makespan), span=span)
 
 
 def _arrival(schedule, end, m, source, c, transfer) -> float:
     """When column c can read what column `source` made of microbatch m."""
     away = schedule.device[source] != schedule.device[c]
-    return end[m, source] + transfer * away
+    between = min(schedule.stage[source], schedule.stage[c])
+    return end[m, source] + transfer[between] * away

@@ -52,7 +52,7 @@ def test_dependencies_are_a_longest_path(schedule):
     rng = np.random.default_rng(0)
     S = schedule.num_stages
     F, B, W = rng.uniform(0.5, 2.0, (3, S))
-    transfer = 0.3
+    transfer = rng.uniform(0.1, 0.5, S)
     timing = simulate(schedule, Costs(F, B, W, transfer), "dependencies")
 
     kinds = ["forward"]
@@ -86,7 +86,7 @@ def test_dependencies_are_a_longest_path(schedule):
             else [("backward", s)]
         ):
             if (other, stage, m) in table:
-                late = transfer if on[stage] != on[s] else 0.0
+                late = transfer[min(stage, s)] if on[stage] != on[s] else 0.0
                 before.append(((kind, s, m), (other, stage, m), late))
     start = dict.fromkeys(table, 0.0)
     for _ in range(len(table)):
@@ -136,6 +136,67 @@ def test_a_transfer_costs_nothing_on_a_device(mode):
     assert simulate(one, Costs(transfer=7.0), mode).makespan == 6
     apart = Schedule.from_ticks("two devices", [[0, 1]], [[3, 2]])
     assert simulate(apart, Costs(transfer=7.0), mode).makespan == 6 + 2 * 7
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("build", [gpipe, one_f_one_b, pipemare, pipedream_2bw])
+def test_an_update_keeps_its_device(build, mode):
+    """At the end of the longest device's work, once a minibatch."""
+    without = simulate(build(3, 6), mode=mode)
+    timing = simulate(build(3, 6), Costs(update=[5.0, 0.0, 0.0]), mode)
+    np.testing.assert_allclose(timing.makespan, without.makespan + 5)
+    np.testing.assert_allclose(timing.busy, without.busy + [5, 0, 0])
+
+
+def test_a_fused_backward_may_be_shorter_than_its_parts():
+    costs = Costs(fused_backward=1.5)
+    assert simulate(gpipe(3, 5), costs).makespan == (1 + 1.5) * (5 + 2)
+    split = zero_bubble_h1(3, 6)
+    assert simulate(split, costs).makespan == simulate(split).makespan
+
+
+def test_messages_of_unlike_size():
+    """Three stages, one microbatch: every message is on the way alone."""
+    costs = Costs(transfer=[0.5, 2.0, 9.0])
+    for mode in MODES:
+        timing = simulate(gpipe(3, 1), costs, mode)
+        assert timing.makespan == 9 + 2 * (0.5 + 2.0)
+        np.testing.assert_array_equal(timing.transfer, [0.5, 2.0 + 0.5, 2.0])
+
+
+class TestSharedCores:
+    def test_one_core_does_all_the_work(self):
+        for schedule in (gpipe(3, 5), one_f_one_b(3, 5), pipemare(3, 5)):
+            timing = simulate(schedule, Costs(num_cores=1))
+            np.testing.assert_allclose(timing.makespan, 3 * 3 * 5)
+            np.testing.assert_allclose(timing.bubble, 0, atol=1e-12)
+
+    def test_a_core_each_changes_nothing(self):
+        schedule = one_f_one_b(4, 8)
+        alone, shared = simulate(schedule), simulate(schedule, Costs(num_cores=4))
+        assert shared.makespan == alone.makespan and shared.bubble == alone.bubble
+
+    def test_by_hand(self):
+        """GPipe, 2 stages, 2 microbatches on 3 cores, of which a device can use 2."""
+        costs = Costs(num_cores=3, cores_per_device=2, tick=0.25)
+        timing = simulate(gpipe(2, 2), costs)
+        # F0 | F1 F0 | F1 | B0 | B0 B1 | B1; the third and the last send nothing.
+        lengths = np.array([1 / 2, 2 / 3, 1 / 2, 2 / 2, 4 / 3, 2 / 2])
+        sends = np.array([1, 1, 0, 1, 1, 0])
+        np.testing.assert_allclose(timing.makespan, sum(lengths + 0.25 * sends))
+        np.testing.assert_allclose(timing.end["forward"][0], [1 / 2, 3 / 4 + 2 / 3])
+        np.testing.assert_allclose(timing.bubble, 1 - 12 / (3 * timing.makespan))
+
+    @pytest.mark.parametrize(
+        "costs", [Costs(num_cores=2), Costs(tick=1.0)], ids=["num_cores", "tick"]
+    )
+    def test_only_in_lockstep(self, costs):
+        with pytest.raises(ValueError, match="devices in lockstep.*Use mode"):
+            simulate(gpipe(2, 2), costs, "dependencies")
+
+    def test_none_is_no_number(self):
+        with pytest.raises(ValueError, match="`num_cores` must be above 0, got 0"):
+            Costs(num_cores=0)
 
 
 def test_inner_bubble_is_between_first_and_last():

@@ -50,7 +50,6 @@ def place(
     num_microbatches: int,
     choose: Rule,
     lengths: Mapping[str, Sequence[float]] | None = None,
-    transfer: float = 0.0,
 ) -> dict[str, Any]:
     """Arguments of `Schedule.from_ticks` for a synchronous table in unit ticks.
 
@@ -65,8 +64,9 @@ def place(
       choose: called with the number of a free device, the operations whose inputs it can
         read (the next microbatch of each kind and stage) and the progress. Returns the
         one to run, or None to wait for something to change.
-      lengths: kind of operation -> `[S]`, what it takes. None: 1 each.
-      transfer: until another device can read a result.
+      lengths: kind of operation -> `[S]`, what it takes; and "transfer" -> `[S]`, until
+        the device of the next stage can read a result, or that of the one before. None: 1
+        each, and no transfer.
 
     Raises:
       ValueError: if there are no microbatches.
@@ -81,7 +81,7 @@ def place(
     S, N = len(device), num_microbatches
     equal = lengths is None
     if lengths is None:
-        lengths = dict.fromkeys(_KINDS, [1] * S)
+        lengths = dict.fromkeys(_KINDS, [1] * S) | {"transfer": [0] * S}
     progress = Progress(device)
     of_device = [
         np.flatnonzero(progress.device == d).tolist()
@@ -107,7 +107,8 @@ def place(
         return max(
             (
                 ends.get(o, np.inf)
-                + transfer * (device[o.stage] != device[operation.stage])
+                + lengths["transfer"][min(o.stage, operation.stage)]
+                * (device[o.stage] != device[operation.stage])
                 for o in inputs(operation)
             ),
             default=0.0,

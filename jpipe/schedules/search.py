@@ -173,7 +173,7 @@ def _candidates(
             fitting, preferences
         ):
             rule = _rule(first, late_stages_first, wait, limit, activations)
-            at = place(device, N, rule, lengths, costs.transfer if lengths else 0.0)
+            at = place(device, N, rule, lengths)
             yield Schedule.from_ticks("search", **at)
 
 
@@ -226,13 +226,16 @@ def _rule(
 def _bound(costs: Costs, device: Sequence[int], N: int) -> float:
     """No table with this placement takes less: a device's work behind the way to its first, and one microbatch's way."""
     S = len(device)
-    F, B, W = costs.of_stages(S).values()
-    hops = np.array([0, *(device[s] != device[s + 1] for s in range(S - 1))])
-    reach = np.cumsum(F) - F + costs.transfer * np.cumsum(hops)  # of a stage's input
+    F, B, W, transfer = (
+        costs.of_stages(S)[name]
+        for name in ("forward", "backward", "weight_grad", "transfer")
+    )
+    hops = [transfer[s] * (device[s] != device[s + 1]) for s in range(S - 1)]
+    reach = np.cumsum([0, *(F[:-1] + hops)])  # of a stage's input
     device = np.asarray(device)
     work = [
         reach[device == d].min() + N * (F + B + W)[device == d].sum()
         for d in range(device.max() + 1)
     ]
-    one = F.sum() + B.sum() + 2 * costs.transfer * hops.sum() + W[0]
+    one = F.sum() + B.sum() + 2 * sum(hops) + W[0]
     return float(max(*work, one))
