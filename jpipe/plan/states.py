@@ -1,0 +1,147 @@
+"""The ways to cut a graph of layers in two: everything up to an antichain, and the rest."""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class States:
+    """Sets of nodes that hold every predecessor of their nodes, smaller ones first.
+
+    Such a set is known by its antichain, its nodes without a successor in it. A stage is
+    the difference of two, one in the other. n nodes, S states; the first has no node, the
+    last has all.
+
+    Attributes:
+      members: [n, S] bool, whether the node is in the state.
+      antichain: [n, S] bool, whether it is in the state and none of its successors is.
+      next: of each state, those it can grow to in one step.
+    """
+
+    members: np.ndarray
+    antichain: np.ndarray
+    next: tuple[tuple[int, ...], ...]
+
+    @property
+    def num_states(self) -> int:
+        """S, the empty one and the whole graph among them."""
+        return len(self.next)
+
+    @functools.cached_property
+    def contains(self) -> np.ndarray:
+        """[S, S] bool at [i, j]: whether state j has all nodes of state i and more."""
+        contains = np.zeros((self.num_states, self.num_states), bool)
+        for i in range(self.num_states - 1, -1, -1):
+            for j in self.next[i]:
+                contains[i] |= contains[j]
+                contains[i, j] = True
+        return contains
+
+    def total(self, costs: Sequence[float]) -> np.ndarray:
+        """[S]: a cost a node, summed over each state."""
+        return np.asarray(costs, np.float64) @ self.members
+
+
+def states(
+    predecessors: Sequence[Sequence[int]],
+    successors: Sequence[Sequence[int]],
+    max_states: int,
+    *,
+    from_first_source: bool = False,
+) -> States:
+    """Every state of a graph; time and memory grow linearly with their number.
+
+    A chain of n nodes has n + 1; n nodes side by side have 2^n.
+
+    Args:
+      predecessors: of each node, positions; every node stands behind its predecessors.
+      successors: of each node, positions.
+      max_states: where to give up.
+      from_first_source: keep only the states that grow out of the first source by nodes that
+        read something in the state, each with all that it needs besides. Nodes that hang on
+        other sources then come with the first that needs them, instead of at any time.
+
+    Raises:
+      ValueError: if there are more than `max_states`.
+
+    Example:
+      >>> diamond = [(), (0,), (0,), (1, 2)], [(1, 2), (3,), (3,), ()]
+      >>> states(*diamond, max_states=100).members.astype(int)
+      array([[0, 1, 1, 1, 1, 1],
+             [0, 0, 1, 0, 1, 1],
+             [0, 0, 0, 1, 1, 1],
+             [0, 0, 0, 0, 0, 1]])
+    """
+    # Sets of nodes are numbers: node v is bit v.
+    num_nodes = len(predecessors)
+    direct = [sum(1 << u for u in nodes) for nodes in predecessors]
+    readers = [sum(1 << w for w in nodes) for nodes in successors]
+    needed: list[int] = []
+    for v, nodes in enumerate(predecessors):
+        needed.append(functools.reduce(int.__or__, (needed[u] for u in nodes), 1 << v))
+    sources = [v for v, nodes in enumerate(predecessors) if not nodes]
+
+    def frontier(state: int, old: int, new: int) -> int:
+        """The nodes that a state can grow by, when nodes `new` have come to those before."""
+        reading = functools.reduce(int.__or__, (readers[v] for v in _positions(new)), 0)
+        if from_first_source:
+            now = (old | reading) & ~state
+            more = (v for v in sources if not state >> v & 1)
+            return now or 1 << next(more, num_nodes) & (1 << num_nodes) - 1
+        free = (v for v in _positions(reading) if not direct[v] & ~state)
+        return old & ~new | sum(1 << v for v in free)
+
+    start = sources[:1] if from_first_source else sources
+    found = [(0, 0, sum(1 << v for v in start))]  # state, antichain, frontier
+    position = {0: 0}
+    following: list[list[int]] = []
+    for state, antichain, candidates in found:  # grows while it is read
+        following.append([])
+        for v in _positions(candidates):
+            grown = state | needed[v]
+            if grown not in position:
+                if len(found) >= max_states:
+                    raise ValueError(
+                        f"the graph has more than {max_states:,} states (ways to cut it in two): so many were found "
+                        f"with up to {grown.bit_count()} of its {num_nodes} nodes. Parallel branches multiply them."
+                    )
+                position[grown] = len(found)
+                found.append(
+                    (
+                        grown,
+                        antichain & ~needed[v] | 1 << v,
+                        frontier(grown, candidates, grown & ~state),
+                    )
+                )
+            following[-1].append(position[grown])
+
+    order = sorted(range(len(found)), key=lambda s: found[s][0].bit_count())
+    rank = {s: r for r, s in enumerate(order)}
+    return States(
+        members=_bits([found[s][0] for s in order], num_nodes),
+        antichain=_bits([found[s][1] for s in order], num_nodes),
+        next=tuple(tuple(rank[s] for s in following[o]) for o in order),
+    )
+
+
+def _positions(number: int) -> Iterator[int]:
+    """Of the bits that are set, lowest first."""
+    while number:
+        bit = number & -number
+        yield bit.bit_length() - 1
+        number ^= bit
+
+
+def _bits(numbers: Sequence[int], num_bits: int) -> np.ndarray:
+    """[num_bits, len(numbers)] bool, bit b of each number in row b."""
+    size = -(-num_bits // 8)
+    raw = b"".join(number.to_bytes(size, "little") for number in numbers)
+    octets = np.frombuffer(raw, np.uint8).reshape(len(numbers), size)
+    bits = np.unpackbits(octets, axis=1, count=num_bits, bitorder="little")
+    return np.ascontiguousarray(bits.T).astype(bool)
+
+
+__all__ = ["States", "states"]
