@@ -98,6 +98,7 @@ class Problem:
         solver: str,
         stages: Sequence[tuple[Sequence[int], bool]],
         bound: float,
+        gap: float = 1e-9,
     ) -> Solution:
         """The record of a split.
 
@@ -105,6 +106,7 @@ class Problem:
           solver: its name.
           stages: groups and whether a host runs them, first to last.
           bound: no split has less.
+          gap: the part of the objective by which it may exceed the bound of the best; as rounding may make it.
         """
         place = {v: p for p, v in enumerate(self.graph.topological_order)}
         loads, records = [], []
@@ -115,14 +117,10 @@ class Problem:
                 records.append(Stage(ids, on_host=bool(on_host)))
                 loads.append(self.stage_load(groups, on_host))
         objective = max(loads, default=0.0)
-        optimal = objective <= bound * (1 + 1e-9)
-        return Solution(
-            solver,
-            objective,
-            tuple(records),
-            objective if optimal else bound,
-            optimal,
-        )
+        if objective <= bound * (1 + 1e-9):
+            bound = objective
+        optimal = objective - bound <= gap * objective
+        return Solution(solver, objective, tuple(records), bound, optimal)
 
 
 class TooLarge(ValueError):
@@ -287,47 +285,44 @@ def _order(graph: Graph, group_of: np.ndarray, num_groups: int) -> set[tuple[int
     return order
 
 
+def work_on_hosts(problem: Problem, seconds: float) -> float:
+    """The most work, in devices' time, that hosts take off devices in so much time, were groups divisible."""
+    both = np.isfinite(problem.device) & np.isfinite(problem.host)
+    device, host = problem.device[both], problem.host[both]
+    ratio = np.divide(device, host, out=np.full(len(host), math.inf), where=host > 0)
+    rank = np.argsort(-ratio, kind="stable")
+    device, host = device[rank], host[rank]
+    left = seconds - (np.cumsum(host) - host)
+    part = np.divide(left, host, out=np.ones(len(host)), where=host > 0)
+    return float(device @ np.clip(part, 0.0, 1.0))
+
+
 def lower_bound(problem: Problem) -> float:
     """No split of these groups has a slowest stage below this, contiguous or not.
 
     A stage with a group takes its time; and k devices and l hosts must take all groups between them, of which
     hosts are given the fractions that they take the most work off devices with.
     """
-    device, host = problem.device, problem.host
-    largest = float(np.minimum(device, host).max(initial=0.0))
-    only_host = float(host[np.isinf(device)].sum())
-    work = float(device[np.isfinite(device)].sum())
-    both = np.isfinite(device) & np.isfinite(host)
-    device, host = device[both], host[both]
-    ratio = np.divide(device, host, out=np.full(len(host), math.inf), where=host > 0)
-    by_ratio = np.argsort(-ratio, kind="stable")
-    host_time = np.concatenate([[0.0], np.cumsum(host[by_ratio])])
-    taken = np.concatenate([[0.0], np.cumsum(device[by_ratio])])
+    on_device = np.isfinite(problem.device)
+    only_host = float(problem.host[~on_device].sum())
+    work = float(problem.device[on_device].sum())
 
     def is_possible(bound):
-        time_left = problem.num_hosts * bound - only_host
-        if time_left < 0:
+        left = problem.num_hosts * bound - only_host
+        if left < 0:
             return False
-        # The last of equal times: what takes a host no time is taken in any case.
-        n = int(np.searchsorted(host_time, time_left, side="right")) - 1
-        off = taken[n]
-        if n + 1 < len(taken):
-            off += (taken[n + 1] - taken[n]) * (
-                (time_left - host_time[n]) / (host_time[n + 1] - host_time[n])
-            )
-        return work - off <= problem.num_devices * bound * (1 + _ROUNDING)
+        on_hosts = work_on_hosts(problem, left)
+        return work - on_hosts <= problem.num_devices * bound * (1 + _ROUNDING)
 
-    low, high = (
-        0.0,
-        work / max(problem.num_devices, 1) + only_host + float(host.sum()) + largest,
-    )
-    for _ in range(100):
-        middle = (low + high) / 2
-        if is_possible(middle):
-            high = middle
-        else:
-            low = middle
-    return max(low, largest)
+    low = float(np.minimum(problem.device, problem.host).max(initial=0.0))
+    high = low + only_host
+    while not is_possible(high):
+        high = 2 * high + work
+    if is_possible(low):
+        return low
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (low, middle) if is_possible(middle) else (middle, high)
+    return low
 
 
 def merge(problem: Problem, *, ordered: bool = True, memory: str = "exact") -> Problem:
@@ -359,7 +354,7 @@ def merge(problem: Problem, *, ordered: bool = True, memory: str = "exact") -> P
     for net, cost in problem.nets.items():
         for g in net:
             nets_of[g][net] = cost
-    before, after = _reach(problem)
+    before, after = reach(problem)
     members = [list(nodes) for nodes in problem.groups]
     alive = np.ones(count, bool)
 
@@ -452,7 +447,7 @@ def topological(problem: Problem) -> list[int]:
     return order
 
 
-def _reach(problem: Problem) -> tuple[list[int], list[int]]:
+def reach(problem: Problem) -> tuple[list[int], list[int]]:
     """Of each group, all that must be before it and all that must be after, as bits."""
     before, after = [0] * len(problem.groups), [0] * len(problem.groups)
     order = topological(problem)
@@ -563,36 +558,15 @@ class _Search:
         self.best = np.full((self.k + 1, self.h + 1, len(sets)), math.inf)
         self.best[0, 0, 0] = 0.0
         self.total = sets.device[-1]
-        host_can_take = self._host_can_take()
+        slack = 1e-9 * self.total  # for rounding
+        on_hosts = [
+            work_on_hosts(sets.problem, below * n) for n in range(1, self.h + 1)
+        ]
         # The work that so many devices and hosts can do at most, each within `below`.
-        self.capacity = np.array(
-            [
-                [
-                    (j * below if j else 0.0) + (h * host_can_take if h else 0.0)
-                    for h in range(self.h + 1)
-                ]
-                for j in range(self.k + 1)
-            ]
-        ) + 1e-9 * (self.total + 1e-300)
+        on_devices = below * np.arange(1, self.k + 1)
+        self.capacity = slack + np.add.outer([0.0, *on_devices], [0.0, *on_hosts])
         self.left = self.capacity[::-1, ::-1]
-        self.widest = max(below if self.k else 0.0, host_can_take if self.h else 0.0)
-        self.widest += 1e-9 * self.total
-
-    def _host_can_take(self) -> float:
-        """The most work, in devices' time, that a host takes within `below`."""
-        problem = self.sets.problem
-        both = np.isfinite(problem.device) & np.isfinite(problem.host)
-        device, host = problem.device[both], problem.host[both]
-        if math.isinf(self.below):
-            return math.inf
-        ratio = np.divide(
-            device, host, out=np.full(len(host), math.inf), where=host > 0
-        )
-        rank = np.argsort(-ratio, kind="stable")
-        device, host = device[rank], host[rank]
-        left = self.below - (np.cumsum(host) - host)
-        part = np.divide(left, host, out=np.ones(len(host)), where=host > 0)
-        return float((device * np.clip(part, 0.0, 1.0))[left >= 0].sum())
+        self.widest = slack + max([*on_devices[:1], *on_hosts[:1]])
 
     def run(self, max_pairs: float) -> tuple[float, Split] | None:
         sets, last = self.sets, len(self.sets) - 1
