@@ -95,7 +95,7 @@ def pipedream(
       >>> [(stage.nodes, stage.replicas) for stage in solution.stages]
       [(('conv', 'conv2'), 3), (('dense',), 1)]
       >>> round(solution.objective, 3), round(solution.data_parallel, 3)
-      (0.601, 1.251)
+      (0.602, 1.252)
 
     References:
       Narayanan et al., "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP
