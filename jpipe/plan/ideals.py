@@ -105,7 +105,10 @@ def ideals(
     try:
         return solution(improve(merge(problem)))
     except TooLarge:
-        return solution(improve(merge(problem, memory="kept")), bound)
+        found = improve(merge(problem, memory="kept"))
+        if found is None:  # others may fit
+            raise
+        return solution(found, bound)
 
 
 def _fits(problem: Problem, stages: Split) -> bool:

@@ -176,16 +176,43 @@ def test_too_many_pairs_are_not_tried(monkeypatch):
         ideals(wide(8), 2)
 
 
-def test_memory_that_binds_with_too_many_ideals():
-    """Nodes that take no time but memory: merged, they don't fit; apart, there are too many orders."""
+def test_memory_binds_where_nodes_would_be_merged():
+    """Nodes that take no time but memory: with their only neighbour they don't fit."""
     nodes = [Node(v, forward=4.0, memory_bytes=4.0, transfer=0.0) for v in range(3)]
     nodes += [Node(3 + v, memory_bytes=1.0, transfer=0.0) for v in range(6)]
     edges = [(0, 1), (1, 2), *((1, 3 + v) for v in range(6))]
     graph = Graph(tuple(nodes), tuple(edges), num_devices=3, memory_limit=8.0)
-    best = best_by_brute_force(graph)
     solution = ideals(graph)
-    assert solution.optimal and solution.objective == best == 4
+    assert solution.optimal
+    assert solution.objective == best_by_brute_force(graph) == 4
     check(graph, solution)
+
+
+def test_memory_binds_and_there_are_too_many_ideals(monkeypatch):
+    merge = placement.merge
+
+    def merge_unless_exact(problem, **memory):
+        if not memory:
+            raise placement.TooLarge("too many")
+        return merge(problem, **memory)
+
+    monkeypatch.setattr("jpipe.plan.ideals.merge", merge_unless_exact)
+    not_proved = 0
+    for seed in range(600):
+        graph = random_graph(np.random.default_rng(seed), most_nodes=5)
+        best = best_by_brute_force(graph)
+        if graph.memory_limit is None or math.isinf(best):
+            continue
+        try:
+            solution = ideals(graph)
+        except placement.TooLarge:
+            continue
+        check(graph, solution)
+        assert solution.bound <= best * (1 + 1e-12)
+        assert solution.objective >= best * (1 - 1e-12)
+        assert solution.optimal == (solution.bound == solution.objective)
+        not_proved += not solution.optimal
+    assert not_proved > 3
 
 
 def test_hosts_are_apart():
