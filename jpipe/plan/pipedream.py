@@ -42,14 +42,14 @@ def pipedream(
         sosp19          max(t, 2 (m - 1) w / B) / m,            and not below 2 a / B
         pipedream-repo  (t + 4 (m - 1) w / (B m)) / m,          and not below 2 max(a, a') / (B m)
 
-    the first what the paper has, the second what its program does: a stage with nothing
-    before it in its component is charged no transfer and, of the second term, one part in
-    the number of components of the level below; a' is 0 behind the last node.
+    by the paper, and by its program. The first stage is charged no transfer; by the program,
+    a' is 0 behind the last node, and the first stage has its second term divided by the
+    number of components of the level below.
 
     `num_devices` (4, 8) and `bandwidth` (1e10, 1e9) are 8 servers of 4 devices, which have
     10 GB/s in a server and 1 GB/s between them: servers are given to stages as devices are,
-    and t is what the best division of such a stage among a server's devices takes. All
-    devices are used.
+    and t is what the best division of such a stage among a server's devices takes; it has a
+    first stage of its own. All devices are used.
 
     Nodes can be cut in two wherever no edge goes back. Left out of the costs, as in the
     program, are sources whose description begins with "Input", which go to the stage that
@@ -119,17 +119,19 @@ def pipedream(
             f"`graph` must have a node to plan, got {len(graph.nodes)} inputs and unread outputs."
         )
     total = math.prod(level.size for level in levels)
-    if straight and total > len(kept):
-        raise ValueError(
-            f"`straight` puts one stage on each of {total} devices, and the graph has {len(kept)} nodes for "
-            "them. Use fewer devices, or replicas."
-        )
+    if total * sum(node.device_bytes for node in graph.nodes) <= limit:
+        limit = math.inf  # which is faster
     found = _states(graph, kept, levels, limit, all_states, max_states)
+    if straight and total > found.longest_chain:
+        raise ValueError(
+            f"`straight` puts one stage on each of {total} devices, and the graph can be cut into "
+            f"{found.longest_chain} at most. Use fewer devices, or replicas."
+        )
     placed = _placed(graph, kept, found)
     costs = _COSTS[cost_model](graph, kept, found, placed, limit, transfers)
     search = _Search(costs, levels, straight)
     if search.best == math.inf:
-        raise ValueError(_does_not_fit(graph, limit, costs, levels, straight))
+        raise ValueError(_does_not_fit(graph, costs, levels, straight))
     cuts = search.stages()
     assert sum(replicas for *_, replicas in cuts) == total
     return Solution(
@@ -164,6 +166,15 @@ class _Level:
     bandwidth: float
     below: int
     devices: int
+
+    def behind(self, behind: int, used: int, m: int) -> int:
+        """Devices in later stages for each copy of a component that m of this level have.
+
+        Args:
+          behind: for each copy of all of this level.
+          used: components up to the end of the m.
+        """
+        return -(-(behind + (self.size - used) * self.devices) // m)
 
 
 def _levels(
@@ -200,24 +211,21 @@ def _levels(
 
 def _check_nodes(graph: Graph, transfers: bool) -> None:
     """Refuses what the model would leave out."""
-    by_class: dict = {}
+    colocated: dict = {}
     for node in graph.nodes:
+        other = colocated.setdefault(node.colocation, node.id)
         if node.is_backward:
             wrong = "belongs to the backward pass alone. Add its time to the `backward` of its layer"
         elif not node.on_device:
             wrong = "can't run on a device, and all of PipeDream's stages do"
-        elif node.colocation is not None and node.colocation in by_class:
-            wrong = (
-                f"must be where {by_class[node.colocation]!r} is. Make them one node"
-            )
+        elif node.colocation is not None and other != node.id:
+            wrong = f"must be where {other!r} is. Make them one node"
         elif transfers and node.transfer and not node.output_bytes:
             wrong = (
                 "has a time to move its output and no bytes, which PipeDream divides by a bandwidth. Set "
                 "`activation_bytes`, or say transfers=False"
             )
         else:
-            by_class[node.colocation] = node.id
-            by_class.pop(None, None)
             continue
         raise ValueError(
             f"PipeDream's model can't have the node {node.id!r}: it {wrong}."
@@ -271,25 +279,33 @@ def _states(
 
 def _most_states(levels: list[_Level], limit: float) -> int:
     """How many states take neither minutes nor too much memory."""
-    times = 1  # that a level's table is made
-    by_square = by_cube = num_bytes = 1.0
+    limited = limit < math.inf
+    by_square = by_cube = 0.0
+    num_bytes = 1.0
+    tables = {0}  # one for each number of devices behind
     for level in reversed(levels):
         pairs = level.size * (level.size - 1) / 2
-        each = pairs if limit < math.inf else level.size - 1
-        # Transfers and reductions take about ten operations where comparing takes one.
+        each = pairs if limited else level.size - 1
         if level is levels[-1]:
+            # A stage's time takes about ten operations where comparing takes one.
             by_square = (pairs + 10 * each) / 2
         else:
-            by_cube += times * pairs / 6
-            num_bytes += 8 * (each + times)
-        if limit < math.inf:
-            times *= int(pairs) + 1  # at most
-    most = min(
-        (_MAX_STEPS / by_cube) ** (1 / 3) if len(levels) > 1 else math.inf,
-        math.sqrt(_MAX_STEPS / by_square) if by_square else math.inf,
-        math.sqrt(_MAX_BYTES / num_bytes),
+            by_cube += len(tables) * pairs / 6
+            num_bytes += 8 * (each + len(tables))
+        if limited:
+            tables = {
+                level.behind(behind, used, m)
+                for behind in tables
+                for used in range(1, level.size + 1)
+                for m in range(1, used + 1)
+            }
+    return int(
+        min(
+            (_MAX_STEPS / by_cube) ** (1 / 3) if by_cube else math.inf,
+            math.sqrt(_MAX_STEPS / by_square) if by_square else math.inf,
+            math.sqrt(_MAX_BYTES / num_bytes),
+        )
     )
-    return int(most)
 
 
 def _placed(graph: Graph, kept: list[int], found: States) -> np.ndarray:
@@ -455,7 +471,7 @@ class _Search:
 
     Depth d is a component of d levels, 0 a device. `behind` is how many devices stand in
     later stages for each copy of a component; it's 0 throughout where memory has no limit.
-    ceil(ceil(x) + n) / r) is ceil((x + n) / r), so whole numbers are exact.
+    It can be rounded up at each level: ceil((ceil(x) + n) / r) is ceil((x + n) / r).
     """
 
     def __init__(
@@ -501,9 +517,7 @@ class _Search:
         return _Search(coarse, self._levels, self._straight, math.inf).best
 
     def _behind(self, level: _Level, behind: int, used: int, m: int) -> int:
-        if self._costs.limit == math.inf:
-            return 0
-        return -(-(behind + (level.size - used) * level.devices) // m)
+        return level.behind(behind, used, m) if self._costs.limit < math.inf else 0
 
     def _part(self, depth: int, i, j, behind: int) -> np.ndarray:
         """A component of `depth` levels alone."""
@@ -640,18 +654,15 @@ class _Search:
 
 
 def _does_not_fit(
-    graph: Graph, limit: float, costs: _Costs, levels: list[_Level], straight: bool
+    graph: Graph, costs: _Costs, levels: list[_Level], straight: bool
 ) -> str:
     needed = object.__new__(_Bytes)
     needed.__dict__.update(costs.__dict__)
-    needed.transfers = False
-    least = _Search(needed, levels, straight, math.inf).best
+    least = math.ceil(_Search(needed, levels, straight).best)
     largest = max(graph.nodes, key=lambda node: node.device_bytes)
-    message = f"no plan fits `memory_limit` ({limit:,.0f} bytes): the least that would do is {least:,.0f}"
-    if largest.device_bytes > limit:
-        message += (
-            f", and the node {largest.id!r} alone takes {largest.device_bytes:,.0f}"
-        )
+    message = f"no plan fits `memory_limit` ({costs.limit:,.0f} bytes): the least that would do is {least:,}"
+    if largest.device_bytes > costs.limit:
+        message += f", and the node {largest.id!r} alone takes {math.ceil(largest.device_bytes):,}"
     return message + ". Use more devices, smaller minibatches, or recompute."
 
 

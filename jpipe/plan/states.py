@@ -40,6 +40,15 @@ class States:
                 contains[i, j] = True
         return contains
 
+    @functools.cached_property
+    def longest_chain(self) -> int:
+        """How many stages the graph can be cut into."""
+        longest = [0] * self.num_states
+        for i, following in enumerate(self.next):
+            for j in following:
+                longest[j] = max(longest[j], longest[i] + 1)
+        return longest[-1]
+
     def total(self, costs: Sequence[float]) -> np.ndarray:
         """[S]: a cost a node, summed over each state."""
         return np.asarray(costs, np.float64) @ self.members
