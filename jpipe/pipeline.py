@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import itertools
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,12 +14,20 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jpipe.backward import jaxpr_text
+from jpipe import packing
 from jpipe.engine import AXIS, DATA, Engine
 from jpipe.layers import as_layers, shared_weights
 from jpipe.loss_scale import LossScale
 from jpipe.plan.min_max import min_max
-from jpipe.plan.profile import balance_costs
+from jpipe.plan.profile import (
+    PROGRAMS,
+    Profile,
+    balance_by_memory,
+    balance_by_time,
+    operations_of,
+    profile,
+    programs_of,
+)
 from jpipe.schedule import Schedule
 from jpipe.schedules import forward_only
 from jpipe.stages import (
@@ -28,6 +37,7 @@ from jpipe.stages import (
     cut,
     resolve_ties,
     shapes_text,
+    shared_jit,
     trace_layers,
 )
 from jpipe.state import PipelineState, Plan, rounds
@@ -270,9 +280,7 @@ class Pipeline:
         if key not in self._plans:
             traced = self._trace(self.loss, microbatch, key_impl)
             if self._starts is None:
-                in_flight = int(self.schedule.facts().in_flight.max())
-                costs = balance_costs(self._balance, traced, self.optimizer, in_flight)
-                inner = min_max(costs, self.schedule.num_stages)
+                inner = self._balanced(traced, microbatch)
                 self._starts = [0, *inner, len(self.layers)]
             stages = self._cut(traced)
             self._check_stages(stages)
@@ -313,6 +321,43 @@ class Pipeline:
             automatic=self._automatic,
         )
 
+    def _balanced(self, traced: Traced, microbatch: Any) -> list[int]:
+        """The boundaries that balance what is to be balanced."""
+        num_stages, facts = self.schedule.num_stages, self.schedule.facts()
+        if self._balance == "time":
+            split = self.schedule.splits_backward
+            of = [programs_of(o, self._recompute_name) for o in operations_of(split)]
+            found = self._measure(traced, microbatch, sorted({*itertools.chain(*of)}))
+            return balance_by_time(found, num_stages, split=split)
+        if self._balance == "memory":
+            found = self._measure(traced, microbatch, ())
+            in_flight = int(facts.in_flight.max())
+            return balance_by_memory(found, num_stages, in_flight=in_flight)
+        return min_max(traced.flops, num_stages)
+
+    @property
+    def _recompute_name(self) -> str:
+        if callable(self.recompute):
+            return getattr(self.recompute, "__name__", "policy")
+        return self.recompute
+
+    def _measure(
+        self, traced: Traced, microbatch: Any, programs: Sequence[str], **options
+    ) -> Profile:
+        mine = [
+            d for d in self.mesh.devices.flat if d.process_index == jax.process_index()
+        ]
+        return profile(
+            traced,
+            self.optimizer,
+            microbatch,
+            recompute=self._recompute_name,
+            compute_dtype=self.compute_dtype,
+            programs=programs,
+            device=mine[0],
+            **options,
+        )
+
     def _cut(self, traced: Traced) -> Stages:
         ties = resolve_ties(traced.layers, self.ties)
         return cut(traced, self._starts, self.schedule.num_stages, ties)
@@ -349,10 +394,10 @@ class Pipeline:
             table, self._cut(traced), None, self.mesh, trained=trained.lowered
         )
 
-    def _microbatch(self, batch: Any) -> Any:
+    def _microbatch(self, batch: Any, num_microbatches: int | None = None) -> Any:
         """The abstract microbatch of `batch`, or a clear error."""
         N, size, replicas = (
-            self.schedule.num_microbatches,
+            num_microbatches or self.schedule.num_microbatches,
             _batch_size(batch),
             self.num_replicas,
         )
@@ -430,7 +475,7 @@ class Pipeline:
             _check_ties_agree(params, plan.stages)
         if mutable_state is not None:
             _check_fit("mutable_state", mutable_state, layers, "state")
-        init_layer = _shared_jit(self.mesh.devices.flat[0].platform)
+        init_layer = shared_jit(self.mesh.devices.flat[0].platform)
         given: Any = (params, mutable_state)
 
         def made(i: int):
@@ -799,14 +844,61 @@ class Pipeline:
             )
         return records
 
+    def profile(
+        self,
+        batch: Any,
+        *,
+        cache: str | os.PathLike | None = None,
+        num_microbatches: int | None = None,
+        programs: Sequence[str] = PROGRAMS,
+        min_seconds: float = 0.1,
+    ) -> Profile:
+        """Measures what each layer takes for one microbatch, on the mesh's first device: see `jpipe.plan.profile`.
+
+        Args:
+          batch: a minibatch; the layers run on its first rows. Of abstract arrays the shapes alone are used.
+          cache: a file that keeps the profile. If it fits this pipeline it is read and nothing is measured.
+          num_microbatches: how many microbatches the minibatch makes; None: those of the schedule.
+          programs: what to measure, of `jpipe.plan.profile.PROGRAMS`.
+          min_seconds: how long each program is measured for, at the least.
+
+        Returns: A `jpipe.plan.profile.Profile`.
+
+        Raises:
+          ValueError: if the batch cannot be cut into microbatches, a layer cannot take its inputs, or the file is not a
+            profile.
+        """
+        if num_microbatches is not None and (
+            not hasattr(num_microbatches, "__index__") or num_microbatches < 1
+        ):
+            raise ValueError(
+                f"`num_microbatches` must be a whole number, at least 1, got {num_microbatches!r}."
+            )
+        microbatch = self._microbatch(batch, num_microbatches)
+        traced = self._trace(self.loss, microbatch, jax.config.jax_default_prng_impl)
+
+        def first_rows(a, want):
+            if isinstance(a, jax.ShapeDtypeStruct):
+                return want
+            return np.asarray(a[: want.shape[0]], want.dtype)
+
+        rows = jax.tree.map(first_rows, dict(batch), microbatch)
+        return self._measure(
+            traced, rows, programs, min_seconds=min_seconds, cache=cache
+        )
+
     def memory(self, batch: Any) -> Memory:
         """Bytes a device for minibatches shaped like `batch`. Compiles the step if it has not been."""
         engine = self._plan(self._microbatch(batch)).engine
+        platform = self.mesh.devices.flat[0].platform
 
         def size(shapes) -> int:
             return sum(
-                math.prod(a.sharding.shard_shape(a.shape) if a.sharding else a.shape)
-                * a.dtype.itemsize
+                packing.array_bytes(
+                    a.sharding.shard_shape(a.shape) if a.sharding else a.shape,
+                    a.dtype,
+                    platform,
+                )
                 for a in jax.tree.leaves(shapes)
             )
 
@@ -959,22 +1051,6 @@ def _check_loss_scale(scale: Any, schedule: Schedule) -> LossScale | None:
             f"would meet. Use a constant one, such as `loss_scale={scale.initial:g}`."
         )
     return scale
-
-
-def _shared_jit(platform: str) -> Callable:
-    """Calls `function(key)` compiled, once for all functions that trace to the same program."""
-    compiled: dict[str, Callable] = {}
-    # Random initialisers take XLA:CPU up to ten times longer to optimise than to run unoptimised.
-    options = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
-
-    def call(function: Callable, key: jax.Array):
-        shape = jax.eval_shape(function, key)
-        text = f"{shape}{jaxpr_text(lambda k: jax.tree.leaves(function(k)), key)}"
-        return compiled.setdefault(text, jax.jit(function, compiler_options=options))(
-            key
-        )
-
-    return call
 
 
 def _mean(total: jax.Array, count: jax.Array) -> jax.Array:

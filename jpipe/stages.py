@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -530,6 +530,22 @@ def _flops(kind: LayerProgram) -> float:
     return max(float((lowered.cost_analysis() or {}).get("flops", 0.0)), 0.0)
 
 
+def shared_jit(platform: str) -> Callable:
+    """Calls `function(key)` compiled, once for all functions that trace to the same program."""
+    compiled: dict[str, Callable] = {}
+    # Random initialisers take XLA:CPU up to ten times longer to optimise than to run unoptimised.
+    options = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
+
+    def call(function: Callable, key: jax.Array):
+        shape = jax.eval_shape(function, key)
+        text = f"{shape}{jaxpr_text(lambda k: jax.tree.leaves(function(k)), key)}"
+        return compiled.setdefault(text, jax.jit(function, compiler_options=options))(
+            key
+        )
+
+    return call
+
+
 def resolve_ties(
     layers: Sequence[Layer], ties: Sequence
 ) -> list[tuple[tuple[int, int], ...]]:
@@ -617,6 +633,44 @@ def check_boundaries(
     return starts
 
 
+class Groups(NamedTuple):
+    """Stages by the kinds of layers they run, one after the other: those with equal lists share a program.
+
+    Attributes:
+      signatures: of each program, the kinds, equal neighbours once.
+      program_of_stage: `[S]`; stages_of: of each program, the stages that run it.
+      lengths: `[S][runs]`, how many equal neighbours each kind stands for.
+      longest: `[programs][runs]`, the most of them in any stage.
+    """
+
+    signatures: list[tuple]
+    program_of_stage: list[int]
+    stages_of: list[tuple[int, ...]]
+    lengths: list[tuple[int, ...]]
+    longest: list[tuple[int, ...]]
+
+
+def group(kinds: Sequence, starts: Sequence[int]) -> Groups:
+    """Groups the stages of layers of these kinds, which begin at `starts`; the last is the number of layers."""
+    signatures, lengths, program_of_stage = [], [], []
+    for start, stop in itertools.pairwise(starts):
+        runs = [(k, len(list(g))) for k, g in itertools.groupby(kinds[start:stop])]
+        signature = tuple(k for k, _ in runs)
+        if signature not in signatures:
+            signatures.append(signature)
+        program_of_stage.append(signatures.index(signature))
+        lengths.append(tuple(n for _, n in runs))
+    stages_of = [
+        tuple(s for s, q in enumerate(program_of_stage) if q == p)
+        for p in range(len(signatures))
+    ]
+    longest = [
+        tuple(max(lengths[s][r] for s in stages_of[p]) for r in range(len(sig)))
+        for p, sig in enumerate(signatures)
+    ]
+    return Groups(signatures, program_of_stage, stages_of, lengths, longest)
+
+
 def cut(
     traced: Traced,
     starts: list[int] | None,
@@ -631,23 +685,8 @@ def cut(
     shared = [
         (k, layer.stash, layer.pop) for k, layer in zip(traced.kind_of_layer, layers)
     ]
-    signatures, lengths, program_of_stage = [], [], []
-    for start, stop in itertools.pairwise(starts):
-        groups = [(k, len(list(g))) for k, g in itertools.groupby(shared[start:stop])]
-        signature = tuple(k for k, _ in groups)
-        if signature not in signatures:
-            signatures.append(signature)
-        program_of_stage.append(signatures.index(signature))
-        lengths.append(tuple(n for _, n in groups))
-
-    stages_of = [
-        tuple(s for s in range(num_stages) if program_of_stage[s] == p)
-        for p in range(len(signatures))
-    ]
-    longest = [
-        tuple(max(lengths[s][r] for s in stages_of[p]) for r in range(len(sig)))
-        for p, sig in enumerate(signatures)
-    ]
+    groups = group(shared, starts)
+    signatures, stages_of, longest = groups.signatures, groups.stages_of, groups.longest
     # What a layer keeps, by the ring or array it is kept in: one kind's leaves.
     leaves_of: dict[str, Callable] = {
         "parameters": lambda k: kinds[k].parameters,
@@ -714,8 +753,8 @@ def cut(
         outputs=(traced.outputs[-1], traced.output_tree),
         starts=starts,
         programs=programs,
-        program_of_stage=program_of_stage,
-        lengths=lengths,
+        program_of_stage=groups.program_of_stage,
+        lengths=groups.lengths,
         **packings,
         activations=Packing.of(
             [[traced.whole(a) for a in leaves] for leaves in outputs], occupancy

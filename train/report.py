@@ -1,14 +1,17 @@
 """Tables that a run prints before it starts."""
 
 import itertools
+import math
 import platform
 from collections.abc import Sequence
+from typing import Any
 
 import flax
 import jax
 import optax
 
 import jpipe
+from jpipe.plan import Candidate, Graph, Machine, Profile, Solution, size_text
 
 
 def versions() -> str:
@@ -43,7 +46,7 @@ def partition(records: Sequence[jpipe.StageRecord]) -> str:
                 f"{first}..{stop - 1}" if stop - first > 1 else str(first),
                 _runs(record.names),
                 f"{record.num_parameters:,}",
-                _size(record.parameter_bytes),
+                size_text(record.parameter_bytes),
                 f"{record.flops / total:.0%}",
             )
         )
@@ -60,24 +63,141 @@ def memory(memory: jpipe.Memory) -> str:
         "minibatch": memory.batch,
         "temporaries": memory.temporaries,
     }
-    rows = [(use, _size(num_bytes)) for use, num_bytes in uses.items()]
-    rows.append(("in all", _size(sum(uses.values()))))
-    rows.append(("of it padding", _size(memory.padding)))
+    rows = [(use, size_text(num_bytes)) for use, num_bytes in uses.items()]
+    rows.append(("in all", size_text(sum(uses.values()))))
+    rows.append(("of it padding", size_text(memory.padding)))
     return _table(rows, left={0})
+
+
+def profile(profile: Profile) -> str:
+    """A line for each run of equal layers: what one of them takes, and keeps."""
+    rows = [("layers", "", "forward", "backward", "update", "weights", "stash")]
+    seconds = zip(*(profile.seconds(o) for o in ("forward", "backward", "update")))
+    layers = list(zip(itertools.count(), profile.layers, seconds))
+    for _, same in itertools.groupby(layers, key=lambda row: row[1].kind):
+        run = list(same)
+        (first, layer, times), (last, *_) = run[0], run[-1]
+        rows.append(
+            (
+                f"{first}..{last}" if last > first else str(first),
+                f"{layer.name} x {len(run)}" if last > first else layer.name,
+                *(f"{t * 1e3:.3f} ms" for t in times),
+                size_text(layer.parameter_bytes),
+                size_text(layer.stash_bytes),
+            )
+        )
+    cores = f", {profile.num_cores} core" + "s" * (profile.num_cores > 1)
+    return (
+        f"profile of a microbatch of {profile.microbatch_size} ({profile.device_kind}{cores}):\n"
+        + _table(rows, left={1})
+    )
+
+
+def machine(machine: Machine) -> str:
+    """What a machine is taken to be, in a line."""
+    words = [f"{machine.num_devices} devices"]
+    if machine.num_cores is not None:
+        words.append(f"on {machine.num_cores:g} cores")
+    if machine.memory_limit < math.inf:
+        words.append(f"of {size_text(machine.memory_limit)}")
+    words.append(f"{size_text(machine.bandwidth[0])}/s between two")
+    words.append(
+        f"{machine.tick * 1e6:.0f} us a tick, {machine.step * 1e3:.2f} ms a step"
+    )
+    return "machine: " + ", ".join(words)
+
+
+def plans(candidates: Sequence[Candidate], batch_size: int) -> str:
+    """A line for each plan, in their order."""
+    head = (
+        "schedule stages replicas microbatches recompute ms/step samples/s bubble bytes"
+    )
+    rows = [("", *head.split(), "delay", "cut at", "why not")]
+    for rank, c in enumerate(candidates, 1):
+        prediction = c.prediction
+        rows.append(
+            (
+                str(rank),
+                c.label,
+                str(c.num_stages),
+                str(c.num_replicas),
+                f"{c.num_microbatches} of {c.microbatch_size}",
+                c.recompute,
+                f"{prediction.seconds * 1e3:.1f}",
+                f"{batch_size / prediction.seconds:,.0f}",
+                f"{prediction.timing.bubble:.0%}",
+                size_text(prediction.num_bytes),
+                str(prediction.delay),
+                ",".join(map(str, c.boundaries)) or "-",
+                c.why,
+            )
+        )
+    return "plans, as predicted:\n" + _table(rows, left={1, 12})
+
+
+def plan_record(c: Candidate) -> dict[str, Any]:
+    """A plan for machines: what to configure, and what is predicted."""
+    prediction = c.prediction
+    return {
+        "schedule": c.schedule,
+        "options": c.options,
+        "num_stages": c.num_stages,
+        "num_microbatches": c.num_microbatches,
+        "num_replicas": c.num_replicas,
+        "microbatch_size": c.microbatch_size,
+        "recompute": c.recompute,
+        "boundaries": list(c.boundaries),
+        "seconds": prediction.seconds,
+        "bubble": prediction.timing.bubble,
+        "busy_seconds": prediction.timing.busy.tolist(),
+        "idle_seconds": prediction.timing.idle.tolist(),
+        "transfer_seconds": prediction.timing.transfer.tolist(),
+        "memory_bytes": prediction.memory._asdict(),
+        "num_bytes": prediction.num_bytes,
+        "delay": prediction.delay,
+        "fits": c.fits,
+        "why": c.why,
+    }
+
+
+def solution(solution: Solution, graph: Graph, seconds: float) -> str:
+    """What a solver found: a line for each stage, and what is proved."""
+    nodes = {node.id: node for node in graph.nodes}
+    rows = [("stage", "on", "nodes", "", "compute", "bytes")]
+    for s, stage in enumerate(solution.stages):
+        mine = [nodes[id] for id in stage.nodes]
+        on = "host" if stage.on_host else f"{stage.replicas} device"
+        on += "s" * (stage.replicas > 1)
+        first, last = stage.nodes[0], stage.nodes[-1]
+        compute = sum((n.host or 0.0) if stage.on_host else n.seconds for n in mine)
+        rows.append(
+            (
+                str(s),
+                on,
+                str(len(mine)),
+                f"{first} .. {last}" if len(mine) > 1 else str(first),
+                f"{compute:.6g}",
+                size_text(sum(node.device_bytes for node in mine)),
+            )
+        )
+    proof = "optimal" if solution.optimal else f"at least {solution.bound:.9g}"
+    lines = [
+        _table(rows, left={1, 3}),
+        "",
+        f"{solution.solver}: {solution.objective:.9g} a stage ({proof}), found in {seconds:.3g} s",
+    ]
+    if solution.data_parallel is not None:
+        ratio = solution.data_parallel / solution.objective
+        lines.append(
+            f"data parallelism: {solution.data_parallel:.9g}, {ratio:.6g} times as long"
+        )
+    return "\n".join(lines)
 
 
 def _runs(names: Sequence[str]) -> str:
     """`Stem, BasicBlock x 2`."""
     runs = [(name, len(list(group))) for name, group in itertools.groupby(names)]
     return ", ".join(f"{name} x {n}" if n > 1 else name for name, n in runs)
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if num_bytes < 1024:
-            break
-        num_bytes, unit = num_bytes / 1024, {"B": "KiB", "KiB": "MiB"}.get(unit, "GiB")
-    return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
 
 
 def _table(rows: Sequence[Sequence[str]], left: set[int]) -> str:

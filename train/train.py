@@ -25,6 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -56,6 +57,19 @@ def loss_fn(outputs, batch):
     logits, labels = outputs.astype(jnp.float32), batch["labels"]
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     return losses.mean(), {"accuracy": (logits.argmax(axis=-1) == labels).mean()}
+
+
+def options_of_pipeline(config: TrainConfig, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+    """What `jpipe.Pipeline` takes beside the layers and the schedule."""
+    return {
+        "loss": loss_fn,
+        "optimizer": config.optimizer.transform(config.num_steps),
+        "mesh": mesh,
+        "has_aux": True,
+        "ties": config.model.ties() if hasattr(config.model, "ties") else (),
+        **config.pipeline.options_of_pipeline(),
+        **config.optimizer.options_of_pipeline(),
+    }
 
 
 def evaluate(
@@ -122,15 +136,7 @@ def main(argv: list[str]) -> int:
         prepare_cpu(schedule.num_devices * num_replicas)
         check_devices(schedule.num_devices, num_replicas)
         mesh = jpipe.make_mesh(stage=schedule.num_devices, data=num_replicas)
-        options = {
-            "loss": loss_fn,
-            "optimizer": config.optimizer.transform(config.num_steps),
-            "mesh": mesh,
-            "has_aux": True,
-            "ties": config.model.ties() if hasattr(config.model, "ties") else (),
-            **config.pipeline.options_of_pipeline(),
-            **config.optimizer.options_of_pipeline(),
-        }
+        options = options_of_pipeline(config, mesh)
         last = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
         partition = last.partition(batch)
         pipe = last

@@ -1,12 +1,14 @@
 """What planners read: a graph of layers with what each costs, and what they come back with."""
 
+import bisect
 import dataclasses
 import functools
 import heapq
+import itertools
 import json
-import math
 import os
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -31,6 +33,14 @@ class Node:
       colocation: nodes with the same one must share a device; None: free.
       is_backward: whether it belongs to the backward pass.
       on_device: whether a device can run it at all.
+
+    Raises:
+      ValueError: if a time or a size is negative or not finite, or a field of another type.
+
+    Example:
+      >>> layer = Node("dense", forward=0.25, backward=0.5, activation_bytes=(8.0, 4.0))
+      >>> layer.seconds, layer.output_bytes
+      (0.75, 12.0)
     """
 
     id: Id
@@ -47,11 +57,30 @@ class Node:
     on_device: bool = True
 
     def __post_init__(self):
+        if not isinstance(self.id, Id):
+            raise ValueError(f"`id` must be a string or an integer, got {self.id!r}.")
+        if not isinstance(self.colocation, Id | None):
+            raise ValueError(
+                f"`colocation` must be a string or an integer, got {self.colocation!r}."
+            )
+        if not isinstance(self.description, str):
+            raise ValueError(
+                f"`description` must be a string, got {self.description!r}."
+            )
+        for name in ("is_backward", "on_device"):
+            if getattr(self, name) not in (False, True):
+                raise ValueError(
+                    f"`{name}` must be true or false, got {getattr(self, name)!r}."
+                )
         for name in ("forward", "backward", "parameter_bytes"):
             _check_size(name, getattr(self, name))
         for name in ("memory_bytes", "transfer", "host"):
             if getattr(self, name) is not None:
                 _check_size(name, getattr(self, name))
+        if not isinstance(self.activation_bytes, tuple):
+            raise ValueError(
+                f"`activation_bytes` must be a tuple, one size an output, got {self.activation_bytes!r}."
+            )
         for size in self.activation_bytes:
             _check_size("activation_bytes", size)
 
@@ -74,7 +103,7 @@ class Node:
 
 
 def _check_size(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+    if not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
         raise ValueError(
             f"`{name}` must be a finite number, at least 0, got {value!r}: it is a time or a size."
         )
@@ -101,7 +130,12 @@ class Graph:
 
     Raises:
       ValueError: if two nodes have one id, an edge leads to itself or to no node or stands
-        twice, or there is a cycle.
+        twice, there is a cycle, or a count or the limit of memory can't be.
+
+    Example:
+      >>> fork = Graph((Node("a"), Node("b"), Node("c")), ((0, 2), (0, 1)))
+      >>> fork.successors[0], fork.topological_order
+      ((2, 1), (0, 1, 2))
     """
 
     nodes: tuple[Node, ...]
@@ -132,6 +166,14 @@ class Graph:
                 raise _Faulty("edge", e, f"the edge {name} {why}. Remove it.")
             seen.add((u, v))
         assert len(self.topological_order) == len(self.nodes)
+        for name in ("num_devices", "num_hosts"):
+            count = getattr(self, name)
+            if count is not None and (not isinstance(count, int) or count < 0):
+                raise ValueError(
+                    f"`{name}` must be a whole number, at least 0, got {count!r}."
+                )
+        if self.memory_limit is not None:
+            _check_size("memory_limit", self.memory_limit)
 
     @functools.cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
@@ -157,20 +199,24 @@ class Graph:
                 if not waits[v]:
                     heapq.heappush(free, v)
         if len(order) < len(self.nodes):
-            raise ValueError(
-                f"a graph must have no cycle, got {' -> '.join(self._cycle(waits))}. Remove one of its edges."
+            cycle = self._cycle(waits)
+            ids = " -> ".join(str(self.nodes[v].id) for v in cycle)
+            raise _Faulty(
+                "edge",
+                max(self.edges.index(edge) for edge in itertools.pairwise(cycle)),
+                f"a graph must have no cycle, got {ids}. Remove one of its edges.",
             )
         return tuple(order)
 
-    def _cycle(self, waits: Sequence[int]) -> list[str]:
-        """The ids around a cycle; every node that waits has a predecessor that does."""
+    def _cycle(self, waits: Sequence[int]) -> list[int]:
+        """Around a cycle; every node that waits has a predecessor that does."""
         v = next(v for v, count in enumerate(waits) if count)
-        path: list[int] = []
+        path: dict[int, None] = {}
         while v not in path:
-            path.append(v)
+            path[v] = None
             v = next(u for u in self.predecessors[v] if waits[u])
-        around = [v, *reversed(path[path.index(v) :])]
-        return [str(self.nodes[u].id) for u in around]
+        around = list(path)
+        return [v, *reversed(around[around.index(v) :])]
 
     def to_json(self) -> dict[str, Any]:
         """Our own form; what is left at its default is left out. See `from_json`."""
@@ -179,9 +225,10 @@ class Graph:
             "nodes": [_without_defaults(node) for node in self.nodes],
             "edges": [[self.nodes[u].id, self.nodes[v].id] for u, v in self.edges],
         }
-        for name in ("num_devices", "num_hosts", "memory_limit"):
-            if getattr(self, name):
-                content[name] = getattr(self, name)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in _LIMITS and value != field.default:
+                content[field.name] = value
         return content
 
     def save(self, path: str | os.PathLike) -> None:
@@ -200,6 +247,7 @@ class Graph:
 
 
 _FORMAT = "jpipe graph 1"
+_LIMITS = ("num_devices", "num_hosts", "memory_limit")
 
 
 def _neighbours(
@@ -225,8 +273,11 @@ def read_graph(path: str | os.PathLike, format: str = "jpipe") -> Graph:
     Args:
       path: of the file.
       format: "jpipe", what `Graph.save` writes; "pipedream", the text of PipeDream's
-        profiler, whose milliseconds become seconds; "placement", the JSON of the optimal
-        device-placement algorithms, whose unit of time is kept.
+        profiler, whose milliseconds become seconds, and whose stages are not kept;
+        "placement", the JSON of the optimal device-placement algorithms, whose unit of time
+        is kept.
+
+    Returns: The graph, its nodes and edges in the file's order.
 
     Raises:
       ValueError: with file and line, if something in it is wrong or of another format.
@@ -240,7 +291,7 @@ def read_graph(path: str | os.PathLike, format: str = "jpipe") -> Graph:
         raise ValueError(
             f"`format` must be one of {', '.join(READERS)}, got {format!r}."
         )
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:
         try:
             text = file.read()
         except UnicodeDecodeError as error:
@@ -262,9 +313,9 @@ def _graph(path, nodes, edges, **limits) -> Graph:
     position = {node.id: v for v, (_, node) in enumerate(nodes)}
     for line, *ends in edges:
         for end in ends:
-            if end not in position:
+            if not isinstance(end, Id) or end not in position:
                 raise ValueError(
-                    f"{path}:{line}: an edge names {end!r}, no node has it."
+                    f"{path}:{line}: an edge must join ids of nodes, got {end!r}. Correct it, or add the node."
                 )
     try:
         return Graph(
@@ -282,11 +333,11 @@ def _graph(path, nodes, edges, **limits) -> Graph:
 def _node(path: str, line: int, **fields) -> Node:
     try:
         return Node(**fields)
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path}:{line}: {error}") from None
 
 
-_NUMBER = r"[-+0-9.eE]+|nan|inf"
+_NUMBER = r"[-+]?(?:[0-9.]+(?:[eE][-+]?[0-9]+)?|nan|inf)"
 _PIPEDREAM = re.compile(
     rf"(?P<id>\S+) -- (?P<description>.*) -- forward_compute_time=(?P<forward>{_NUMBER}), "
     rf"backward_compute_time=(?P<backward>{_NUMBER}), activation_size=(?P<activation>{_NUMBER}|\[[^\]]*\]), "
@@ -296,7 +347,7 @@ _PIPEDREAM = re.compile(
 
 def _read_pipedream(path: str, text: str) -> Graph:
     nodes, edges = [], []
-    for line, content in enumerate(text.splitlines(), 1):
+    for line, content in enumerate(text.split("\n"), 1):
         if not content.strip():
             continue
         if content[0].isspace():
@@ -342,48 +393,73 @@ class _Record(dict):
     line = 0
 
 
+class _List(list):
+    """A JSON array that knows its line."""
+
+    line = 0
+
+
 class _Decoder(json.JSONDecoder):
-    """Its objects are `_Record`s."""
+    """Its objects are `_Record`s, its arrays `_List`s."""
 
-    def __init__(self):
+    def __init__(self, text: str):
         super().__init__()
+        ends = [match.start() for match in re.finditer("\n", text)]
 
-        def parse_object(text_and_end, *args):
-            text, end = text_and_end
-            value, after = json.decoder.JSONObject(text_and_end, *args)
-            record = _Record(value)
-            record.line = text.count("\n", 0, end) + 1
-            return record, after
+        def knowing(parse, kind):
+            def parse_with_line(text_and_start, *args):
+                value, after = parse(text_and_start, *args)
+                value = kind(value)
+                value.line = bisect.bisect(ends, text_and_start[1] - 1) + 1
+                return value, after
 
-        self.parse_object = parse_object
+            return parse_with_line
+
+        self.parse_object = knowing(json.decoder.JSONObject, _Record)
+        self.parse_array = knowing(json.decoder.JSONArray, _List)
         self.scan_once = json.scanner.py_make_scanner(self)
 
 
-def _read_json(path: str, text: str) -> tuple[_Record, list[_Record], list]:
+def _read_json(path: str, text: str) -> tuple[_Record, list[_Record], _List]:
     """The whole, its nodes, its edges."""
     try:
-        content = _Decoder().decode(text)
+        content = _Decoder(text).decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{error.lineno}: not JSON: {error.msg}.") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise ValueError(f"{path}: {error}.") from None
     except RecursionError:
         raise ValueError(f"{path}: not a graph: nested too deeply.") from None
     for key in ("nodes", "edges"):
-        if not isinstance(content, _Record) or not isinstance(content.get(key), list):
+        if not isinstance(content, _Record) or not isinstance(content.get(key), _List):
             raise ValueError(
                 f"{path}:1: a graph must be an object with a list `{key}`. Is this the format you named?"
             )
-    for node in content["nodes"]:
+    nodes, edges = content["nodes"], content["edges"]
+    for n, node in enumerate(nodes):
         if not isinstance(node, _Record):
-            raise ValueError(f"{path}: a node must be an object, got {node!r}.")
-    return content, content["nodes"], content["edges"]
+            raise ValueError(
+                f"{path}:{nodes.line}: node {n} in the list must be an object, got {node!r}."
+            )
+    return content, nodes, edges
 
 
-def _get(path: str, record: _Record, key: str, kind: type | tuple = (int, float)):
+def _get(path: str, record: _Record, key: str, kind: Any = int | float):
     """A field that must be there."""
     if not isinstance(record.get(key), kind):
-        got = record.get(key, "nothing")
-        raise ValueError(f"{path}:{record.line}: `{key}` is missing or wrong: {got!r}.")
+        got = repr(record[key]) if key in record else "nothing"
+        raise ValueError(
+            f"{path}:{record.line}: `{key}` must be {_NAMES[kind]}, got {got}."
+        )
     return record[key]
+
+
+_NAMES = {
+    int | float: "a number",
+    int: "a whole number",
+    Id: "a string or an integer",
+    _List: "a list",
+}
 
 
 def _read_placement(path: str, text: str) -> Graph:
@@ -391,9 +467,11 @@ def _read_placement(path: str, text: str) -> Graph:
     moving: dict[Id, float] = {}  # node -> what moving its output takes
     size: dict[Id, float] = {}
     edges: dict[tuple[Id, Id], int] = {}
-    for edge in edge_records:
+    for n, edge in enumerate(edge_records):
         if not isinstance(edge, _Record):
-            raise ValueError(f"{path}: an edge must be an object, got {edge!r}.")
+            raise ValueError(
+                f"{path}:{edge_records.line}: edge {n} in the list must be an object, got {edge!r}."
+            )
         source, destination = (_get(path, edge, key, Id) for key in _ENDS)
         cost = _get(path, edge, "cost")
         if moving.setdefault(source, cost) != cost:
@@ -429,8 +507,8 @@ def _read_placement(path: str, text: str) -> Graph:
         path,
         nodes,
         [(line, *ends) for ends, line in edges.items()],
-        num_devices=int(_get(path, content, "maxFPGAs")),
-        num_hosts=int(_get(path, content, "maxCPUs")),
+        num_devices=_get(path, content, "maxFPGAs", int),
+        num_hosts=_get(path, content, "maxCPUs", int),
         memory_limit=_get(path, content, "maxSizePerFPGA"),
     )
 
@@ -444,33 +522,33 @@ def _read_jpipe(path: str, text: str) -> Graph:
         raise ValueError(
             f"{path}:1: `format` must be {_FORMAT!r}, got {content.get('format')!r}. Is this the format you named?"
         )
-    for edge in edges:
-        if not isinstance(edge, list) or len(edge) != 2:
-            raise ValueError(f"{path}: an edge must be two ids, got {edge!r}.")
+    for n, edge in enumerate(edges):
+        if not isinstance(edge, _List) or len(edge) != 2:
+            raise ValueError(
+                f"{path}:{getattr(edge, 'line', edges.line)}: edge {n} in the list must be two ids, got {edge!r}."
+            )
     nodes = []
     for record in records:
+        _get(path, record, "id", Id)
+        for key in record:
+            if key not in _FIELDS:
+                raise ValueError(
+                    f"{path}:{record.line}: a node has no field {key!r}. There are {', '.join(_FIELDS)}."
+                )
         fields: dict[str, Any] = dict(record)
         if "activation_bytes" in fields:
-            fields["activation_bytes"] = tuple(
-                _get(path, record, "activation_bytes", list)
-            )
-        _get(path, record, "id", Id)
+            sizes = _get(path, record, "activation_bytes", _List)
+            fields["activation_bytes"] = tuple(sizes)
         nodes.append((record.line, _node(path, record.line, **fields)))
     return _graph(
         path,
         nodes,
-        [(_line_of(text, edge), *edge) for edge in edges],
-        **{
-            key: content[key]
-            for key in ("num_devices", "num_hosts", "memory_limit")
-            if key in content
-        },
+        [(edge.line, *edge) for edge in edges],
+        **{key: content[key] for key in _LIMITS if key in content},
     )
 
 
-def _line_of(text: str, edge: list) -> int:
-    """Of an edge in a file of ours, which has one a line."""
-    return text.count("\n", 0, max(text.find(json.dumps(edge)), 0)) + 1
+_FIELDS = tuple(field.name for field in dataclasses.fields(Node))
 
 
 READERS = {

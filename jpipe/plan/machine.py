@@ -1,0 +1,149 @@
+"""Where a plan runs: devices, their memory, what moving bytes between them takes, and the cores they share."""
+
+import dataclasses
+import math
+import statistics
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jpipe.layers import InitApply
+from jpipe.pipeline import Pipeline, make_mesh
+from jpipe.schedules import gpipe
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Equal servers of equal devices.
+
+    Attributes:
+      num_devices: of all servers, counted from the first server on.
+      memory_limit: bytes of one device.
+      bandwidth: bytes a second between two devices, in one server and in two.
+      latency: seconds of a message of no size.
+      devices_per_server: how many share the fast links; None: all.
+      tick: seconds of a tick beside its operations and messages.
+      step: seconds of a step beside its ticks.
+      num_cores: that all devices share, as devices faked on CPU do; None: each is its own.
+      cores_per_device: how many of them one device can use at once.
+
+    Raises:
+      ValueError: if a number is not above 0, or a time is below it.
+    """
+
+    num_devices: int
+    memory_limit: float = math.inf
+    bandwidth: tuple[float, float] = (math.inf, math.inf)
+    latency: float = 0.0
+    devices_per_server: int | None = None
+    tick: float = 0.0
+    step: float = 0.0
+    num_cores: float | None = None
+    cores_per_device: float = 1.0
+
+    def __post_init__(self):
+        positive = {
+            "num_devices": self.num_devices,
+            "memory_limit": self.memory_limit,
+            "bandwidth": min(self.bandwidth),
+            "devices_per_server": self.server_size,
+            "num_cores": self.num_cores or 1.0,
+            "cores_per_device": self.cores_per_device,
+        }
+        for name, value in positive.items():
+            if not value > 0:
+                raise ValueError(
+                    f"`{name}` must be above 0, got {getattr(self, name)}: nothing would run."
+                )
+        for name in ("latency", "tick", "step"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(
+                    f"`{name}` must be a number of seconds, at least 0, got {getattr(self, name)}."
+                )
+
+    @property
+    def server_size(self) -> int:
+        """How many devices share fast links."""
+        if self.devices_per_server is None:
+            return self.num_devices
+        return self.devices_per_server
+
+    def message_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
+        """What a message takes between two devices; or a ring of several, for one of its turns.
+
+        Args:
+          num_bytes: that each sends.
+          devices: their numbers; the slowest link between neighbours counts.
+        """
+        servers = {d // self.server_size for d in devices}
+        return self.latency + num_bytes / self.bandwidth[len(servers) > 1]
+
+    def reduce_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
+        """What it takes to add up `num_bytes` over devices, in a ring: 2 (n - 1) turns of 1 / n of the bytes."""
+        n = len(devices)
+        if n == 1:
+            return 0.0
+        return 2 * (n - 1) * self.message_seconds(num_bytes / n, devices)
+
+
+def measure_machine(
+    num_devices: int,
+    *,
+    memory_limit: float = math.inf,
+    num_cores: float | None = None,
+    message_bytes: int = 2**20,
+) -> Machine:
+    """The machine that JAX runs on: what ticks and messages take in a pipeline that hardly computes.
+
+    Args:
+      num_devices: the first of `jax.devices()`, at least 1.
+      memory_limit, num_cores: of the result.
+      message_bytes: of the larger of the two messages timed.
+
+    Raises:
+      ValueError: if there are fewer devices.
+    """
+    few, many = 4, 36  # microbatches
+    small = [_step_seconds(num_devices, n, 1) for n in (few, many)]
+    tick = max(small[1] - small[0], 0.0) / (2 * (many - few))
+    step = max(small[0] - 2 * (few + num_devices - 1) * tick, 0.0)
+    bandwidth = math.inf
+    if num_devices > 1:
+        size = message_bytes // 4
+        large = [_step_seconds(num_devices, n, size) for n in (few, many)]
+        message = (large[1] - large[0]) / (2 * (many - few)) - tick
+        bandwidth = message_bytes / message if message > 0 else math.inf
+    return Machine(
+        num_devices,
+        memory_limit,
+        (bandwidth, bandwidth),
+        tick=tick,
+        step=step,
+        num_cores=num_cores,
+    )
+
+
+def _step_seconds(num_stages: int, num_microbatches: int, size: int) -> float:
+    """The median of GPipe steps whose stages multiply `[1, size]` by a number."""
+    layer = InitApply(
+        lambda key, x: {"scale": jnp.ones(())}, lambda own, x: x * own["scale"]
+    )
+    pipe = Pipeline(
+        [layer] * num_stages,
+        loss=lambda outputs, batch: outputs.mean(),
+        optimizer=optax.sgd(0.0),
+        schedule=gpipe(num_stages, num_microbatches),
+        mesh=make_mesh(stage=num_stages),
+    )
+    batch = {"inputs": jnp.ones((num_microbatches, size))}
+    state = pipe.init(jax.random.key(0), batch)
+    seconds = []
+    for _ in range(12):
+        start = time.perf_counter()
+        state, metrics = pipe.step(state, batch)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])

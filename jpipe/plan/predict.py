@@ -1,0 +1,212 @@
+"""What a plan takes before it runs: seconds and bytes of a table, for a profiled model cut at boundaries."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from jpipe.lower import STASHES, lower
+from jpipe.packing import Leaf, Packing
+from jpipe.pipeline import Memory
+from jpipe.plan.machine import Machine
+from jpipe.plan.profile import LayerProfile, Profile
+from jpipe.schedule import Schedule
+from jpipe.simulate import Costs, Timing, simulate
+from jpipe.stages import check_boundaries, group
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prediction:
+    """What one training step takes.
+
+    Attributes:
+      seconds: of a step, which trains on one minibatch.
+      timing: of the table: seconds that each device computes, sends and is idle.
+      memory: bytes of each device.
+      delay: the most updates by which the weights that a gradient is of are behind those it
+        is applied to.
+    """
+
+    seconds: float
+    timing: Timing
+    memory: Memory
+    delay: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of each device."""
+        return sum(self.memory) - self.memory.padding
+
+
+def predict(
+    schedule: Schedule,
+    profile: Profile,
+    boundaries: Sequence[int],
+    machine: Machine,
+    num_replicas: int = 1,
+) -> Prediction:
+    """Prices a table in lockstep, for one microbatch of the profile in each of its cells.
+
+    A tick lasts as long as its busiest device, or as all its work on the cores that devices
+    share; then its messages travel. The replicas of a stage add up their gradients in a ring
+    before its update.
+
+    Args:
+      schedule: a legal table that trains.
+      profile: of the layers; a replica's minibatch is `num_microbatches` of its microbatches.
+      boundaries: the layer at which each stage after the first begins.
+      machine: where it runs; the devices of a replica are neighbours.
+      num_replicas: of the pipeline.
+
+    Returns:
+      A `Prediction`. Its bytes are those of `Pipeline.memory`, but for the temporaries, which
+      are taken from the layer that needs most and the messages. It knows nothing of weights
+      that layers share, of `forward_params`, `backward_params`, or of other mesh axes.
+
+    Raises:
+      ValueError: if the boundaries do not fit, the machine has too few devices, or the
+        profile lacks what the table runs.
+    """
+    needed = schedule.num_devices * num_replicas
+    if needed > machine.num_devices:
+        raise ValueError(
+            f"`machine` must have at least {needed} devices, {num_replicas} for each of {schedule.num_devices}, got "
+            f"{machine.num_devices}. Use fewer stages or replicas."
+        )
+    S = schedule.num_stages
+    starts = check_boundaries(list(boundaries), len(profile.layers), S)
+    costs = stage_costs(schedule, profile, starts, machine, num_replicas)
+    timing = simulate(schedule, costs)
+    return Prediction(
+        seconds=timing.makespan + machine.step,
+        timing=timing,
+        memory=predict_memory(schedule, profile, starts, num_replicas),
+        delay=int(schedule.facts().forward_delay.max()),
+    )
+
+
+def stage_costs(
+    schedule: Schedule,
+    profile: Profile,
+    starts: Sequence[int],
+    machine: Machine,
+    num_replicas: int = 1,
+) -> Costs:
+    """The costs of each stage, as `simulate` takes them.
+
+    Args:
+      schedule: for the devices of its stages, and whether it splits backwards.
+      profile, machine, num_replicas: as of `predict`.
+      starts: first layer of each stage, and the number of layers at the end.
+    """
+    split = schedule.splits_backward
+
+    def total(operation: str) -> list[float]:
+        seconds = profile.seconds(operation)
+        return [sum(seconds[i:j]) for i, j in itertools.pairwise(starts)]
+
+    device_of_stage = dict(zip(schedule.stage.tolist(), schedule.device.tolist()))
+    D = schedule.num_devices
+    transfer, update = [], total("update")
+    for s, (start, stop) in enumerate(itertools.pairwise(starts)):
+        d = device_of_stage[s]
+        pair = d, device_of_stage.get(s + 1, d)
+        num_bytes = sum(profile.layers[stop - 1].activation_bytes[:1])
+        transfer.append(machine.message_seconds(num_bytes, pair))
+        weights = sum(layer.parameter_bytes for layer in profile.layers[start:stop])
+        ring = [d + r * D for r in range(num_replicas)]
+        update[s] += machine.reduce_seconds(weights, ring)
+    cores = machine.num_cores
+    return Costs(
+        forward=total("forward"),
+        backward=total("input_grad") if split else 0.0,
+        weight_grad=total("weight_grad") if split else 0.0,
+        fused_backward=0.0 if split else total("backward"),
+        transfer=transfer,
+        update=update,
+        tick=machine.tick,
+        num_cores=None if cores is None else cores / num_replicas,
+        cores_per_device=machine.cores_per_device,
+    )
+
+
+def predict_memory(
+    schedule: Schedule,
+    profile: Profile,
+    starts: Sequence[int],
+    num_replicas: int = 1,
+) -> Memory:
+    """Bytes that every device holds.
+
+    Args:
+      schedule, profile, num_replicas: as of `predict`.
+      starts: first layer of each stage, and the number of layers at the end.
+    """
+    layers, S = profile.layers, schedule.num_stages
+    kinds = [(one.kind, one.stash, one.pop) for one in layers]
+    groups = group(kinds, starts)
+    layer_of_kind = dict(zip(kinds, layers))
+    last = groups.program_of_stage[-1]
+
+    def packed(name: str) -> Packing:
+        """As the stages' leaves of one name are packed, in the engine as here."""
+        owners = [
+            [
+                Leaf(aval, n)
+                for kind, n in zip(signature, groups.longest[p])
+                for aval in layer_of_kind[kind].avals(name)
+            ]
+            for p, signature in enumerate(groups.signatures)
+        ]
+        if name == "input_stash":
+            owners[last] += [Leaf(a) for a in profile.loss.avals(name)]
+        return Packing.of(owners)
+
+    def messages(name: str) -> Packing:
+        ends = [layers[stop - 1].avals(name) for stop in starts[1:-1]]
+        alike = len({tuple(map(str, leaves)) for leaves in ends}) <= 1
+        return Packing.of(
+            [[Leaf(a) for a in leaves] for leaves in ends], 0.5 if alike else math.inf
+        )
+
+    lowered = lower(schedule, recompute=profile.recompute == "full")
+    R, V = lowered.num_chunks, lowered.num_versions
+    weights, optimizer = (
+        packed("parameters").num_bytes,
+        packed("optimizer_state").num_bytes,
+    )
+    slots = lowered.num_slots
+    rings = sum(slots[ring] * packed(ring).num_bytes for ring in STASHES if slots[ring])
+    down, up = messages("activations").num_bytes, messages("gradients").num_bytes
+    # An inbox has a slot for what nobody reads; what is sent and what has arrived lie beside it.
+    in_flight = sum(
+        (slots[inbox] + 1 + lowered.operations[operation].num_lanes) * size
+        for inbox, operation, size in (
+            ("activation", "forward", down),
+            ("gradient", "backward", up),
+        )
+        if slots[inbox]
+    )
+    in_flight += len(lowered.channels) * max(down, up)
+    batches = lowered.num_batches * schedule.num_microbatches * profile.microbatch_bytes
+    activations = rings + in_flight + packed("state").num_bytes * R
+    if lowered.num_batches > 1:
+        activations += batches
+    used = sum(layer.weight_bytes for layer in layers)
+    used += (V - 1) * sum(layer.parameter_bytes for layer in layers)
+    held = R * (V * weights + weights + optimizer)
+    return Memory(
+        weights=R * V * weights,
+        optimizer=R * optimizer,
+        gradients=R * weights,
+        activations=activations,
+        batch=schedule.num_microbatches * profile.microbatch_bytes,
+        temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss))
+        + 2 * max(down, up),
+        padding=max(held - used // schedule.num_devices, 0),
+    )
+
+
+def _temporary_bytes(layer: LayerProfile) -> int:
+    """What a layer's operations need beside what is kept: its own temporaries, and its gradients before they are added."""
+    return layer.temporary_bytes + layer.parameter_bytes + sum(layer.activation_bytes)

@@ -1,0 +1,157 @@
+"""Choices among plans, against a search written out again and cases whose winner is plain."""
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+from profiles import profile_of, timed
+
+import jpipe
+from jpipe.plan import Machine, choose, predict
+from jpipe.plan.choose import size_text
+
+PROFILE = timed(
+    profile_of("mlp"),
+    forward=1.0,
+    forward_and_stash=1.0,
+    backward=2.0,
+    input_grad=1.0,
+    weight_grad=1.0,
+)
+FOUR = Machine(4)
+
+
+def chosen(profile=PROFILE, machine=FOUR, batch_size=16, **options):
+    return choose(profile, machine, batch_size, **options)
+
+
+def of(candidates, **fields):
+    return [
+        c
+        for c in candidates
+        if all(getattr(c, name) == value for name, value in fields.items())
+    ]
+
+
+def test_every_candidate_is_what_it_says():
+    """Tables can be built, use up the minibatch and the devices, and are priced alike."""
+    found = chosen(asynchronous=True)
+    for c in found:
+        assert c.num_microbatches * c.num_replicas * c.microbatch_size == 16
+        assert c.num_devices <= 4 and len(c.boundaries) == c.num_stages - 1
+        table = c.table()
+        assert (table.name, table.num_stages) == (c.schedule, c.num_stages)
+        profile = dataclasses.replace(PROFILE, recompute=c.recompute)
+        again = predict(table, profile, c.boundaries, FOUR, c.num_replicas)
+        assert again.seconds == c.prediction.seconds
+    key = [
+        (c.schedule, str(c.options), c.num_stages, c.num_replicas, c.recompute)
+        for c in found
+    ]
+    assert len(set(key)) == len(key)
+    names = {c.schedule for c in found}
+    assert names == set(jpipe.schedules.names()) - {"forward_only"}
+    assert {c.num_stages for c in found} == {1, 2, 3, 4, 6}
+
+
+def test_they_are_ranked():
+    found = chosen(asynchronous=True)
+    seconds = [c.prediction.seconds for c in found]
+    assert seconds == sorted(seconds)
+    assert found[0].why == "" and all(c.why for c in found[1:])
+
+
+def test_asynchronous_ones_only_if_allowed():
+    assert all(c.table().synchronous for c in chosen())
+    assert not chosen(asynchronous=True)[0].table().synchronous
+    assert max(c.prediction.delay for c in chosen()) == 0
+
+
+def test_free_links_make_replicas_best():
+    """Six equal layers on four devices leave one idle; four replicas do not."""
+    best = chosen()[0]
+    assert (best.num_stages, best.num_replicas) == (1, 4)
+    np.testing.assert_allclose(best.prediction.seconds, 6 * 3 * 2)
+
+
+def test_slow_links_make_stages_best():
+    """Gradients of all weights are more than activations of 2 samples."""
+    slow = Machine(2, bandwidth=(30.0, 30.0))
+    best, *others = chosen(machine=slow)
+    assert (best.num_stages, best.num_replicas) == (2, 1)
+    (replicas,) = of(others, num_replicas=2, recompute="none")
+    assert "its devices compute for" in replicas.why and " x the time" in replicas.why
+
+
+def test_a_memory_limit_is_kept():
+    found = chosen()
+    sizes = sorted({c.prediction.num_bytes for c in found})
+    limit = sizes[len(sizes) // 3]
+    kept = chosen(machine=Machine(4, memory_limit=limit))
+    fitting = [c for c in kept if c.fits]
+    assert fitting == kept[: len(fitting)] and 0 < len(fitting) < len(kept)
+    assert all(c.prediction.num_bytes <= limit for c in fitting)
+    assert all(
+        f"the limit is {size_text(limit)}" in c.why for c in kept[len(fitting) :]
+    )
+    best = min(c.prediction.seconds for c in found if c.prediction.num_bytes <= limit)
+    assert kept[0].prediction.seconds == best
+
+
+def test_nothing_fits():
+    found = chosen(machine=Machine(4, memory_limit=10.0))
+    assert not found[0].fits
+    assert found[0].prediction.num_bytes == min(c.prediction.num_bytes for c in found)
+
+
+def test_stages_with_fewer_bytes_where_the_fastest_cut_does_not_fit():
+    """The first layer takes all the time and two of the last three all the weights."""
+    slow, one, two, *heavy, last = PROFILE.layers
+    slow = dataclasses.replace(slow, forward_and_stash=jpipe.plan.Seconds(100.0))
+    large = tuple(
+        jax.ShapeDtypeStruct((100, *a.shape), a.dtype) for a in heavy[0].parameters
+    )
+    heavy = [dataclasses.replace(h, kind=99, parameters=large) for h in heavy]
+    profile = dataclasses.replace(PROFILE, layers=(slow, one, two, *heavy, last))
+    free = of(chosen(profile, Machine(2)), schedule="gpipe", num_stages=2)[0]
+    assert free.boundaries == (1,)
+    limit = 0.8 * free.prediction.num_bytes
+    tight = chosen(profile, Machine(2, memory_limit=limit))
+    (found,) = of(tight, schedule="gpipe", num_stages=2, recompute="none")
+    assert found.boundaries == (4,) and found.fits
+
+
+def test_several_sizes_of_microbatch():
+    """A larger microbatch that takes no longer wins; sizes that do not divide are left out."""
+    large = timed(
+        profile_of("mlp", 4), forward_and_stash=1.0, backward=2.0, input_grad=1.0
+    )
+    odd = timed(profile_of("mlp", 3))
+    found = chosen([PROFILE, large, odd], Machine(1))
+    assert [(c.microbatch_size, c.num_microbatches) for c in found if not c.why] == [
+        (4, 4)
+    ]
+    assert {c.microbatch_size for c in found} == {2, 4}
+
+
+def test_reasons():
+    _, again = chosen(machine=Machine(1))
+    assert again.recompute == "full"
+    assert "compute for 1.92e+05 ms, not 1.44e+05 (it runs forwards again)" in again.why
+    found = chosen(machine=Machine(2, bandwidth=(1e2, 1e2), latency=1.0, tick=0.5))
+    waits = [c for c in found if "wait for" in c.why]
+    assert waits and all("bubble" in c.why for c in waits)
+    total = chosen(machine=Machine(2, memory_limit=1000.0))[-1]
+    assert total.why.startswith(
+        f"needs {size_text(total.prediction.num_bytes)} a device"
+    )
+
+
+def test_wrong_input():
+    with pytest.raises(ValueError, match=r"sizes profiled, \[2\], none fits.* of 7"):
+        chosen(batch_size=7)
+    with pytest.raises(ValueError, match="Did you mean 'gpipe'"):
+        chosen(schedule_names=["gpip"])
+    assert math.isinf(Machine(1).memory_limit)

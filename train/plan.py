@@ -1,0 +1,453 @@
+"""Plans how to train a model, or where to cut a graph that somebody has profiled.
+
+    python train/plan.py --config configs/quickstart.py --devices 4
+    python train/plan.py --config configs/gpt_1f1b.py --devices 2 --memory 2GiB --save configs/planned.py
+    python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --devices 4 --bandwidth 1e9
+    python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --hierarchy 4x4 --bandwidths 1e10,1.25e9
+    python train/plan.py --graph bert.json --format placement --solver ideals --json
+
+With `--config`, measures every kind of layer, prices every schedule, number of stages and
+replicas and size of microbatch, and prints the best plans, why the others lost, and a
+picture of the winner. `--save` writes a configuration that `train/train.py` runs as it is.
+Options of the configuration can be changed as `--config.section.field=value`. Profiles
+are kept in `--profiles`, and measured again only if something has changed.
+
+With `--graph`, runs one solver: `pipedream`, `ideals`, `linearised`, `ip`, `min-max` or
+`block`. Sizes and bandwidths may have units: 2GiB, 500MB, 1.25e9. The exit code is 0, or
+2 if an option or a file is wrong or nothing fits.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from train import flags
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{prefix}{binary}B": (1024 if binary else 1000) ** power
+    for power, prefix in enumerate("KMGT", 1)
+    for binary in ("", "i")
+}
+
+
+def size(text: str) -> float:
+    """A number of bytes, with or without a unit.
+
+    Example:
+      >>> size("2GiB"), size("1.25e9"), size("500 MB")
+      (2147483648.0, 1250000000.0, 500000000.0)
+    """
+    match = re.fullmatch(r"([0-9.]+(?:[eE][-+]?\d+)?)\s*([KMGT]?i?B?)", text.strip())
+    try:
+        number, unit = float(match[1]), match[2]
+        factor = _UNITS[unit if unit.endswith("B") or not unit else f"{unit}B"]
+    except (TypeError, KeyError, ValueError):
+        raise argparse.ArgumentTypeError(
+            f"must be bytes such as 2GiB, 500MB or 1.25e9, got {text!r}."
+        ) from None
+    if not 0 < number * factor < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}.")
+    return number * factor
+
+
+def sizes(text: str) -> tuple[float, ...]:
+    """Sizes, with commas between."""
+    return tuple(size(one) for one in text.split(","))
+
+
+def count(text: str) -> int:
+    """A whole number, at least 1."""
+    if not (text.isdecimal() and int(text) >= 1):
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at least 1, got {text!r}."
+        )
+    return int(text)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Whole numbers, with commas or an x between."""
+    return tuple(count(one) for one in re.split("[x,]", text))
+
+
+SOLVERS = ("pipedream", "ideals", "linearised", "ip", "min-max", "block")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="plan.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    result.add_argument("--devices", type=count, help="how many there are")
+    result.add_argument("--memory", type=size, help="of each device, such as 2GiB")
+    result.add_argument("--json", action="store_true", help="the result as JSON")
+    model = result.add_argument_group("a model")
+    model.add_argument("--config", help="a configuration; see train/train.py")
+    model.add_argument("--save", metavar="FILE", help="writes the best plan as one")
+    model.add_argument(
+        "--microbatches", type=counts, help="the numbers of them to try, as 4,8,16"
+    )
+    model.add_argument(
+        "--asynchronous", action="store_true", help="allows delayed gradients"
+    )
+    model.add_argument(
+        "--profiles", default="profiles", metavar="DIR", help="where they are kept"
+    )
+    model.add_argument(
+        "--cores", type=count, help="that devices faked on CPU share; by default all"
+    )
+    model.add_argument("--top", type=count, default=10, help="how many plans to print")
+    graph = result.add_argument_group("a graph")
+    graph.add_argument("--graph", metavar="FILE")
+    graph.add_argument("--format", choices=("jpipe", "pipedream", "placement"))
+    graph.add_argument("--solver", choices=SOLVERS)
+    graph.add_argument("--bandwidth", type=size, help="bytes a second")
+    graph.add_argument("--hierarchy", type=counts, help="as 4x4, the inner level first")
+    graph.add_argument("--bandwidths", type=sizes, help="of its levels, as 1e10,1.25e9")
+    graph.add_argument(
+        "--cost-model", choices=("pipedream-repo", "sosp19"), help="of `pipedream`"
+    )
+    graph.add_argument(
+        "--straight", action="store_true", help="no replicas; `pipedream`"
+    )
+    graph.add_argument("--hosts", type=count, help="processors of the host")
+    graph.add_argument(
+        "--non-contiguous", action="store_true", help="stages may be split up; `ip`"
+    )
+    graph.add_argument("--time-limit", type=float, help="seconds; `ip`")
+    return result
+
+
+def main(argv: list[str]) -> int:
+    overrides = [word for word in argv if word.startswith("--config.")]
+    rest = [word for word in argv if not word.startswith("--config.")]
+    if not argv:
+        parser().print_help()
+        return 0
+    args = parser().parse_args(rest)
+    try:
+        if (args.config is None) == (args.graph is None):
+            raise ValueError(
+                "name either a configuration, `--config configs/quickstart.py --devices 4`, or a graph, `--graph FILE "
+                "--format pipedream --solver pipedream --devices 4 --bandwidth 1e9`. `--help` shows more."
+            )
+        if args.graph is not None:
+            if overrides:
+                raise ValueError(f"`{overrides[0]}` is an option of a configuration.")
+            return plan_graph(args)
+        return plan_model(args, ["--config", args.config, *overrides])
+    except (ValueError, OSError) as error:
+        print(f"plan.py: {error}", file=sys.stderr)
+        return 2
+
+
+# -- A graph
+
+
+def plan_graph(args: argparse.Namespace) -> int:
+    """Runs one solver."""
+    from jpipe.plan import read_graph
+    from train import report
+
+    if args.solver is None:
+        raise ValueError(f"`--graph` needs a `--solver`: {', '.join(SOLVERS)}.")
+    graph = read_graph(args.graph, args.format or "jpipe")
+    start = time.perf_counter()
+    solution = solve(graph, args)
+    seconds = time.perf_counter() - start
+    if args.json:
+        content = {
+            "solver": args.solver,
+            "objective": solution.objective,
+            "stages": [
+                {"nodes": list(stage.nodes), "replicas": stage.replicas}
+                | ({"on_host": True} if stage.on_host else {})
+                for stage in solution.stages
+            ],
+            "optimal": solution.optimal,
+            "bound": solution.bound,
+            "data_parallel": solution.data_parallel,
+            "solver_seconds": seconds,
+        }
+        print(json.dumps(content))
+    else:
+        print(report.solution(solution, graph, seconds))
+    return 0
+
+
+def solve(graph, args: argparse.Namespace):
+    """What the solver that is asked for finds."""
+    from jpipe import plan
+
+    devices = args.devices or graph.num_devices
+    if args.hierarchy is not None and args.devices not in (
+        None,
+        math.prod(args.hierarchy),
+    ):
+        raise ValueError(
+            f"`--hierarchy` has {math.prod(args.hierarchy)} devices, `--devices` says {args.devices}. Leave one out."
+        )
+    if devices is None and args.hierarchy is None:
+        raise ValueError(
+            "the graph does not say for how many devices: add `--devices N`."
+        )
+    only = {
+        "hierarchy": ("pipedream",),
+        "bandwidths": ("pipedream",),
+        "cost_model": ("pipedream",),
+        "straight": ("pipedream",),
+        "hosts": ("ideals", "linearised", "ip"),
+        "memory": ("pipedream", "ideals", "linearised", "ip"),
+        "bandwidth": ("pipedream", "ideals", "linearised", "ip"),
+        "non_contiguous": ("ip",),
+        "time_limit": ("ip",),
+    }
+    for name, solvers in only.items():
+        if getattr(args, name) and args.solver not in solvers:
+            raise ValueError(
+                f"`--{name.replace('_', '-')}` is of {', '.join(solvers)}, not of {args.solver}. Leave it out."
+            )
+    if args.solver == "pipedream":
+        levels, bandwidths = args.hierarchy or (devices,), args.bandwidths
+        if bandwidths is None and args.bandwidth is not None:
+            bandwidths = (args.bandwidth,) * len(levels)
+        if bandwidths is None:
+            raise ValueError(
+                "`pipedream` needs `--bandwidth BYTES_PER_S`, or one for each level: `--bandwidths 1e10,1.25e9`."
+            )
+        return plan.pipedream(
+            graph,
+            levels,
+            bandwidths,
+            memory_limit=args.memory,
+            cost_model=args.cost_model or "pipedream-repo",
+            straight=args.straight,
+        )
+    if args.solver in ("min-max", "block"):
+        return plan.split_chain(graph, devices, args.solver)
+    options = dict(
+        num_hosts=args.hosts, memory_limit=args.memory, bandwidth=args.bandwidth
+    )
+    if args.solver == "ip":
+        if args.time_limit is not None:
+            options["time_limit"] = args.time_limit
+        return plan.throughput_ip(
+            graph, devices, contiguous=not args.non_contiguous, **options
+        )
+    find = plan.ideals if args.solver == "ideals" else plan.linearised
+    return find(graph, devices, **options)
+
+
+# -- A model
+
+
+def plan_model(args: argparse.Namespace, words: list[str]) -> int:
+    """Profiles a model, prices every plan, prints the best and saves it."""
+    if args.devices is None:
+        raise ValueError("how many devices are there? Add `--devices N`.")
+    if args.save is not None and not args.save.endswith(".py"):
+        raise ValueError(f"`--save` is a Python file (.py), got `{args.save}`.")
+    core = os.environ.get(_CORE)
+    if core is not None:  # before JAX starts its threads
+        os.sched_setaffinity(0, {int(core)})
+
+    from jpipe import draw, plan
+    from train import report
+    from train.config import TrainConfig
+    from train.devices import prepare_cpu
+
+    name, config = flags.parse(words, TrainConfig)
+    numbers = args.microbatches or _numbers_of_microbatches(config, args.devices)
+    for number in numbers:
+        if config.batch_size % number:
+            raise ValueError(
+                f"`--microbatches` must divide the batch size, {config.batch_size}, got {number}."
+            )
+    prepare_cpu(args.devices)
+    profiles, fakes = _profiles(name, config, numbers, args, words)
+    if core is not None:
+        return 0
+    cores = args.cores or _num_cores()
+    machine = plan.measure_machine(
+        args.devices,
+        memory_limit=args.memory or math.inf,
+        num_cores=cores if fakes else None,
+    )
+    found = plan.choose(
+        profiles, machine, config.batch_size, asynchronous=args.asynchronous
+    )
+    best = found[0]
+    if args.json:
+        print(json.dumps([report.plan_record(c) for c in found]))
+    else:
+        print(report.profile(profiles[0]), end="\n\n")
+        print(report.machine(machine), end="\n\n")
+        print(report.plans(found[: args.top], config.batch_size), end="\n\n")
+    if not best.fits:
+        raise ValueError(f"no plan fits: the smallest {best.why}.")
+    if not args.json:
+        print(draw.text(best.table(), color=sys.stdout.isatty()))
+    if args.save is not None:
+        planned = _planned(config, best)
+        text = _file_of(planned, best)
+        pathlib.Path(args.save).write_text(text, encoding="utf-8")
+        assert flags.load(args.save, TrainConfig) == planned
+        if not args.json:
+            print(f"saved: python train/train.py --config {args.save}")
+    return 0
+
+
+_CORE = "JPIPE_PLAN_CORE"  # tells a process to profile on this core alone
+
+
+def _numbers_of_microbatches(config, devices: int) -> list[int]:
+    """Those to try if none are named: about 1, 2, 4 and 8 a device, and the configuration's own."""
+    pipeline = config.pipeline
+    wanted = {devices * n for n in (1, 2, 4, 8)}
+    wanted.add(pipeline.num_microbatches * pipeline.data)
+    fitting = [n for n in sorted(wanted) if config.batch_size % n == 0]
+    if not fitting:
+        raise ValueError(
+            f"no number of microbatches of {sorted(wanted)} divides the batch size, {config.batch_size}. Name others: "
+            "`--microbatches 5,10`."
+        )
+    return fitting
+
+
+def _profiles(name: str, config, numbers, args, words) -> tuple[list, bool]:
+    """The profiles, and whether the devices are faked on CPU.
+
+    Devices faked on CPU share its cores. A layer is then measured on one core, in a process
+    of its own, while other processes do the same on the other cores, as in training.
+    """
+    import jax
+
+    import jpipe
+    from train.data import shuffled
+    from train.train import options_of_pipeline
+
+    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
+    folder = pathlib.Path(args.profiles)
+    folder.mkdir(parents=True, exist_ok=True)
+    caches = [folder / f"{name}-{config.batch_size // n}.json" for n in numbers]
+    fakes = jax.default_backend() == "cpu"
+    core = os.environ.get(_CORE)
+    if fakes and core is None and hasattr(os, "sched_setaffinity"):
+        _measure_on_every_core(args, words)
+        return [jpipe.plan.Profile.load(path) for path in caches], fakes
+    schedule = jpipe.schedules.gpipe(1, 1)
+    mesh = jpipe.make_mesh(stage=1)
+    options = options_of_pipeline(config, mesh) | {"boundaries": None}
+    pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
+    profiles = [
+        pipe.profile(batch, num_microbatches=n, cache=path)
+        for n, path in zip(numbers, caches)
+    ]
+    return profiles, fakes
+
+
+def _measure_on_every_core(args: argparse.Namespace, words: list[str]) -> None:
+    """Profiles in one process a core; the first one's measurements are kept."""
+    command = [sys.executable, __file__, *words, "--devices", str(args.devices)]
+    if args.microbatches:
+        command += ["--microbatches", ",".join(map(str, args.microbatches))]
+    cores = sorted(os.sched_getaffinity(0))[: args.devices]
+    with tempfile.TemporaryDirectory() as scratch:
+        processes = [
+            subprocess.Popen(
+                [*command, "--profiles", f"{scratch}/{i}" if i else args.profiles],
+                env=os.environ | {_CORE: str(core)},
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL if i else None,
+            )
+            for i, core in enumerate(cores)
+        ]
+        try:
+            code = processes[0].wait()
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    if code:
+        raise ValueError("the layers could not be measured, as said above.")
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _planned(config, best):
+    """The configuration that runs a plan."""
+    pipeline = dataclasses.replace(
+        config.pipeline,
+        schedule=best.schedule,
+        schedule_file=None,
+        num_stages=best.num_stages,
+        num_microbatches=best.num_microbatches,
+        options=best.options,
+        data=best.num_replicas,
+        boundaries=best.boundaries or None,
+        recompute=best.recompute,
+        synchronous_steps=0
+        if best.table().synchronous
+        else config.pipeline.synchronous_steps,
+    )
+    return dataclasses.replace(config, pipeline=pipeline)
+
+
+def _file_of(config, best) -> str:
+    """A configuration as a Python file."""
+    command = f"python train/plan.py {shlex.join(sys.argv[1:])}"
+    classes: dict[str, set[str]] = {}
+
+    def code(value, indent: str = "    ") -> str:
+        if not dataclasses.is_dataclass(value):
+            return repr(value)
+        kind, inner = type(value), indent + "    "
+        classes.setdefault(kind.__module__, set()).add(kind.__name__)
+        fields = [
+            f"{field.name}={code(getattr(value, field.name), inner)}"
+            for field in dataclasses.fields(value)
+            if getattr(value, field.name) != _default(field)
+        ]
+        one_line = f"{kind.__name__}({', '.join(fields)})"
+        if len(indent + one_line) < 80 and "\n" not in one_line:
+            return one_line
+        lines = "".join(f"{inner}{field},\n" for field in fields)
+        return f"{kind.__name__}(\n{lines}{indent})"
+
+    body = code(config)
+    imports = "\n".join(
+        f"from {module} import {', '.join(sorted(names))}"
+        for module, names in sorted(classes.items())
+    )
+    milliseconds = best.prediction.seconds * 1e3
+    return (
+        f'"""{best.label}, {best.num_stages} stages: {milliseconds:.3g} ms a step, as predicted.\n\n'
+        f'    {command}\n"""\n\n{imports}\n\n\ndef get_config() -> TrainConfig:\n    return {body}\n'
+    )
+
+
+def _default(field: dataclasses.Field):
+    """What a field is if it is not given."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
