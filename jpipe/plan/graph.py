@@ -310,19 +310,19 @@ def _graph(path, nodes, edges, **limits) -> Graph:
     """
     if not nodes:
         raise ValueError(f"{path}: there is no node. Is this the format you named?")
-    position = {node.id: v for v, (_, node) in enumerate(nodes)}
-    for line, *ends in edges:
-        for end in ends:
-            if not isinstance(end, Id) or end not in position:
-                raise ValueError(
-                    f"{path}:{line}: an edge must join ids of nodes, got {end!r}. Correct it, or add the node."
-                )
     try:
-        return Graph(
-            tuple(node for _, node in nodes),
-            tuple((position[u], position[v]) for _, u, v in edges),
-            **limits,
-        )
+        graph = Graph(tuple(node for _, node in nodes), (), **limits)
+        position = {node.id: v for v, node in enumerate(graph.nodes)}
+        for e, (_, *ends) in enumerate(edges):
+            for end in ends:
+                if not isinstance(end, Id) or end not in position:
+                    raise _Faulty(
+                        "edge",
+                        e,
+                        f"an edge must join ids of nodes, got {end!r}. Correct it, or add the node.",
+                    )
+        joined = tuple((position[u], position[v]) for _, u, v in edges)
+        return dataclasses.replace(graph, edges=joined)
     except _Faulty as error:
         line = (nodes if error.kind == "node" else edges)[error.item][0]
         raise ValueError(f"{path}:{line}: {error}") from None

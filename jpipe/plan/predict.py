@@ -142,7 +142,7 @@ def predict_memory(
       schedule, profile, num_replicas: as of `predict`.
       starts: first layer of each stage, and the number of layers at the end.
     """
-    layers, S = profile.layers, schedule.num_stages
+    layers = profile.layers
     kinds = [(one.kind, one.stash, one.pop) for one in layers]
     groups = group(kinds, starts)
     layer_of_kind = dict(zip(kinds, layers))
