@@ -436,7 +436,6 @@ class _Repo(_Costs):
         beside = np.zeros_like(before)
         for u, after in enumerate(successors):
             beside[:, u] = before[:, u] & ~before[:, after].all(axis=1)
-        np.fill_diagonal(beside, False)
         for v in range(num_nodes):
             handed_on[beside[v]] |= found.antichain[v]
         return handed_on

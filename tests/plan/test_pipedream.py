@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jpipe.plan.graph import Graph, Node, read_graph
+from jpipe.plan.min_max import min_max
 from jpipe.plan.pipedream import pipedream
 from jpipe.plan.states import states
 
@@ -365,6 +366,25 @@ def test_families(monkeypatch, shape, cost_model):
     assert plan((8, 1), (1e9, 1.0)).objective == flat.objective
     monkeypatch.setattr(module, "_COARSE", 10**9)  # without a bound
     assert plan((4, 2), (1e10, 1e9)).objective == deep.objective
+
+
+def test_pipelines_inside_of_servers_and_replicas_of_those(monkeypatch):
+    """Each of two servers takes a minibatch that lasts twice as long as the objective."""
+    nodes = tuple(
+        Node(v, forward=1.0 + v % 7, activation_bytes=(1e11,), parameter_bytes=5e8)
+        for v in range(300)
+    )
+    graph = Graph(nodes, tuple(itertools.pairwise(range(300))))
+    machine = (4, 2), (1e9, 1e9)
+    solution = pipedream(graph, *machine)
+    assert [stage.replicas for stage in solution.stages] == [2, 2, 2, 2]
+    costs = [node.seconds for node in nodes]
+    starts = [0, *min_max(costs, 4), 300]
+    slowest = max(sum(costs[i:j]) for i, j in itertools.pairwise(starts))
+    reduced = 4 * 1 * (300 * 5e8) / (1e9 * 2) / 4
+    assert solution.objective == (slowest + reduced) / 2
+    monkeypatch.setattr(module, "_COARSE", 10**9)
+    assert pipedream(graph, *machine) == solution
 
 
 @pytest.mark.parametrize(
