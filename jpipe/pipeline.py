@@ -342,11 +342,16 @@ class Pipeline:
         return self.recompute
 
     def _measure(
-        self, traced: Traced, microbatch: Any, programs: Sequence[str], **options
+        self,
+        traced: Traced,
+        microbatch: Any,
+        programs: Sequence[str],
+        devices: Sequence[jax.Device] | None = None,
+        **options,
     ) -> Profile:
-        mine = [
-            d for d in self.mesh.devices.flat if d.process_index == jax.process_index()
-        ]
+        if devices is None:
+            here = jax.process_index()
+            devices = [d for d in self.mesh.devices.flat if d.process_index == here][:1]
         return profile(
             traced,
             self.optimizer,
@@ -354,7 +359,7 @@ class Pipeline:
             recompute=self._recompute_name,
             compute_dtype=self.compute_dtype,
             programs=programs,
-            device=mine[0],
+            devices=devices,
             **options,
         )
 
@@ -852,8 +857,9 @@ class Pipeline:
         num_microbatches: int | None = None,
         programs: Sequence[str] = PROGRAMS,
         min_seconds: float = 0.1,
+        devices: Sequence[jax.Device] | None = None,
     ) -> Profile:
-        """Measures what each layer takes for one microbatch, on the mesh's first device: see `jpipe.plan.profile`.
+        """Measures what each layer takes for one microbatch: see `jpipe.plan.profile`.
 
         Args:
           batch: a minibatch; the layers run on its first rows. Of abstract arrays the shapes alone are used.
@@ -861,6 +867,7 @@ class Pipeline:
           num_microbatches: how many microbatches the minibatch makes; None: those of the schedule.
           programs: what to measure, of `jpipe.plan.profile.PROGRAMS`.
           min_seconds: how long each program is measured for, at the least.
+          devices: where, all at once, as they share memory and cores in training; None: the mesh's first alone.
 
         Returns: A `jpipe.plan.profile.Profile`.
 
@@ -884,7 +891,12 @@ class Pipeline:
 
         rows = jax.tree.map(first_rows, dict(batch), microbatch)
         return self._measure(
-            traced, rows, programs, min_seconds=min_seconds, cache=cache
+            traced,
+            rows,
+            programs,
+            devices,
+            min_seconds=min_seconds,
+            cache=cache,
         )
 
     def memory(self, batch: Any) -> Memory:

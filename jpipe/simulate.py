@@ -97,6 +97,8 @@ class Timing:
         Those of an asynchronous table are of a later round, counted from its start.
       end: the same for when each ends.
       num_processors: how many devices' work could be done at once: D, or fewer cores.
+      communicating: the part of the makespan in which all devices wait for a tick's messages;
+        0 unless in lockstep.
     """
 
     makespan: float
@@ -106,6 +108,7 @@ class Timing:
     start: dict[str, np.ndarray]
     end: dict[str, np.ndarray]
     num_processors: float
+    communicating: float = 0.0
 
     @property
     def idle(self) -> np.ndarray:
@@ -238,7 +241,8 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         stretch = np.divide(shared, work.max(axis=1), where=work.any(axis=1), out=alone)
     else:
         stretch = np.ones(T)
-    tick_length = work.max(axis=1) * stretch + transfer + costs.tick * sends
+    transfer += costs.tick * sends
+    tick_length = work.max(axis=1) * stretch + transfer
     tick_start = np.concatenate([[0.0], np.cumsum(tick_length)])
     makespan = tick_start[-1]
     start, end = {}, {}
@@ -247,7 +251,8 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         within = np.take_along_axis(begins[kind], t, axis=0) * stretch[t]
         start[kind] = rounds * makespan + tick_start[t] + within
         end[kind] = start[kind] + length[kind] * stretch[t]
-    return _timing(schedule, length, costs, makespan, start, end)
+    timing = _timing(schedule, length, costs, makespan, start, end)
+    return dataclasses.replace(timing, communicating=float(transfer.sum()))
 
 
 def _leaves(schedule: Schedule, kind: str) -> np.ndarray:

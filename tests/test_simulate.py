@@ -161,6 +161,7 @@ def test_messages_of_unlike_size():
     for mode in MODES:
         timing = simulate(gpipe(3, 1), costs, mode)
         assert timing.makespan == 9 + 2 * (0.5 + 2.0)
+        assert timing.communicating == (5.0 if mode == "lockstep" else 0.0)
         np.testing.assert_array_equal(timing.transfer, [0.5, 2.0 + 0.5, 2.0])
 
 

@@ -25,9 +25,7 @@ import os
 import pathlib
 import re
 import shlex
-import subprocess
 import sys
-import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -259,14 +257,12 @@ def plan_model(args: argparse.Namespace, words: list[str]) -> int:
         raise ValueError("how many devices are there? Add `--devices N`.")
     if args.save is not None and not args.save.endswith(".py"):
         raise ValueError(f"`--save` is a Python file (.py), got `{args.save}`.")
-    core = os.environ.get(_CORE)
-    if core is not None:  # before JAX starts its threads
-        os.sched_setaffinity(0, {int(core)})
+    import jax
 
     from jpipe import draw, plan
     from train import report
     from train.config import TrainConfig
-    from train.devices import prepare_cpu
+    from train.devices import check_devices, prepare_cpu
 
     name, config = flags.parse(words, TrainConfig)
     numbers = args.microbatches or _numbers_of_microbatches(config, args.devices)
@@ -276,9 +272,9 @@ def plan_model(args: argparse.Namespace, words: list[str]) -> int:
                 f"`--microbatches` must divide the batch size, {config.batch_size}, got {number}."
             )
     prepare_cpu(args.devices)
-    profiles, fakes = _profiles(name, config, numbers, args, words)
-    if core is not None:
-        return 0
+    check_devices(args.devices)
+    profiles = _profiles(name, config, numbers, args)
+    fakes = jax.default_backend() == "cpu"  # which share its cores
     cores = args.cores or _num_cores()
     machine = plan.measure_machine(
         args.devices,
@@ -309,9 +305,6 @@ def plan_model(args: argparse.Namespace, words: list[str]) -> int:
     return 0
 
 
-_CORE = "JPIPE_PLAN_CORE"  # tells a process to profile on this core alone
-
-
 def _numbers_of_microbatches(config, devices: int) -> list[int]:
     """Those to try if none are named: about 1, 2, 4 and 8 a device, and the configuration's own."""
     pipeline = config.pipeline
@@ -326,12 +319,8 @@ def _numbers_of_microbatches(config, devices: int) -> list[int]:
     return fitting
 
 
-def _profiles(name: str, config, numbers, args, words) -> tuple[list, bool]:
-    """The profiles, and whether the devices are faked on CPU.
-
-    Devices faked on CPU share its cores. A layer is then measured on one core, in a process
-    of its own, while other processes do the same on the other cores, as in training.
-    """
+def _profiles(name: str, config, numbers, args) -> list:
+    """A profile for each number of microbatches, measured on all devices at once."""
     import jax
 
     import jpipe
@@ -341,47 +330,19 @@ def _profiles(name: str, config, numbers, args, words) -> tuple[list, bool]:
     batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
     folder = pathlib.Path(args.profiles)
     folder.mkdir(parents=True, exist_ok=True)
-    caches = [folder / f"{name}-{config.batch_size // n}.json" for n in numbers]
-    fakes = jax.default_backend() == "cpu"
-    core = os.environ.get(_CORE)
-    if fakes and core is None and hasattr(os, "sched_setaffinity"):
-        _measure_on_every_core(args, words)
-        return [jpipe.plan.Profile.load(path) for path in caches], fakes
-    schedule = jpipe.schedules.gpipe(1, 1)
     mesh = jpipe.make_mesh(stage=1)
     options = options_of_pipeline(config, mesh) | {"boundaries": None}
+    schedule = jpipe.schedules.gpipe(1, 1)
     pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
-    profiles = [
-        pipe.profile(batch, num_microbatches=n, cache=path)
-        for n, path in zip(numbers, caches)
+    return [
+        pipe.profile(
+            batch,
+            num_microbatches=n,
+            devices=jax.devices()[: args.devices],
+            cache=folder / f"{name}-{config.batch_size // n}-on-{args.devices}.json",
+        )
+        for n in numbers
     ]
-    return profiles, fakes
-
-
-def _measure_on_every_core(args: argparse.Namespace, words: list[str]) -> None:
-    """Profiles in one process a core; the first one's measurements are kept."""
-    command = [sys.executable, __file__, *words, "--devices", str(args.devices)]
-    if args.microbatches:
-        command += ["--microbatches", ",".join(map(str, args.microbatches))]
-    cores = sorted(os.sched_getaffinity(0))[: args.devices]
-    with tempfile.TemporaryDirectory() as scratch:
-        processes = [
-            subprocess.Popen(
-                [*command, "--profiles", f"{scratch}/{i}" if i else args.profiles],
-                env=os.environ | {_CORE: str(core)},
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL if i else None,
-            )
-            for i, core in enumerate(cores)
-        ]
-        try:
-            code = processes[0].wait()
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
-    if code:
-        raise ValueError("the layers could not be measured, as said above.")
 
 
 def _num_cores() -> int:

@@ -86,9 +86,9 @@ def profile(profile: Profile) -> str:
                 size_text(layer.stash_bytes),
             )
         )
-    cores = f", {profile.num_cores} core" + "s" * (profile.num_cores > 1)
+    where = f"{profile.num_devices} x {profile.device_kind} at once, {profile.num_cores} cores"
     return (
-        f"profile of a microbatch of {profile.microbatch_size} ({profile.device_kind}{cores}):\n"
+        f"profile of a microbatch of {profile.microbatch_size} ({where}):\n"
         + _table(rows, left={1})
     )
 

@@ -236,13 +236,12 @@ def _why(c: Candidate, best: Candidate, memory_limit: float) -> str:
         """Seconds of a step, by what for; together all of it."""
         timing, machine_time = c.prediction.timing, c.prediction.seconds
         work = timing.busy.sum() / timing.num_processors
-        ticks = float(timing.transfer.max())
-        idle = timing.makespan - work - ticks
+        idle = timing.makespan - work - timing.communicating
         return {
             "its devices compute for": work,
-            "its messages take": ticks,
+            "its messages and ticks take": timing.communicating,
             "its devices wait for": idle,
-            "steps and ticks take": machine_time - timing.makespan,
+            "beside its ticks it takes": machine_time - timing.makespan,
         }
 
     ours, theirs = parts_of(c), parts_of(best)

@@ -101,9 +101,13 @@ def stage_costs(
     """
     split = schedule.splits_backward
 
+    # On fewer cores than devices, each device had its share of one while it was measured.
+    cores = machine.num_cores
+    share = 1.0 if cores is None else min(cores / profile.num_devices, 1.0)
+
     def total(operation: str) -> list[float]:
         seconds = profile.seconds(operation)
-        return [sum(seconds[i:j]) for i, j in itertools.pairwise(starts)]
+        return [share * sum(seconds[i:j]) for i, j in itertools.pairwise(starts)]
 
     device_of_stage = dict(zip(schedule.stage.tolist(), schedule.device.tolist()))
     D = schedule.num_devices
@@ -116,7 +120,6 @@ def stage_costs(
         weights = sum(layer.parameter_bytes for layer in profile.layers[start:stop])
         ring = [d + r * D for r in range(num_replicas)]
         update[s] += machine.reduce_seconds(weights, ring)
-    cores = machine.num_cores
     return Costs(
         forward=total("forward"),
         backward=total("input_grad") if split else 0.0,
@@ -201,12 +204,16 @@ def predict_memory(
         gradients=R * weights,
         activations=activations,
         batch=schedule.num_microbatches * profile.microbatch_bytes,
-        temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss))
-        + 2 * max(down, up),
+        temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss)),
         padding=max(held - used // schedule.num_devices, 0),
     )
 
 
 def _temporary_bytes(layer: LayerProfile) -> int:
-    """What a layer's operations need beside what is kept: its own temporaries, and its gradients before they are added."""
-    return layer.temporary_bytes + layer.parameter_bytes + sum(layer.activation_bytes)
+    """What a layer's operations need beside what is kept.
+
+    An update reads weights, gradients and optimizer state, and makes the movement and all that is new but the
+    gradients.
+    """
+    update = 2 * (2 * layer.parameter_bytes + layer.optimizer_bytes)
+    return max(layer.temporary_bytes, update)

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import packing
 from jpipe.backward import Equations, LayerProgram, is_inexact
@@ -188,7 +189,8 @@ class Profile:
       loss: the loss, which the last stage computes.
       microbatch: shapes and dtypes of a microbatch; microbatch_size: its leading axis; microbatch_bytes: its bytes.
       recompute: "none", "full" or the name of a policy; compute_dtype: of the pipeline, or None.
-      device_kind: what it was measured on; num_cores: of the host, those that the process could run on.
+      device_kind: what it was measured on; num_devices: how many at once; num_cores: of the host, those that the process
+        could run on.
       jax_version: that compiled it.
       model: hash of what is computed; optimizer: hash of the updates.
     """
@@ -201,6 +203,7 @@ class Profile:
     recompute: str
     compute_dtype: str | None
     device_kind: str
+    num_devices: int
     num_cores: int
     jax_version: str
     model: str
@@ -404,19 +407,18 @@ def profile(
     compute_dtype: Any = None,
     programs: Sequence[str] = PROGRAMS,
     min_seconds: float = 0.1,
-    device: jax.Device | None = None,
+    devices: Sequence[jax.Device] | None = None,
     cache: str | os.PathLike | None = None,
 ) -> Profile:
-    """Measures layers, the loss and the optimizer on one device. `Pipeline.profile` calls it.
+    """Measures layers, the loss and the optimizer. `Pipeline.profile` calls it.
 
     Each program of each kind of layer is compiled, run to warm up, and then called until `min_seconds` have passed, at
     least 5 times. A call runs as many microbatches as take a hundredth of a second. Layers run on what the layers before
     them make of `microbatch`, with freshly initialised weights.
 
-    XLA shares a layer's work on a CPU out over all cores that the process may use when JAX starts. Where several
-    devices share a machine's cores, a layer has fewer: to measure it on one, pin the process to one core
-    (`taskset -c 0`, or `os.sched_setaffinity(0, {0})` before JAX is imported). `Profile.num_cores` says on how many it
-    was measured.
+    On several devices all of them run the same at the same time, so that what they share is measured as they share it:
+    memory, and on devices faked on CPU the cores, which XLA's threads work on for all devices. `Profile.num_devices` says
+    on how many it was measured, `Profile.num_cores` how many cores there were.
 
     Weights that a mesh splits over automatic axes are measured whole.
 
@@ -428,9 +430,9 @@ def profile(
         the record.
       programs: what to measure, of `PROGRAMS`; bytes are always counted. Seconds of others are None.
       min_seconds: how long each program is measured for, at the least.
-      device: where; None is JAX's default device.
+      devices: where, all at once; None is JAX's first device alone.
       cache: a file. If it is there and holds the same layers, measured by the same version of JAX on the same kind of
-        device and as many cores, it is read instead; else it is written, with a warning if it was there.
+        devices and as many of them and of cores, it is read instead; else it is written, with a warning if it was there.
 
     Returns: The `Profile`.
 
@@ -447,7 +449,7 @@ def profile(
             raise ValueError(
                 f"`programs` must be of {', '.join(map(repr, PROGRAMS))}, got {name!r}."
             )
-    device = jax.local_devices()[0] if device is None else device
+    devices = jax.local_devices()[:1] if devices is None else list(devices)
     updates, update_of_layer = _trace_updates(traced, optimizer)
     made_with = dict(
         microbatch=shapes_text(microbatch),
@@ -455,7 +457,8 @@ def profile(
         microbatch_bytes=_bytes(jax.tree.leaves(microbatch)),
         recompute=recompute,
         compute_dtype=None if compute_dtype is None else np.dtype(compute_dtype).name,
-        device_kind=device.device_kind,
+        device_kind=devices[0].device_kind,
+        num_devices=len(devices),
         num_cores=_num_cores(),
         jax_version=jax.__version__,
         model=_hash(_model_texts(traced)),
@@ -468,9 +471,9 @@ def profile(
             return dataclasses.replace(found, recompute=recompute)
         warnings.warn(f"{os.fspath(cache)}: {why}. Profiling again.", stacklevel=4)
     wanted = [name for name in PROGRAMS if name in programs]
-    with jax.default_device(device), _Progress() as progress:
+    with jax.default_device(devices[0]), _Progress() as progress:
         of_kind, of_loss, of_update = _measure(
-            traced, microbatch, updates, wanted, min_seconds, device.platform, progress
+            traced, microbatch, updates, wanted, min_seconds, devices, progress
         )
     layers = tuple(
         _record(
@@ -536,7 +539,7 @@ def _outputs(kind: LayerProgram, leaves: Sequence | None = None) -> tuple:
 
 
 def _measure(
-    traced, microbatch, updates, wanted, min_seconds, platform, progress
+    traced, microbatch, updates, wanted, min_seconds, devices, progress
 ) -> tuple:
     """For each kind of layer, for the loss, and for each update: what was measured of its programs."""
     of_kind: list[dict] = [{} for _ in traced.kinds]
@@ -549,7 +552,7 @@ def _measure(
         progress.total += len(traced.kinds) + 1
         kind_of_layer = traced.kind_of_layer
         key = jax.random.key(0)
-        initialise = shared_jit(platform)
+        initialise = shared_jit(devices[0].platform)
         x, live, loops = _values(microbatch["inputs"]), {}, {}
         for i, (layer, k) in enumerate(zip(traced.layers, kind_of_layer)):
             args = jax.tree.leaves((x, [live.pop(name) for name in layer.pop]))
@@ -560,20 +563,20 @@ def _measure(
                     fresh = initialise(layer.init, jax.random.fold_in(key, i))
                 weights, state = map(jax.tree.leaves, fresh)
                 extra = [jnp.zeros(a.shape, a.dtype) for a in traced.kinds[k].extra[:1]]
-                loops[k] = _Loops(traced.kinds[k], weights, state)
+                loops[k] = _Loops(traced.kinds[k], devices, weights, state)
                 of_kind[k] = loops[k].measure(of_layers, args, extra, min_seconds)
             x, *kept = _outputs(traced.kinds[k], loops[k].outputs(args, extra))
             live |= dict(zip(layer.stash, kept, strict=True))
             if k not in kind_of_layer[i + 1 :]:
                 del loops[k]
         progress("loss")
-        of_loss = _Loops(traced.loss).measure(
+        of_loss = _Loops(traced.loss, devices).measure(
             of_layers, jax.tree.leaves(x), _values(microbatch), min_seconds
         )
     if "update" in wanted:
         for u, update in enumerate(updates):
             progress(f"update {u} of {len(updates)}")
-            of_update[u] = {"update": _measure_update(update, min_seconds)}
+            of_update[u] = {"update": _measure_update(update, devices, min_seconds)}
     return of_kind, of_loss, of_update
 
 
@@ -608,9 +611,13 @@ class _Loops:
     """A kind of layer: its programs, each as a loop over microbatches, and the arrays that they read."""
 
     def __init__(
-        self, kind: LayerProgram, weights: Sequence = (), state: Sequence = ()
+        self,
+        kind: LayerProgram,
+        devices: Sequence[jax.Device],
+        weights: Sequence = (),
+        state: Sequence = (),
     ):
-        self.kind = kind
+        self.kind, self.devices = kind, devices
         leaves = {n: [kind.stash[j] for j in getattr(kind, n)] for n in _STASHES}
         leaves |= {"parameters": weights, "state": state, "crossing": kind.crossing}
         self.packs = {n: Packing.of([map(Leaf, own)]) for n, own in leaves.items()}
@@ -638,7 +645,7 @@ class _Loops:
         def run(name: str, **carry) -> dict:
             """What the loop of a program leaves; measured, if that is wanted."""
             reads = {n: held[n] for n in _READS[name]}
-            loop = _Loop(getattr(self, f"_{name}"), reads, carry)
+            loop = _Loop(getattr(self, f"_{name}"), reads, carry, self.devices)
             carry = loop(reads, carry)
             if name in programs:
                 found[name], carry = loop.timed(reads, carry, min_seconds)
@@ -760,8 +767,16 @@ class _Loop:
     of its table. As there, the body is a branch, out of which nothing that would be the same each time is moved.
     """
 
-    def __init__(self, body: Callable, reads: dict, carry: dict):
-        self._rows = jnp.zeros(_SLOTS, jnp.int32)
+    def __init__(
+        self,
+        body: Callable,
+        reads: dict,
+        carry: dict,
+        devices: Sequence[jax.Device],
+    ):
+        mesh = Mesh(np.asarray(devices), "devices")
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self._rows = np.zeros(_SLOTS, np.int32)
 
         def run(times, rows, reads, carry):
             def once(i, carry):
@@ -775,11 +790,23 @@ class _Loop:
 
             return lax.fori_loop(0, times, once, carry)
 
-        jitted = jax.jit(run, donate_argnums=3)
-        self._run = jitted.lower(np.int32(1), self._rows, reads, carry).compile()
+        each = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        jitted = jax.jit(each, donate_argnums=3)
+        self._run = jitted.lower(*self._arguments(1, reads, carry)).compile()
+
+    def _arguments(self, times: int, reads: dict, carry: dict) -> tuple:
+        return jax.device_put(
+            (np.int32(times), self._rows, reads, carry), self._everywhere
+        )
 
     def __call__(self, reads: dict, carry: dict, times: int = _SLOTS) -> dict:
-        carry = self._run(np.int32(times), self._rows, reads, carry)
+        carry = self._run(*self._arguments(times, reads, carry))
         return jax.block_until_ready(carry)
 
     def timed(self, reads: dict, carry: dict, min_seconds: float) -> tuple:
@@ -870,7 +897,9 @@ def _trace_updates(traced: Traced, optimizer) -> tuple[list[_Update], list[int]]
     return list(found.values()), of_layer
 
 
-def _measure_update(update: _Update, min_seconds: float) -> _Measured:
+def _measure_update(
+    update: _Update, devices: Sequence[jax.Device], min_seconds: float
+) -> _Measured:
     if not update.parameters:
         return _Measured()
     pack, state = (
@@ -908,7 +937,7 @@ def _measure_update(update: _Update, min_seconds: float) -> _Measured:
         "gradients": _packed(pack, weights, 1),
         "state": _packed(state, _zeros(update.state), 1),
     }
-    loop = _Loop(body, {}, carry)
+    loop = _Loop(body, {}, carry, devices)
     return loop.timed({}, loop({}, carry), min_seconds)[0]
 
 
