@@ -813,10 +813,12 @@ class _Loop:
         """What a turn takes, and the carry. The loop must have run once."""
 
         def call(carry, times: int):
+            given = jax.block_until_ready(self._arguments(times, reads, carry))
             start = time.perf_counter()
-            carry = self(reads, carry, times)
+            carry = jax.block_until_ready(self._run(*given))
             return (time.perf_counter() - start) / times, carry
 
+        *_, reads, carry = self._arguments(1, reads, carry)
         once, carry = call(carry, 1)
         times = max(math.ceil(min(_CALL_SECONDS, min_seconds / _FEWEST) / once), 1)
         seconds: list[float] = []
