@@ -1,5 +1,6 @@
 """The best contiguous split against all splits, and against published answers."""
 
+import importlib
 import math
 import os
 import pathlib
@@ -20,6 +21,9 @@ from jpipe.plan import placement
 from jpipe.plan.graph import Graph, Node, read_graph
 from jpipe.plan.ideals import ideals
 from jpipe.plan.linearised import linearised
+
+# The package's attribute of this name is the function.
+module = importlib.import_module("jpipe.plan.ideals")
 
 
 @pytest.mark.parametrize("first", range(0, 600, 50))
@@ -68,9 +72,9 @@ def test_merging_changes_nothing(merged, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(placement, "_ENDS", 3)
             patch.setattr(placement, "_STARTS", 5)
-            patch.setattr("jpipe.plan.ideals.best_along_order", lambda problem: None)
+            patch.setattr(module, "best_along_order", lambda problem: None)
             if not merged:
-                patch.setattr("jpipe.plan.ideals.merge", lambda problem, **_: problem)
+                patch.setattr(module, "merge", lambda problem, **_: problem)
             plain = ideals(graph)
         np.testing.assert_allclose(plain.objective, expected.objective, rtol=1e-12)
         check(graph, plain)
@@ -171,7 +175,7 @@ def test_too_many_ideals_are_not_tried():
 
 
 def test_too_many_pairs_are_not_tried(monkeypatch):
-    monkeypatch.setattr("jpipe.plan.ideals._MAX_PAIRS", 10)
+    monkeypatch.setattr(module, "_MAX_PAIRS", 10)
     with pytest.raises(ValueError, match=r"closed sets have .* Use `linearised`"):
         ideals(wide(8), 2)
 
@@ -196,7 +200,7 @@ def test_memory_binds_and_there_are_too_many_ideals(monkeypatch):
             raise placement.TooLarge("too many")
         return merge(problem, **memory)
 
-    monkeypatch.setattr("jpipe.plan.ideals.merge", merge_unless_exact)
+    monkeypatch.setattr(module, "merge", merge_unless_exact)
     not_proved = 0
     for seed in range(600):
         graph = random_graph(np.random.default_rng(seed), most_nodes=5)
