@@ -104,4 +104,4 @@ bc.report(
     compile_s=round(compile_seconds, 2),
     jax=jax.__version__,
 )
-assert np.isfinite(losses).all()
+assert np.isfinite(losses).all(), "the loss stopped being finite"

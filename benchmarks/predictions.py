@@ -125,6 +125,7 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 4.8))
     colours = dict(zip(MODELS, ("#1f6fb4", "#c0743a", "#2a9d6f")))
@@ -157,6 +158,10 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
                 edgecolor=colours[r["model"]],
             )
         axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
+        for side in (axis.xaxis, axis.yaxis):
+            side.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            side.set_major_formatter("{x:g}")
+            side.set_minor_formatter(NullFormatter())
         axis.set_xlabel(f"predicted {what}")
         axis.set_ylabel(f"measured {what}")
         axis.spines[["top", "right"]].set_visible(False)

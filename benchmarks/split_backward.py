@@ -1,7 +1,6 @@
 """What splitting the backward costs, and what the shapes that need it save.
 
-    python benchmarks/split_backward.py              # layers measured here
-    python benchmarks/split_backward.py --tpu        # cycles that the TPU compiler estimates; needs requirements-tpu.txt
+    python benchmarks/split_backward.py
 
 A schedule in paired ticks, and GPipe, run a layer's whole backward at once; unit ticks and the zero-bubble schedules run the
 input gradient and the weight gradient apart, which may repeat work or pass more through memory. For each model the
@@ -11,13 +10,13 @@ costs nothing, by that of 1F1B in paired ticks, and *both* the same with the cos
 
 import argparse
 import dataclasses
-import importlib.util
 import pathlib
 import sys
 
 HERE = pathlib.Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 
+PARTS = "forward_and_stash", "backward", "input_grad", "weight_grad"
 SCHEDULES = {
     "gpipe": ("gpipe", {}),
     "one_f_one_b": ("one_f_one_b", {"ticks": "paired"}),
@@ -80,35 +79,9 @@ def measured() -> dict[str, Layer]:
             schedule=jpipe.schedules.gpipe(1, 1),
         )
         batch = {"inputs": jax.ShapeDtypeStruct((8, *shape), dtype)}
-        layer = pipe.profile(batch, min_seconds=1.0).layers[2]
-        found[name] = Layer(
-            *(
-                getattr(layer, part).median
-                for part in (
-                    "forward_and_stash",
-                    "backward",
-                    "input_grad",
-                    "weight_grad",
-                )
-            )
-        )
+        layer = pipe.profile(batch, programs=PARTS, min_seconds=0.2).layers[2]
+        found[name] = Layer(*(getattr(layer, part).median for part in PARTS))
     return found
-
-
-def estimated() -> dict[str, Layer]:
-    """Two transformer blocks of `compile_tpu.py`, by the cycles in the TPU compiler's schedule."""
-    spec = importlib.util.spec_from_file_location(
-        "compile_tpu", HERE / "compile_tpu.py"
-    )
-    tpu = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tpu)
-    tpu.environment()
-    cycles = {name: tpu.operations(name) for name in ("one_f_one_b", "zero_bubble_h1")}
-    return {
-        "transformer, dim 512, on TPU": Layer(
-            *cycles["one_f_one_b"], *cycles["zero_bubble_h1"][1:]
-        )
-    }
 
 
 def steps(layer: Layer, num_devices: int, num_microbatches: int) -> dict[str, float]:
@@ -168,9 +141,8 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--tpu", action="store_true")
     args = parser.parse_args()
-    layers = estimated() if args.tpu else measured()
+    layers = measured()
     for name, layer in layers.items():
         print(name, layer)
     print(table(layers, args.devices, args.microbatches))
