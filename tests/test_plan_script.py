@@ -108,7 +108,7 @@ def test_published_configuration(capsys):
         ("--graph chain.json --solver ideals --devices 2 --memory lots", "2GiB"),
         (
             "--graph chain.json --format placement --solver ideals --devices 2",
-            "an edge must be an object",
+            "must be an object, got",
         ),
         (
             "--graph chain.json --format pipedream --solver ideals --devices 2",
