@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 import json
 import math
-import os
 import pathlib
 import re
 import shlex
@@ -145,7 +144,7 @@ def main(argv: list[str]) -> int:
             if overrides:
                 raise ValueError(f"`{overrides[0]}` is an option of a configuration.")
             return plan_graph(args)
-        return plan_model(args, ["--config", args.config, *overrides])
+        return plan_model(args, ["--config", args.config, *overrides], argv)
     except (ValueError, OSError) as error:
         print(f"plan.py: {error}", file=sys.stderr)
         return 2
@@ -251,7 +250,7 @@ def solve(graph, args: argparse.Namespace):
 # -- A model
 
 
-def plan_model(args: argparse.Namespace, words: list[str]) -> int:
+def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> int:
     """Profiles a model, prices every plan, prints the best and saves it."""
     if args.devices is None:
         raise ValueError("how many devices are there? Add `--devices N`.")
@@ -275,7 +274,7 @@ def plan_model(args: argparse.Namespace, words: list[str]) -> int:
     check_devices(args.devices)
     profiles = _profiles(name, config, numbers, args)
     fakes = jax.default_backend() == "cpu"  # which share its cores
-    cores = args.cores or _num_cores()
+    cores = args.cores or profiles[0].num_cores
     machine = plan.measure_machine(
         args.devices,
         memory_limit=args.memory or math.inf,
@@ -297,7 +296,7 @@ def plan_model(args: argparse.Namespace, words: list[str]) -> int:
         print(draw.text(best.table(), color=sys.stdout.isatty()))
     if args.save is not None:
         planned = _planned(config, best)
-        text = _file_of(planned, best)
+        text = _file_of(planned, best, argv)
         pathlib.Path(args.save).write_text(text, encoding="utf-8")
         assert flags.load(args.save, TrainConfig) == planned
         if not args.json:
@@ -345,12 +344,6 @@ def _profiles(name: str, config, numbers, args) -> list:
     ]
 
 
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _planned(config, best):
     """The configuration that runs a plan."""
     pipeline = dataclasses.replace(
@@ -370,9 +363,9 @@ def _planned(config, best):
     return dataclasses.replace(config, pipeline=pipeline)
 
 
-def _file_of(config, best) -> str:
-    """A configuration as a Python file."""
-    command = f"python train/plan.py {shlex.join(sys.argv[1:])}"
+def _file_of(config, best, argv: list[str]) -> str:
+    """A configuration as a Python file, which names the command line that made it."""
+    command = f"python train/plan.py {shlex.join(argv)}"
     classes: dict[str, set[str]] = {}
 
     def code(value, indent: str = "    ") -> str:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
+from jpipe.plan.min_max import checked_costs
 
 
 def block_partition(costs: Sequence[float], num_stages: int) -> list[int]:
@@ -33,16 +33,8 @@ def block_partition(costs: Sequence[float], num_stages: int) -> list[int]:
       Barany and Grinberg, "Block Partitions of Sequences", arXiv:1308.2452, section 2;
       https://github.com/kakaobrain/torchgpipe, balance/blockpartition.py.
     """
-    num_layers = len(costs)
-    if not 1 <= num_stages <= num_layers:
-        raise ValueError(
-            f"`num_stages` must be in 1..{num_layers}, the number of layers, got {num_stages}."
-        )
-    values = np.asarray(costs, np.float64)
-    if not (np.isfinite(values).all() and (values >= 0).all()):
-        raise ValueError(
-            f"`costs` must be finite and not negative, got {values.tolist()}."
-        )
+    values = checked_costs(costs, num_stages)
+    num_layers = len(values)
     # Rounding could make two stages hand a layer to each other for ever; whole numbers don't.
     ratios = [cost.as_integer_ratio() for cost in values.tolist()]
     unit = max(denominator for _, denominator in ratios)  # all are powers of 2

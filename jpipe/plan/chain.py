@@ -1,5 +1,6 @@
 """Solvers that take a graph for a chain: its nodes in topological order."""
 
+import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -35,16 +36,17 @@ def split_chain(
 
     def cut(find: Callable) -> tuple[list[int], float]:
         starts = [0, *find(costs, num_stages), len(nodes)]
-        return starts, max(sum(costs[i:j]) for i, j in zip(starts, starts[1:]))
+        return starts, max(sum(costs[i:j]) for i, j in itertools.pairwise(starts))
 
-    starts, objective = cut(_SOLVERS[solver])
-    _, bound = cut(min_max)
+    find = _SOLVERS[solver]
+    found = {one: cut(one) for one in {find, min_max}}
+    (starts, objective), (_, bound) = found[find], found[min_max]
     return Solution(
         solver=solver,
         objective=objective,
         stages=tuple(
             Stage(tuple(node.id for node in nodes[i:j]))
-            for i, j in zip(starts, starts[1:])
+            for i, j in itertools.pairwise(starts)
         ),
         bound=bound,
         optimal=objective <= bound,

@@ -7,13 +7,10 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from jpipe import schedules
 from jpipe.plan.machine import Machine
-from jpipe.plan.min_max import min_max
 from jpipe.plan.predict import Prediction, predict
-from jpipe.plan.profile import Profile
+from jpipe.plan.profile import Profile, balance_by_memory, balance_by_time
 from jpipe.schedule import Schedule
 
 
@@ -189,17 +186,12 @@ def _best_cut(
     machine: Machine,
     replicas: int,
 ) -> Candidate:
+    """The cut that balances time, or if it doesn't fit and the one that balances bytes is better, that."""
     S = schedule.num_stages
-    seconds = np.add(profile.seconds("forward"), profile.seconds("backward"))
-    in_flight = int(schedule.facts().in_flight.max())
-    cuts = [min_max(seconds, S)]
-    by_bytes = min_max(profile.layer_bytes(in_flight), S)
-    if by_bytes != cuts[0]:
-        cuts.append(by_bytes)
-    found = []
-    for boundaries in cuts:
+
+    def candidate(boundaries: list[int]) -> Candidate:
         prediction = predict(schedule, profile, boundaries, machine, replicas)
-        one = Candidate(
+        return Candidate(
             schedule=schedule.name,
             options=options,
             num_stages=S,
@@ -211,10 +203,13 @@ def _best_cut(
             prediction=prediction,
             fits=prediction.num_bytes <= machine.memory_limit,
         )
-        found.append(one)
-        if one.fits:
-            break
-    return min(found, key=_rank)
+
+    by_time = candidate(balance_by_time(profile, S))
+    if by_time.fits:
+        return by_time
+    in_flight = int(schedule.facts().in_flight.max())
+    by_bytes = candidate(balance_by_memory(profile, S, in_flight=in_flight))
+    return min(by_time, by_bytes, key=_rank)
 
 
 def _why(c: Candidate, best: Candidate, memory_limit: float) -> str:

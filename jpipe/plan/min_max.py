@@ -27,16 +27,8 @@ def min_max(costs: Sequence[float], num_stages: int) -> list[int]:
       >>> min_max([1, 1, 1, 9, 1, 1], 3)
       [3, 4]
     """
-    costs = np.asarray(costs, np.float64)
+    costs = checked_costs(costs, num_stages)
     num_layers = len(costs)
-    if not 1 <= num_stages <= num_layers:
-        raise ValueError(
-            f"`num_stages` must be in 1..{num_layers}, the number of layers, got {num_stages}."
-        )
-    if not (np.isfinite(costs).all() and (costs >= 0).all()):
-        raise ValueError(
-            f"`costs` must be finite and not negative, got {costs.tolist()}."
-        )
     before = np.concatenate([[0.0], np.cumsum(costs)])
     stage_cost = before[None, :] - before[:, None]  # [i, j]: layers i..j-1
     stage_cost[np.tril_indices(num_layers + 1)] = np.inf  # no empty stage
@@ -57,3 +49,17 @@ def min_max(costs: Sequence[float], num_stages: int) -> list[int]:
         reversed(choices), lambda stop, choice: int(choice[stop]), initial=num_layers
     )
     return list(stops)[:0:-1]
+
+
+def checked_costs(costs: Sequence[float], num_stages: int) -> np.ndarray:
+    """The costs of a chain that is to be cut into `num_stages`; raises ValueError if that can't be."""
+    costs = np.asarray(costs, np.float64)
+    if not 1 <= num_stages <= len(costs):
+        raise ValueError(
+            f"`num_stages` must be in 1..{len(costs)}, the number of layers, got {num_stages}."
+        )
+    if not (np.isfinite(costs).all() and (costs >= 0).all()):
+        raise ValueError(
+            f"`costs` must be finite and not negative, got {costs.tolist()}."
+        )
+    return costs
