@@ -11,10 +11,13 @@ Of a decoder transformer on a mesh of data x stage, a row for each schedule and 
 - *seconds* to compile;
 - *permutes*: how many collective permutes a tick has, and the MB that a chip sends by them;
 - *under compute*: for each permute, the share of a tick's estimated cycles that the scheduled program puts between its
-  start and its done; of a branch's alternatives the longest counts, of a loop one turn.
+  start and its done; of a branch's alternatives the longest counts, of a loop one turn;
+- *operations*: thousands of estimated cycles of a middle stage's forward, backward and, where it is split, weight
+  gradient, counted likewise, so for one of its blocks.
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -108,6 +111,20 @@ class Program:
                 )
         return found
 
+    def operations(self, stage: int) -> dict[str, int]:
+        """The estimated cycles of a stage's forward, backward and weight gradient, of those that there are."""
+        found: dict[str, int] = {}
+        for line in itertools.chain(*self.computations.values()):
+            scope = re.search(
+                r"/(forward|backward|weight_grad)/stage([\d,-]+)/cond\"", line
+            )
+            if scope is None or " conditional(" not in line:
+                continue
+            ends = [list(map(int, part.split("-"))) for part in scope[2].split(",")]
+            if any(end[0] <= stage <= end[-1] for end in ends):
+                found[scope[1]] = found.get(scope[1], 0) + self.cycles(line)
+        return found
+
     def copies(self, at_least: int) -> list[str]:
         """Copies of this many bytes or more, outside of the entry computation."""
         entry = next(reversed(self.computations))
@@ -164,7 +181,9 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
         ).mean(),
         optimizer=optax.adamw(1e-3),
         schedule=schedule,
-        mesh=jpipe.make_mesh(stage=stage, data=data, devices=devices),
+        mesh=jpipe.make_mesh(
+            stage=stage, data=data, ring=schedule.ring, devices=devices
+        ),
         compute_dtype=jnp.bfloat16,
         recompute=args.recompute,
     )
@@ -179,7 +198,8 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
         getattr(memory, part)
         for part in ("weights", "optimizer", "gradients", "activations", "batch")
     )
-    transfers = Program(compiled.as_text()).transfers()
+    program = Program(compiled.as_text())
+    transfers = program.transfers()
     return {
         "topology": topology,
         "chips": data * stage,
@@ -199,6 +219,7 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
         "permutes": len(transfers),
         "sent_mb": sum(t.megabytes for t in transfers),
         "hidden": [round(t.hidden, 3) for t in transfers],
+        "cycles": program.operations(schedule.num_stages // 2),
     }
 
 
@@ -206,15 +227,16 @@ def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
     lines = [
         "| chips (data x stage) | schedule | predicted, MB | compiled, MB | ratio | seconds | permutes | sent a tick, MB "
-        "| under compute |",
-        "|---" * 9 + "|",
+        "| under compute | operations |",
+        "|---" * 10 + "|",
     ]
     for r in rows:
         hidden = ", ".join(f"{h:.0%}" for h in r["hidden"])
+        cycles = ", ".join(f"{n / 1e3:,.0f}" for n in r["cycles"].values())
         lines.append(
             f"| {r['chips']} ({r['mesh']}) | `{r['schedule']}` | {r['predicted_mb']:,.0f} | {r['compiled_mb']:,.0f} "
             f"| {r['compiled_mb'] / r['predicted_mb']:.3f} | {r['compile_s']:.0f} | {r['permutes']} "
-            f"| {r['sent_mb']:.1f} | {hidden} |"
+            f"| {r['sent_mb']:.1f} | {hidden} | {cycles} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -3,7 +3,8 @@
 from jpipe import optim, plan, schedules
 from jpipe.layers import Function, InitApply, Linen, skip
 from jpipe.loss_scale import LossScale
-from jpipe.pipeline import Memory, Pipeline, StageRecord, make_mesh
+from jpipe.mesh import make_mesh
+from jpipe.pipeline import Memory, Pipeline, StageRecord
 from jpipe.schedule import IDLE, Schedule
 from jpipe.state import PipelineState
 

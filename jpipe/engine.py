@@ -7,10 +7,11 @@ Every device runs the same program: a scan over the table's ticks. A tick is
         cond(this device runs it now, do, leave the buffers as they are, buffers)
     one ppermute a channel, on ticks where anybody sends
 
-in that order, because buffers stay in place if a tick writes them before it reads them. Where messages can travel
-beside the compute, what a forward sends goes under the tick's backwards, and what a backward sends under the next
-tick's forwards instead: see `Engine.overlap`. What is kept from tick to tick lives in the donated training state: as
-temporaries of the step, the rings would be paged in anew by every step. This is the only file that communicates.
+in that order, because buffers stay in place if a tick writes them before it reads them. JAX's profiler shows each under
+its name and stages, such as `forward/stage1-2`. Where messages can travel beside the compute, what a forward sends goes
+under the tick's backwards, and what a backward sends under the next tick's forwards instead: see `Engine.overlap`. What
+is kept from tick to tick lives in the donated training state: as temporaries of the step, the rings would be paged in
+anew by every step. This is the only file that communicates.
 
 Letters: T ticks, D devices, V weight versions, R columns a device, K slots of a ring, N microbatches.
 """
@@ -34,7 +35,7 @@ from jpipe.lower import STASHES, Lowered, Route, lower, neighbours
 from jpipe.scalars import Columns, columns_of
 from jpipe.schedule import Schedule
 from jpipe.stages import Program, Stages
-from jpipe.update import READERS, Slot, Updates
+from jpipe.update import READERS, Slot, Updates, read_delays
 
 AXIS = "stage"
 DATA = "data"
@@ -155,11 +156,8 @@ class Engine:
 
     @functools.cached_property
     def delays(self) -> dict[str, np.ndarray]:
-        """For each stage, the updates by which the weights of a forward lag behind the update that they lead to, and
-        those of a backward are ahead of the forward's."""
-        facts = self.schedule.facts()
-        ahead = facts.forward_delay - facts.backward_delay
-        return {"forward": facts.forward_delay, "backward": ahead}
+        """Of the readers of weights, for each stage: see `update.read_delays`."""
+        return read_delays(self.schedule)
 
     def read_shapes(self) -> dict:
         """Local shapes of the weights that the hooks give, by who reads them; none where no stage has a delay."""
@@ -334,6 +332,19 @@ def _leading(pack: packing.Packing, *lead: int) -> dict:
     }
 
 
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers, in few words.
+
+    Example:
+      >>> _ranges([1, 2, 3, 5])
+      '1-3,5'
+    """
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    runs = zip(starts, ends, strict=True)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
 def _sent(j: int) -> str:
     """The name of the buffer with number j of `Lowered.outgoing`."""
     return f"sent{j}"
@@ -388,7 +399,8 @@ class _Device:
 
         def run(name, do, carry, row):
             for lane in range(operations[name].num_lanes):
-                carry = self._each_program(f"{name}{lane}", do, lane, carry, row)
+                with jax.named_scope(name):
+                    carry = self._each_program(f"{name}{lane}", do, lane, carry, row)
             return carry
 
         def tick(carry, xs):
@@ -402,12 +414,13 @@ class _Device:
             carry = run("backward", self._backward, carry, row)
             carry = run("weight_grad", self._weight_grad, carry, row)
             if updating.any():
-                carry = lax.cond(
-                    uniform["updates"],
-                    functools.partial(self._update, row),
-                    lambda c: c,
-                    carry,
-                )
+                with jax.named_scope("update"):
+                    carry = lax.cond(
+                        uniform["updates"],
+                        functools.partial(self._update, row),
+                        lambda c: c,
+                        carry,
+                    )
             return {**carry, "received": activations | move(carry, after=None)}, None
 
         N = self.schedule.num_microbatches
@@ -457,10 +470,9 @@ class _Device:
         for p, program in enumerate(self.stages.programs):
             writes, run = do(program, get, lane, carry)
             buffers = {name: carry[name] for name in writes}
-            carry = {
-                **carry,
-                **lax.cond(get("program") == p, run, lambda b: b, buffers),
-            }
+            with jax.named_scope(f"stage{_ranges(program.stages)}"):
+                done = lax.cond(get("program") == p, run, lambda b: b, buffers)
+            carry = {**carry, **done}
         return carry
 
     # -- Messages

@@ -50,7 +50,7 @@ def _stored(shape: tuple[int, ...], spec: tuple) -> tuple[int, ...]:
 
 
 def array_bytes(shape: Sequence[int], dtype, platform: str) -> int:
-    """What an array takes of a device's memory; TPUs fill up its last two dims to tiles of 8 by 128 numbers of 4 bytes.
+    """What an array takes of a device's memory; TPUs fill up its last two dims to tiles of 8 by 128 numbers.
 
     Example:
       >>> array_bytes([12, 1000], np.float32, "cpu"), array_bytes([12, 1000], np.float32, "tpu")
@@ -59,7 +59,7 @@ def array_bytes(shape: Sequence[int], dtype, platform: str) -> int:
     dims, size = list(shape), np.dtype(dtype).itemsize
     if platform == "tpu" and len(dims) > 1:
         few = 1 << max(dims[-2] - 1, 0).bit_length()  # fewer rows get smaller tiles
-        tile = (min(8 * max(4 // size, 1), few), 128)
+        tile = (min(8, few), 128)
         dims[-2:] = [-(-n // t) * t for n, t in zip(dims[-2:], tile)]
     return math.prod(dims) * size
 

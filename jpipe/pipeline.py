@@ -1,4 +1,4 @@
-"""The face of the library: `Pipeline(...)`, its training state, and `make_mesh`."""
+"""The face of the library: `Pipeline(...)` and its training state."""
 
 import dataclasses
 import difflib
@@ -18,6 +18,7 @@ from jpipe import packing
 from jpipe.engine import AXIS, DATA, Engine
 from jpipe.layers import as_layers, shared_weights
 from jpipe.loss_scale import LossScale
+from jpipe.mesh import make_mesh
 from jpipe.plan.min_max import min_max
 from jpipe.plan.profile import (
     PROGRAMS,
@@ -42,47 +43,6 @@ from jpipe.stages import (
 )
 from jpipe.state import PipelineState, Plan, rounds
 from jpipe.update import make_updates, stage_tree
-
-
-def make_mesh(
-    *, stage: int, data: int = 1, model: int = 1, devices: Sequence | None = None
-) -> Mesh:
-    """A mesh for pipelines, with an axis "stage", whose neighbours are neighbours in the machine where that has a shape.
-
-    Args:
-      stage: number of devices of the pipeline.
-      data: replicas of the pipeline, each of which trains on its share of every minibatch; above 1 adds an axis
-        "data".
-      model: devices that share the work of a stage (tensor parallelism); above 1 adds an axis "model", which is left
-        to the compiler. Parameters are split over it as Flax's `with_partitioning` says.
-      devices: the devices to take the first from; by default `jax.devices()`.
-
-    Raises:
-      ValueError: if there are too few devices.
-    """
-    devices = jax.devices() if devices is None else list(devices)
-    sizes = {DATA: data, AXIS: stage, "model": model}
-    for name, size in sizes.items():
-        if not hasattr(size, "__index__") or size < 1:
-            raise ValueError(
-                f"`{name}` must be a whole number of devices, at least 1, got {size!r}."
-            )
-    axes = {name: size for name, size in sizes.items() if size > 1 or name == AXIS}
-    needed = math.prod(axes.values())
-    if len(devices) < needed:
-        platform = devices[0].platform if devices else "none"
-        remedy = "Use fewer stages." if needed == stage else "Use fewer of them."
-        if platform == "cpu":
-            remedy = (
-                f"Set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before JAX starts to fake them on CPU, "
-                "or use fewer."
-            )
-        asked = ", ".join(f"{name}={size}" for name, size in axes.items())
-        raise ValueError(
-            f"`{asked}` needs {needed} devices, got {len(devices)} ({platform}). {remedy}"
-        )
-    shape, kinds = tuple(axes.values()), (AxisType.Auto,) * len(axes)
-    return jax.make_mesh(shape, tuple(axes), kinds, devices=devices[:needed])
 
 
 class StageRecord(NamedTuple):
@@ -246,7 +206,10 @@ class Pipeline:
             boundaries, len(self.layers), schedule.num_stages
         )
         self.mesh = _check_mesh(
-            make_mesh(stage=schedule.num_devices) if mesh is None else mesh, schedule
+            make_mesh(stage=schedule.num_devices, ring=schedule.ring)
+            if mesh is None
+            else mesh,
+            schedule,
         )
         if overlap not in (None, True, False):
             raise ValueError(

@@ -145,6 +145,13 @@ class Schedule:
         return int(self.device.max()) + 1
 
     @functools.cached_property
+    def ring(self) -> bool:
+        """Whether the first device and the last send each other messages, though they are not next to each other."""
+        device = self.device[np.argsort(self.stage, kind="stable")]
+        D = self.num_devices
+        return D > 2 and bool((np.abs(np.diff(device)) == D - 1).any())
+
+    @functools.cached_property
     def splits_backward(self) -> bool:
         """Whether weight gradients have cells of their own."""
         return bool((self.weight_grad != IDLE).any())

@@ -16,6 +16,7 @@ import optax
 
 from jpipe.backward import Equations, Part
 from jpipe.packing import Leaf, Packing, Place
+from jpipe.schedule import Schedule
 from jpipe.stages import Stages
 
 GIVEN = ("delay", "backward_delay", "global_norm")
@@ -24,6 +25,14 @@ GIVEN = ("delay", "backward_delay", "global_norm")
 
 READERS = ("forward", "backward")
 """Who may read other weights than those that are updated."""
+
+
+def read_delays(schedule: Schedule) -> dict[str, np.ndarray]:
+    """For each of `READERS`, `[S]`: the updates by which the weights of a forward lag behind the update that they lead to,
+    and those of a backward are ahead of the forward's."""
+    facts = schedule.facts()
+    ahead = facts.forward_delay - facts.backward_delay
+    return {"forward": facts.forward_delay, "backward": ahead}
 
 
 @dataclasses.dataclass(frozen=True)

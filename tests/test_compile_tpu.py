@@ -31,7 +31,7 @@ HloModule jit_step, is_scheduled=true
 
 %tick (carry: (f32[2])) -> (f32[2]) {
   %collective-permute-start.3 = (bf16[4,1000]{1,0}, bf16[4,1000]{1,0}, u32[]) collective-permute-start(%a)
-  %conditional.1 = f32[2]{0} conditional(%b, %x, %y), branch_computations={%left, %taken}
+  %conditional.1 = f32[2]{0} conditional(%b, %x, %y), branch_computations={%left, %taken}, metadata={op_name="jit(f)/while/body/forward/stage1-3,5/cond"}
   %collective-permute-done.3 = bf16[4,1000]{1,0} collective-permute-done(%collective-permute-start.3)
   %fusion.2 = f32[2]{0} fusion(%x), backend_config={"estimated_cycles":"300"}
   %copy.1 = f32[50]{0} copy(%x)
@@ -51,6 +51,9 @@ def test_reads_a_scheduled_program():
     assert program.transfers() == [(0.008, 0.7), (4e-5, 0.0)]
     assert program.of_computation("%main") == 1000
     assert len(program.copies(200)) == 1 and not program.copies(201)
+    found = [program.operations(stage) for stage in range(7)]
+    assert [bool(one) for one in found] == [s in (1, 2, 3, 5) for s in range(7)]
+    assert found[2] == {"forward": 700}
 
 
 @pytest.mark.skipif(
@@ -71,3 +74,5 @@ def test_small_step_for_eight_chips():
     row = json.loads(line)
     assert 0.99 < row["compiled_mb"] / row["predicted_mb"] < 1.1
     assert row["permutes"] == 2 and min(row["hidden"]) > 0.2
+    assert list(row["cycles"]) == ["forward", "backward"]
+    assert min(row["cycles"].values()) > 0

@@ -135,7 +135,9 @@ def main(argv: list[str]) -> int:
         num_replicas = config.pipeline.data
         prepare_cpu(schedule.num_devices * num_replicas)
         check_devices(schedule.num_devices, num_replicas)
-        mesh = jpipe.make_mesh(stage=schedule.num_devices, data=num_replicas)
+        mesh = jpipe.make_mesh(
+            stage=schedule.num_devices, data=num_replicas, ring=schedule.ring
+        )
         options = options_of_pipeline(config, mesh)
         last = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
         partition = last.partition(batch)

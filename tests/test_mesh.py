@@ -1,0 +1,67 @@
+"""Meshes whose stages form rings of neighbours."""
+
+import itertools
+import types
+
+import jax
+import numpy as np
+import pytest
+
+import jpipe
+from jpipe.mesh import _rings
+from jpipe.schedules import (
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipemare,
+    zero_bubble_h1,
+    zero_bubble_v,
+)
+
+
+def chips(*spans, start=(0, 0, 0)):
+    """Stand-ins for the chips of a TPU slice, in the order of their coordinates."""
+    corner = start[: len(spans)]
+    at = itertools.product(*(range(c, c + n) for c, n in zip(corner, spans)))
+    return [types.SimpleNamespace(coords=coords) for coords in at]
+
+
+@pytest.mark.parametrize(
+    ("spans", "size"),
+    [((2, 4), 8), ((2, 4), 4), ((4, 8), 8), ((16, 16), 8), ((16, 16), 32), ((8, 2), 8)],
+)
+def test_each_row_is_a_ring(spans, size):
+    devices = chips(*spans, 1, start=(3, 5, 0))
+    rows = _rings(devices, len(devices) // size, size)
+    at = np.array([[device.coords for device in row] for row in rows])
+    step = np.abs(np.roll(at, -1, axis=1) - at).sum(axis=-1)
+    np.testing.assert_array_equal(step, 1)
+    assert {*map(id, rows.flat)} == {*map(id, devices)}
+
+
+@pytest.mark.parametrize(
+    ("devices", "size"),
+    [
+        (jax.devices()[:4], 4),  # of no shape
+        (chips(4, 4), 2),  # neighbours anyway
+        (chips(3, 3), 3),  # of odd length
+        (chips(8, 1), 8),  # a line
+        (chips(2, 2, 2), 8),  # not flat
+        (chips(3, 4), 12),  # two rows of 6 do not fit
+        (chips(2, 4)[:6] + chips(3, 4)[-2:], 8),  # not a whole grid
+    ],
+)
+def test_no_rings(devices, size):
+    assert _rings(devices, len(devices) // size, size) is None
+
+
+def test_a_ring_of_devices_without_a_shape_is_a_row():
+    mesh = jpipe.make_mesh(stage=4, data=2, ring=True)
+    assert mesh == jpipe.make_mesh(stage=4, data=2)
+
+
+def test_which_schedules_go_round():
+    assert interleaved(8, 8, num_chunks=2).ring
+    assert not interleaved(4, 4, num_chunks=2).ring  # two devices are neighbours
+    for straight in (gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_v, pipemare):
+        assert not straight(8, 8).ring
