@@ -321,6 +321,11 @@ class Pipeline:
             microbatch,
             recompute=self._recompute_name,
             compute_dtype=self.compute_dtype,
+            reads=list(self._hooks),
+            ties=[
+                [layer for layer, _ in copies]
+                for copies in resolve_ties(traced.layers, self.ties)
+            ],
             programs=programs,
             devices=devices,
             **options,

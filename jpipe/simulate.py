@@ -140,8 +140,8 @@ def simulate(
       schedule: a legal table.
       costs: of its operations.
       mode: "lockstep", as one program for all devices runs it: a tick lasts as long as its
-        busiest device, or as all its work on the cores they share, and a tick's messages
-        must have arrived before the next begins. Or
+        busiest device, and its messages must have arrived before the next begins. Cores that
+        devices share serve all that still compute alike. Or
         "dependencies": every device runs the operations of its columns in the table's
         order, each as soon as the one before has ended and its inputs have arrived, as
         programs of their own would.
@@ -234,23 +234,30 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
             sends |= leaves.any(axis=1)
             message = (leaves * _message(schedule, kind, length)).max(axis=1)
             transfer = np.maximum(transfer, message)
-    if costs.num_cores is not None:
-        # Busy devices share the cores evenly, so that all are stretched alike.
-        alone = work.max(axis=1) / costs.cores_per_device
-        shared = np.maximum(alone, work.sum(axis=1) / costs.num_cores)
-        stretch = np.divide(shared, work.max(axis=1), where=work.any(axis=1), out=alone)
+    # All that still compute go on alike, so the least busy is done first, and leaves its cores to the others.
+    if costs.num_cores is None:
+        done, speed = work.max(axis=1, keepdims=True), np.ones(1)
     else:
-        stretch = np.ones(T)
+        done, left = np.sort(work, axis=1), np.arange(D, 0, -1)
+        speed = np.minimum(costs.cores_per_device, costs.num_cores / left)
+    done = np.concatenate([np.zeros((T, 1)), done], axis=1)
+
+    def clock(t: np.ndarray, amount: np.ndarray) -> np.ndarray:
+        """When devices that still compute have done an amount of a tick's work, from the tick's start."""
+        each = np.clip(amount[..., None] - done[t, :-1], 0, np.diff(done)[t])
+        return (each / speed).sum(axis=-1)
+
     transfer += costs.tick * sends
-    tick_length = work.max(axis=1) * stretch + transfer
+    tick_length = clock(np.arange(T), work.max(axis=1)) + transfer
     tick_start = np.concatenate([[0.0], np.cumsum(tick_length)])
     makespan = tick_start[-1]
     start, end = {}, {}
     for kind, ticks in _ticks(schedule).items():
         rounds, t = np.divmod(ticks, T)
-        within = np.take_along_axis(begins[kind], t, axis=0) * stretch[t]
-        start[kind] = rounds * makespan + tick_start[t] + within
-        end[kind] = start[kind] + length[kind] * stretch[t]
+        before = np.take_along_axis(begins[kind], t, axis=0)
+        tick = rounds * makespan + tick_start[t]
+        start[kind] = tick + clock(t, before)
+        end[kind] = tick + clock(t, before + length[kind])
     timing = _timing(schedule, length, costs, makespan, start, end)
     return dataclasses.replace(timing, communicating=float(transfer.sum()))
 

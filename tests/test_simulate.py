@@ -1,5 +1,6 @@
 """Prices of tables, against published makespans, closed forms and a plain longest path."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -187,6 +188,22 @@ class TestSharedCores:
         np.testing.assert_allclose(timing.makespan, sum(lengths + 0.25 * sends))
         np.testing.assert_allclose(timing.end["forward"][0], [1 / 2, 3 / 4 + 2 / 3])
         np.testing.assert_allclose(timing.bubble, 1 - 12 / (3 * timing.makespan))
+
+    def test_who_is_done_leaves_its_core(self):
+        """GPipe of unlike stages on two cores, which one device alone can use both."""
+        costs = Costs([1, 3], 0, 0, num_cores=2, cores_per_device=2, update=[4, 0])
+        timing = simulate(gpipe(2, 2), costs)
+        # F0 | F1 F0: one unit together, then two at double speed | F1 | update
+        np.testing.assert_allclose(timing.makespan, 1 / 2 + (1 + 2 / 2) + 3 / 2 + 4 / 2)
+        forward = [timing.start["forward"], timing.end["forward"]]
+        np.testing.assert_allclose(forward[0], [[0, 0.5], [0.5, 2.5]])
+        np.testing.assert_allclose(forward[1], [[0.5, 2.5], [1.5, 4]])
+        # Paired ticks: F of 1 and B of 1 there, F of 3 and B of 1 here; B begins when 3 is done.
+        costs = dataclasses.replace(costs, fused_backward=[1, 1], update=0)
+        timing = simulate(pipemare(2, 1, ticks="paired"), costs)
+        np.testing.assert_allclose(timing.makespan, 2 + 2 / 2)
+        np.testing.assert_allclose(timing.end["forward"] % 3, [[1, 2.5]])
+        np.testing.assert_allclose(timing.end["backward"] % 3, [[2, 0]])
 
     @pytest.mark.parametrize(
         "costs", [Costs(num_cores=2), Costs(tick=1.0)], ids=["num_cores", "tick"]

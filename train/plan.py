@@ -270,6 +270,11 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
             raise ValueError(
                 f"`--microbatches` must divide the batch size, {config.batch_size}, got {number}."
             )
+    if args.asynchronous and config.pipeline.loss_scale == "dynamic":
+        raise ValueError(
+            "a loss scale that moves needs all stages to update at once. Leave out `--asynchronous`, or add "
+            "`--config.pipeline.loss_scale=none`."
+        )
     prepare_cpu(args.devices)
     check_devices(args.devices)
     profiles = _profiles(name, config, numbers, args)

@@ -7,6 +7,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from jpipe import schedules
 from jpipe.plan.machine import Machine
 from jpipe.plan.predict import Prediction, predict
@@ -141,13 +143,8 @@ def _of_profile(
                 if not (schedule.synchronous or asynchronous):
                     continue
                 for again in recompute:
-                    yield _best_cut(
-                        schedule,
-                        options,
-                        dataclasses.replace(profile, recompute=again),
-                        machine,
-                        replicas,
-                    )
+                    mine = dataclasses.replace(profile, recompute=again)
+                    yield from _best_cut(schedule, options, mine, machine, replicas)
 
 
 def _options(
@@ -185,8 +182,11 @@ def _best_cut(
     profile: Profile,
     machine: Machine,
     replicas: int,
-) -> Candidate:
-    """The cut that balances time, or if it doesn't fit and the one that balances bytes is better, that."""
+) -> list[Candidate]:
+    """The cut that balances time, or if it doesn't fit and the one that balances bytes is better, that.
+
+    None if the schedule cannot train it: tied weights on stages that update at different times.
+    """
     S = schedule.num_stages
 
     def candidate(boundaries: list[int]) -> Candidate:
@@ -204,12 +204,17 @@ def _best_cut(
             fits=prediction.num_bytes <= machine.memory_limit,
         )
 
-    by_time = candidate(balance_by_time(profile, S))
-    if by_time.fits:
-        return by_time
-    in_flight = int(schedule.facts().in_flight.max())
-    by_bytes = candidate(balance_by_memory(profile, S, in_flight=in_flight))
-    return min(by_time, by_bytes, key=_rank)
+    def trains(boundaries: list[int]) -> bool:
+        stages = (np.searchsorted(boundaries, tie, "right") for tie in profile.ties)
+        return schedule.synchronous or all(np.ptp(of) == 0 for of in stages)
+
+    by_time = balance_by_time(profile, S)
+    found = [candidate(by_time)] if trains(by_time) else []
+    if not any(one.fits for one in found):
+        in_flight = int(schedule.facts().in_flight.max())
+        by_bytes = balance_by_memory(profile, S, in_flight=in_flight)
+        found += [candidate(by_bytes)] if trains(by_bytes) else []
+    return sorted(found, key=_rank)[:1]
 
 
 def _why(c: Candidate, best: Candidate, memory_limit: float) -> str:

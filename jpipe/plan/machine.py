@@ -8,10 +8,14 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax import lax
+from jax.sharding import PartitionSpec
 
 from jpipe.layers import InitApply
-from jpipe.pipeline import Pipeline, make_mesh
+from jpipe.mesh import make_mesh
+from jpipe.pipeline import Pipeline
 from jpipe.schedules import gpipe
 
 
@@ -25,7 +29,7 @@ class Machine:
       bandwidth: bytes a second between two devices, in one server and in two.
       latency: seconds of a message of no size.
       devices_per_server: how many share the fast links; None: all.
-      tick: seconds of a tick beside its operations and messages.
+      tick: seconds of a tick beside its operations and the bytes of its messages.
       step: seconds of a step beside its ticks.
       num_cores: that all devices share, as devices faked on CPU do; None: each is its own.
       cores_per_device: how many of them one device can use at once.
@@ -96,11 +100,15 @@ def measure_machine(
     num_cores: float | None = None,
     message_bytes: int = 2**20,
 ) -> Machine:
-    """The machine that JAX runs on: what ticks and messages take in a pipeline that hardly computes.
+    """The machine that JAX runs on.
+
+    Pipelines that hardly compute are timed, with small messages and with large ones; then loops that multiply matrices:
+    on one device, on all of them, and on all with a message after each turn. That tells what devices lose which wait for
+    each other, as they do after a tick: where they share cores, more than an empty tick takes.
 
     Args:
       num_devices: the first of `jax.devices()`, at least 1.
-      memory_limit, num_cores: of the result.
+      memory_limit, num_cores: of the result. With cores, `cores_per_device` is measured too.
       message_bytes: of the larger of the two messages timed.
 
     Raises:
@@ -110,12 +118,18 @@ def measure_machine(
     small = [_step_seconds(num_devices, n, 1) for n in (few, many)]
     tick = max(small[1] - small[0], 0.0) / (2 * (many - few))
     step = max(small[0] - 2 * (few + num_devices - 1) * tick, 0.0)
-    bandwidth = math.inf
+    bandwidth, cores_per_device = math.inf, 1.0
     if num_devices > 1:
         size = message_bytes // 4
         large = [_step_seconds(num_devices, n, size) for n in (few, many)]
         message = (large[1] - large[0]) / (2 * (many - few)) - tick
         bandwidth = message_bytes / message if message > 0 else math.inf
+        alone, together, waiting = _turn_seconds(num_devices)
+        tick = max(tick, waiting - together)
+        if num_cores is not None:
+            share = min(num_cores / num_devices, 1.0)
+            faster = share * together / alone
+            cores_per_device = min(max(faster, 1.0), num_cores)
     return Machine(
         num_devices,
         memory_limit,
@@ -123,6 +137,7 @@ def measure_machine(
         tick=tick,
         step=step,
         num_cores=num_cores,
+        cores_per_device=cores_per_device,
     )
 
 
@@ -147,3 +162,40 @@ def _step_seconds(num_stages: int, num_microbatches: int, size: int) -> float:
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[2:])
+
+
+def _turn_seconds(num_devices: int) -> list[float]:
+    """Medians of a turn on one device; on all, each for itself; and on all, with a message to the next after each turn."""
+    rows, width, num_matrices, turns = 64, 512, 8, 25  # 5 ms a turn on a core
+    ring = [(d, (d + 1) % num_devices) for d in range(num_devices)]
+    rng = np.random.default_rng(0)
+    matrices = rng.normal(size=(num_matrices, width, width)) / math.sqrt(width)
+    given = np.ones((rows, width), np.float32), matrices.astype(np.float32)
+
+    def loop(count: int, sends: bool):
+        def run(x, matrices):
+            def turn(_, x):
+                for matrix in matrices:
+                    x = jnp.tanh(x @ matrix)
+                return lax.ppermute(x, "stage", ring) if sends else x
+
+            return lax.fori_loop(0, turns, turn, x)
+
+        everywhere = PartitionSpec()
+        mapped = jax.shard_map(
+            run,
+            mesh=make_mesh(stage=count),
+            in_specs=everywhere,
+            out_specs=everywhere,
+            check_vma=False,
+        )
+        return jax.jit(mapped)
+
+    loops = [loop(1, False), loop(num_devices, False), loop(num_devices, True)]
+    seconds: list[list[float]] = [[] for _ in loops]
+    for _ in range(8):  # in turn, as other work comes and goes
+        for run, found in zip(loops, seconds):
+            start = time.perf_counter()
+            jax.block_until_ready(run(*given))
+            found.append((time.perf_counter() - start) / turns)
+    return [statistics.median(found[1:]) for found in seconds]

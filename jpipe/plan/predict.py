@@ -13,6 +13,7 @@ from jpipe.plan.profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
 from jpipe.stages import check_boundaries, group
+from jpipe.update import read_delays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,8 +61,9 @@ def predict(
 
     Returns:
       A `Prediction`. Its bytes are those of `Pipeline.memory`, but for the temporaries, which
-      are taken from the layer that needs most and the messages. It knows nothing of weights
-      that layers share, of `forward_params`, `backward_params`, or of other mesh axes.
+      are taken from the layer that needs most, and messages of skip connections. It knows
+      nothing of other mesh axes, nor what `forward_params`, `backward_params` and tied weights
+      take in time.
 
     Raises:
       ValueError: if the boundaries do not fit, the machine has too few devices, or the
@@ -192,14 +194,16 @@ def predict_memory(
     )
     in_flight += len(lowered.channels) * max(down, up)
     batches = lowered.num_batches * schedule.num_microbatches * profile.microbatch_bytes
+    delays = read_delays(schedule)
+    versions = V * (1 + sum(bool(delays[reader].any()) for reader in profile.reads))
     activations = rings + in_flight + packed("state").num_bytes * R
     if lowered.num_batches > 1:
         activations += batches
     used = sum(layer.weight_bytes for layer in layers)
-    used += (V - 1) * sum(layer.parameter_bytes for layer in layers)
-    held = R * (V * weights + weights + optimizer)
+    used += (versions - 1) * sum(layer.parameter_bytes for layer in layers)
+    held = R * (versions * weights + weights + optimizer)
     return Memory(
-        weights=R * V * weights,
+        weights=R * versions * weights,
         optimizer=R * optimizer,
         gradients=R * weights,
         activations=activations,

@@ -6,7 +6,9 @@
 
 A layer is measured as the engine runs it: compiled into a loop over microbatches, in which its weights are read
 out of packed arrays, what it stashes is written into rings, and gradients are added to accumulators, all in place.
-So neither the start of a program nor the copying of its results is measured, and what the rings cost is.
+So neither the start of a program nor the copying of its results is measured, and what the rings cost is. The loop goes
+round copies of the weights, together as large as the weights of a stage, because in training the layers between push a
+layer's weights, gradients and optimizer state out of the caches.
 """
 
 import dataclasses
@@ -52,8 +54,9 @@ PROGRAMS = (
 )
 """What can be measured of a layer; see `LayerProfile`."""
 
-_FORMAT = "jpipe profile 1"
+_FORMAT = "jpipe profile 2"
 _SLOTS = 4  # of a ring: what is written and read moves through memory, as in training
+_NO_CACHE = 2**26  # bytes that no cache holds
 _FEWEST = 5  # calls that a median is taken of
 _CALL_SECONDS = 0.01  # of a call: to start it takes some microseconds
 
@@ -189,6 +192,8 @@ class Profile:
       loss: the loss, which the last stage computes.
       microbatch: shapes and dtypes of a microbatch; microbatch_size: its leading axis; microbatch_bytes: its bytes.
       recompute: "none", "full" or the name of a policy; compute_dtype: of the pipeline, or None.
+      reads: of "forward" and "backward", those that read other weights than are updated, which a device then holds too.
+      ties: for each set of tied weights, the layers that share them.
       device_kind: what it was measured on; num_devices: how many at once; num_cores: of the host, those that the process
         could run on.
       jax_version: that compiled it.
@@ -202,6 +207,8 @@ class Profile:
     microbatch_bytes: int
     recompute: str
     compute_dtype: str | None
+    reads: tuple[str, ...]
+    ties: tuple[tuple[int, ...], ...]
     device_kind: str
     num_devices: int
     num_cores: int
@@ -405,6 +412,8 @@ def profile(
     *,
     recompute: str = "none",
     compute_dtype: Any = None,
+    reads: Sequence[str] = (),
+    ties: Sequence[Sequence[int]] = (),
     programs: Sequence[str] = PROGRAMS,
     min_seconds: float = 0.1,
     devices: Sequence[jax.Device] | None = None,
@@ -426,8 +435,8 @@ def profile(
       traced: the layers and the loss, traced for training.
       optimizer: the Optax chain. A layer's update is measured by itself.
       microbatch: arrays, or abstract arrays; for those, random numbers, and integers that are 0.
-      recompute: "none", "full" or the name of the policy that `traced` was made with; compute_dtype: of `traced`; both for
-        the record.
+      recompute: "none", "full" or the name of the policy that `traced` was made with; compute_dtype: of `traced`; reads,
+        ties: as of `Profile`; all for the record.
       programs: what to measure, of `PROGRAMS`; bytes are always counted. Seconds of others are None.
       min_seconds: how long each program is measured for, at the least.
       devices: where, all at once; None is JAX's first device alone.
@@ -457,6 +466,8 @@ def profile(
         microbatch_bytes=_bytes(jax.tree.leaves(microbatch)),
         recompute=recompute,
         compute_dtype=None if compute_dtype is None else np.dtype(compute_dtype).name,
+        reads=tuple(reads),
+        ties=tuple(map(tuple, ties)),
         device_kind=devices[0].device_kind,
         num_devices=len(devices),
         num_cores=_num_cores(),
@@ -542,6 +553,9 @@ def _measure(
     traced, microbatch, updates, wanted, min_seconds, devices, progress
 ) -> tuple:
     """For each kind of layer, for the loss, and for each update: what was measured of its programs."""
+    kinds = (traced.kinds[k] for k in traced.kind_of_layer)
+    model_bytes = sum(_bytes(kind.parameters) for kind in kinds)
+    num_copies = functools.partial(_num_copies, model_bytes / len(devices))
     of_kind: list[dict] = [{} for _ in traced.kinds]
     of_loss: dict = {}
     of_update: list[dict] = [{} for _ in updates]
@@ -563,7 +577,8 @@ def _measure(
                     fresh = initialise(layer.init, jax.random.fold_in(key, i))
                 weights, state = map(jax.tree.leaves, fresh)
                 extra = [jnp.zeros(a.shape, a.dtype) for a in traced.kinds[k].extra[:1]]
-                loops[k] = _Loops(traced.kinds[k], devices, weights, state)
+                num_rows = num_copies(traced.kinds[k].parameters)
+                loops[k] = _Loops(traced.kinds[k], devices, weights, state, num_rows)
                 of_kind[k] = loops[k].measure(of_layers, args, extra, min_seconds)
             x, *kept = _outputs(traced.kinds[k], loops[k].outputs(args, extra))
             live |= dict(zip(layer.stash, kept, strict=True))
@@ -576,8 +591,23 @@ def _measure(
     if "update" in wanted:
         for u, update in enumerate(updates):
             progress(f"update {u} of {len(updates)}")
-            of_update[u] = {"update": _measure_update(update, devices, min_seconds)}
+            num_rows = num_copies(update.parameters)
+            of_update[u] = {
+                "update": _measure_update(update, devices, num_rows, min_seconds)
+            }
     return of_kind, of_loss, of_update
+
+
+def _num_copies(stage_bytes: float, parameters: Sequence) -> int:
+    """How many copies of a layer's weights are as large as those of a stage, or as what no cache holds; at least 1.
+
+    Example:
+      >>> weights = [jax.ShapeDtypeStruct([256, 256], np.float32)]
+      >>> [_num_copies(n, weights) for n in (1e5, 3e6, 1e12)]
+      [1, 11, 256]
+    """
+    layer_bytes = _bytes(parameters)
+    return max(int(min(stage_bytes, _NO_CACHE) // max(layer_bytes, 1)), 1)
 
 
 def _values(tree: Any) -> list:
@@ -616,14 +646,15 @@ class _Loops:
         devices: Sequence[jax.Device],
         weights: Sequence = (),
         state: Sequence = (),
+        num_rows: int = 1,
     ):
-        self.kind, self.devices = kind, devices
+        self.kind, self.devices, self.num_rows = kind, devices, num_rows
         leaves = {n: [kind.stash[j] for j in getattr(kind, n)] for n in _STASHES}
         leaves |= {"parameters": weights, "state": state, "crossing": kind.crossing}
         self.packs = {n: Packing.of([map(Leaf, own)]) for n, own in leaves.items()}
         self.held: dict[str, Any] = {
-            "parameters": _packed(self.packs["parameters"], weights, 1, 1),
-            "state": _packed(self.packs["state"], state, 1),
+            "parameters": _packed(self.packs["parameters"], weights, num_rows),
+            "state": _packed(self.packs["state"], state, num_rows),
         }
 
     def measure(
@@ -645,7 +676,8 @@ class _Loops:
         def run(name: str, **carry) -> dict:
             """What the loop of a program leaves; measured, if that is wanted."""
             reads = {n: held[n] for n in _READS[name]}
-            loop = _Loop(getattr(self, f"_{name}"), reads, carry, self.devices)
+            body = getattr(self, f"_{name}")
+            loop = _Loop(body, reads, carry, self.num_rows, self.devices)
             carry = loop(reads, carry)
             if name in programs:
                 found[name], carry = loop.timed(reads, carry, min_seconds)
@@ -658,7 +690,7 @@ class _Loops:
             return run(name, **results, **rings)
 
         def accumulators() -> dict:
-            return self._empty("parameters", 1)
+            return self._empty("parameters", self.num_rows)
 
         if "forward" in programs:
             forward("forward")
@@ -707,7 +739,7 @@ class _Loops:
 
     def _arguments(self, reads: dict, row) -> tuple:
         extra = [*reads["extra"], *self._read(reads, "state", row)]
-        return self._read(reads, "parameters", row, row), reads["inputs"], extra
+        return self._read(reads, "parameters", row), reads["inputs"], extra
 
     def _forward(self, reads: dict, carry: dict, slot, row) -> dict:
         outputs, told = self.kind.forward(*self._arguments(reads, row))
@@ -741,7 +773,7 @@ class _Loops:
         return {"gradients": arrays}
 
     def _of_output_grads(self, program: Callable, reads: dict, slot, row) -> tuple:
-        parameters = self._read(reads, "parameters", row, row)
+        parameters = self._read(reads, "parameters", row)
         return program(parameters, self._stash(reads, slot), reads["output_grads"])
 
     def _backward(self, reads: dict, carry: dict, slot, row) -> dict:
@@ -753,7 +785,7 @@ class _Loops:
         return {"input_grads": inputs, **self._write(carry, "crossing", left, slot)}
 
     def _weight_grad(self, reads: dict, carry: dict, slot, row) -> dict:
-        parameters = self._read(reads, "parameters", row, row)
+        parameters = self._read(reads, "parameters", row)
         crossing = self._read(reads, "crossing", slot)
         stash = self._stash(reads, slot)
         gradients = self.kind.weight_grad(parameters, stash, crossing)
@@ -772,21 +804,23 @@ class _Loop:
         body: Callable,
         reads: dict,
         carry: dict,
+        num_rows: int,
         devices: Sequence[jax.Device],
     ):
         mesh = Mesh(np.asarray(devices), "devices")
         self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._rows = np.zeros(_SLOTS, np.int32)
+        self._rows = np.arange(num_rows, dtype=np.int32)
 
         def run(times, rows, reads, carry):
             def once(i, carry):
                 slot = lax.rem(i, np.int32(_SLOTS))
-                row = lax.dynamic_index_in_dim(rows, slot, keepdims=False)
+                at = lax.rem(i, np.int32(num_rows))
+                row = lax.dynamic_index_in_dim(rows, at, keepdims=False)
 
                 def now(carry):
                     return body(reads, carry, slot, row)
 
-                return lax.cond(row == 0, now, lambda carry: carry, carry)
+                return lax.cond(row >= 0, now, lambda carry: carry, carry)
 
             return lax.fori_loop(0, times, once, carry)
 
@@ -838,13 +872,16 @@ def _added(a: Sequence, b: Sequence) -> list[jax.Array]:
     return [x + y for x, y in zip(a, b, strict=True)]
 
 
-def _packed(pack: Packing, values: Sequence, *lead: int) -> dict:
-    """The arrays of a packing's one owner, with ones as leading axes."""
+def _packed(pack: Packing, values: Sequence, num_rows: int) -> dict:
+    """The arrays of a packing's one owner, `num_rows` times along a leading axis."""
     arrays = {n: np.zeros(a.shape, a.dtype) for n, a in pack.arrays.items()}
     for place, value in zip(pack.places[0], values, strict=True):
         rows = slice(place.start(), place.start() + place.block[0])
         arrays[place.array][rows] = np.asarray(value).reshape(place.block)
-    return {n: jnp.asarray(a.reshape(*lead, *a.shape)) for n, a in arrays.items()}
+    return {
+        n: jnp.asarray(np.broadcast_to(a, (num_rows, *a.shape)))
+        for n, a in arrays.items()
+    }
 
 
 # -- The optimizer
@@ -900,7 +937,10 @@ def _trace_updates(traced: Traced, optimizer) -> tuple[list[_Update], list[int]]
 
 
 def _measure_update(
-    update: _Update, devices: Sequence[jax.Device], min_seconds: float
+    update: _Update,
+    devices: Sequence[jax.Device],
+    num_rows: int,
+    min_seconds: float,
 ) -> _Measured:
     if not update.parameters:
         return _Measured()
@@ -911,35 +951,37 @@ def _measure_update(
     weights = [_random(rng, a) for a in update.parameters]
 
     def body(reads, carry, slot, row):
-        gradients = carry["gradients"]
+        names = "parameters", "gradients", "state"
+        places = {n: p.places[0] for n, p in zip(names, (pack, pack, state))}
+        leaves = {n: packing.read_all(carry[n], places[n], [row]) for n in names}
         squares = [
-            jnp.sum(jnp.square(a.astype(update.norm_dtype))) for a in gradients.values()
+            jnp.sum(jnp.square(a.astype(update.norm_dtype)))
+            for a in leaves["gradients"]
         ]
         norm = jnp.sqrt(functools.reduce(jnp.add, squares))
-        at = (
-            (pack.places[0], [row, row]),
-            (pack.places[0], [row]),
-            (state.places[0], [row]),
-        )
-        names = "parameters", "gradients", "state"
-        leaves = [packing.read_all(carry[n], *where) for n, where in zip(names, at)]
-        delay = row.astype(np.float32)
-        new = update.equations(*itertools.chain(*leaves), delay, delay, norm)
+        delay = lax.min(row, np.int32(0)).astype(np.float32)  # not known to be 0
+        flat = list(itertools.chain(*leaves.values()))
         num_weights = len(update.parameters)
-        return {
-            "parameters": packing.write_all(
-                carry["parameters"], *at[0], new[:num_weights]
-            ),
-            "state": packing.write_all(carry["state"], *at[2], new[num_weights:]),
-            "gradients": jax.tree.map(jnp.zeros_like, gradients),
+
+        def compute():
+            """In a branch of its own, or what it reads would be read again, from copies, behind the writes."""
+            return update.equations(*flat, delay, delay, norm)
+
+        before = [*leaves["parameters"], *leaves["state"]]
+        new = lax.cond(row >= 0, compute, lambda: before)
+        new = {
+            "parameters": new[:num_weights],
+            "gradients": [jnp.zeros_like(a) for a in leaves["gradients"]],
+            "state": new[num_weights:],
         }
+        return {n: packing.write_all(carry[n], places[n], [row], new[n]) for n in names}
 
     carry = {
-        "parameters": _packed(pack, weights, 1, 1),
-        "gradients": _packed(pack, weights, 1),
-        "state": _packed(state, _zeros(update.state), 1),
+        "parameters": _packed(pack, weights, num_rows),
+        "gradients": _packed(pack, weights, num_rows),
+        "state": _packed(state, _zeros(update.state), num_rows),
     }
-    loop = _Loop(body, {}, carry, devices)
+    loop = _Loop(body, {}, carry, num_rows, devices)
     return loop.timed({}, loop({}, carry), min_seconds)[0]
 
 

@@ -69,6 +69,18 @@ def test_asynchronous_ones_only_if_allowed():
     assert max(c.prediction.delay for c in chosen()) == 0
 
 
+@pytest.mark.parametrize("tie, num_stages", [((0, 5), {1}), ((0, 1), {1, 2, 3, 4})])
+def test_weights_tied_over_stages_are_not_delayed(tie, num_stages):
+    tied = dataclasses.replace(PROFILE, ties=(tie,))
+    found = chosen(tied, asynchronous=True)
+    assert {c.num_stages for c in found} == {1, 2, 3, 4, 6}
+    delayed = [c for c in found if not c.table().synchronous]
+    for c in delayed:
+        first, second = (np.searchsorted(c.boundaries, i, "right") for i in tie)
+        assert first == second
+    assert {c.num_stages for c in delayed} | {1} == num_stages
+
+
 def test_free_links_make_replicas_best():
     """Six equal layers on four devices leave one idle; four replicas do not."""
     best = chosen()[0]

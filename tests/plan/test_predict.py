@@ -30,9 +30,8 @@ def pipeline(family, schedule, **options):
     return jpipe.Pipeline(
         FAMILIES[family].layers,
         loss=cross_entropy,
-        optimizer=optax.adam(0.1),
         schedule=schedule,
-        **options,
+        **({"optimizer": optax.adam(0.1)} | options),
     )
 
 
@@ -59,6 +58,33 @@ def test_bytes_are_those_of_the_pipeline(family, name, recompute):
     # Adam counts its steps once a stage, not once a layer; and there is a squared norm in flight.
     assert 0 <= got.optimizer - want.optimizer <= 4 * len(FAMILIES[family].layers)
     assert 0 <= want.activations - got.activations <= 4
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipedream/paired", "pipemare/unit"])
+def test_bytes_of_weights_that_only_hooks_give(name):
+    """PipeDream's backwards read the weights of their forwards, so corrected ones are not kept; GPipe delays nothing."""
+    optimizer = optax.chain(
+        optax.sgd(0.1, momentum=0.9),
+        jpipe.optim.correct_discrepancy(0.5),
+        jpipe.optim.predict_weights(),
+    )
+    hooks = {
+        "forward_params": jpipe.optim.predicted_params,
+        "backward_params": jpipe.optim.corrected_params,
+    }
+    schedule, cut = schedule_named(name, 3, 4), CUTS["mlp"]
+    batch = FAMILIES["mlp"].batches(1, 8)[0]
+    options = {"boundaries": cut, "optimizer": optimizer, **hooks}
+    pipe = pipeline("mlp", schedule, **options)
+    profile = timed(pipe.profile(batch, programs=()))
+    want, got = (
+        without_compiling(pipe, batch),
+        predict(schedule, profile, cut, FREE).memory,
+    )
+    assert got.weights == want.weights and abs(got.padding - want.padding) <= 4 * 7
+    plain = predict(schedule, timed(profile_of("mlp")), cut, FREE).memory
+    times = {"gpipe": 1, "pipedream/paired": 2, "pipemare/unit": 3}[name]
+    assert got.weights == times * plain.weights
 
 
 def test_bytes_with_two_stages_a_device():

@@ -246,11 +246,15 @@ SLOW = ("resnet50", "vgg", "translation")
 def test_models(name):
     model, inputs = MODELS[name]
     batch = {"inputs": inputs(np.random.default_rng(0))}
-    found = profiled(pipeline(model.layers()), batch, programs=QUICK)
+    ties = model.ties() if hasattr(model, "ties") else ()
+    found = profiled(pipeline(model.layers(), ties=ties), batch, programs=QUICK)
     assert min(found.seconds("forward") + found.seconds("backward")) > 0
     assert found.layers[0].update is None
     num_skips = sum(len(layer.pop) for layer in found.layers)
     assert len(found.graph().edges) == len(found.layers) - 1 + num_skips
+    number = len(found.layers)
+    tied = [tuple(sorted(i % number for i, _ in tie)) for tie in ties]
+    assert list(found.ties) == tied and (name != "tied transformer" or tied)
 
 
 def test_layers_run_on_what_those_before_them_make():
