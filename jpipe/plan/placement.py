@@ -14,8 +14,6 @@ import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from jpipe.plan.graph import Graph, Solution, Stage
 
@@ -164,6 +162,9 @@ def placement(
       ValueError: if something is missing or can't be, an edge leads from the backward to the forward pass,
         or a group has nowhere to go.
     """
+    from scipy import sparse  # half a second and 40 MB, which training need not pay
+    from scipy.sparse.csgraph import connected_components
+
     num_devices = graph.num_devices if num_devices is None else num_devices
     num_hosts = graph.num_hosts if num_hosts is None else num_hosts
     limit = graph.memory_limit if memory_limit is None else memory_limit
@@ -196,7 +197,7 @@ def placement(
     )
     order = _order(graph, group_of, len(key_of)) if contiguous else set()
     ends = np.array(sorted(order), np.intp).reshape(-1, 2)
-    links = coo_array(
+    links = sparse.coo_array(
         (np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(len(key_of),) * 2
     )
     num_groups, component = connected_components(links, connection="strong")

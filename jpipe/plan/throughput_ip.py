@@ -4,8 +4,6 @@ import itertools
 import math
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from jpipe.plan.graph import Graph, Solution
 from jpipe.plan.linearised import best_along_order
@@ -196,17 +194,19 @@ class _Program:
 
     def solve(self, time_limit: float, gap: float) -> tuple[Split | None, float, bool]:
         """The stages, a lower bound, whether there is no split."""
+        from scipy import optimize, sparse  # as late as in `placement`
+
         cost = np.zeros(len(self.lows))
         cost[self.slowest] = 1.0
-        rows = csr_array(
+        rows = sparse.csr_array(
             (self.values, (self.row_of, self.column_of)),
             shape=(len(self.row_lows), len(self.lows)),
         )
-        result = milp(
+        result = optimize.milp(
             cost,
             integrality=np.array(self.is_whole, int),
-            bounds=Bounds(self.lows, self.highs),
-            constraints=LinearConstraint(rows, self.row_lows, self.row_highs),
+            bounds=optimize.Bounds(self.lows, self.highs),
+            constraints=optimize.LinearConstraint(rows, self.row_lows, self.row_highs),
             options={"time_limit": time_limit, "mip_rel_gap": gap},
         )
         proved = result.mip_dual_bound
