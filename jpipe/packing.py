@@ -108,15 +108,18 @@ class Packing:
         cls,
         owners: Sequence[Sequence[Leaf | tuple]],
         occupancy: float = 0.5,
+        num_stages: Sequence[int] | None = None,
     ) -> "Packing":
         """Packs for each owner a list of `Leaf`, or `(aval, count)`.
 
         Args:
           owners: the leaves of each owner; `count` equal leaves are laid one after the other.
-          occupancy: a (shape, dtype) is pooled if on average at least this share of the pool is used, and always if
-            its leaves are split.
+          occupancy: a (shape, dtype) is pooled if on average over the stages at least this share of the pool is used,
+            and always if its leaves are split.
+          num_stages: how many stages each owner stands for; None: one.
         """
         owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
+        weights = np.ones(len(owners)) if num_stages is None else np.array(num_stages)
         counts: dict = collections.defaultdict(lambda: [0] * len(owners))
         for o, leaves in enumerate(owners):
             for aval, count, spec in leaves:
@@ -124,7 +127,7 @@ class Packing:
         pooled = {
             key
             for key, n in counts.items()
-            if any(key[2]) or sum(n) >= occupancy * len(owners) * max(n)
+            if any(key[2]) or weights @ n >= occupancy * weights.sum() * max(n)
         }
         sizes: dict = collections.defaultdict(int)
         dtypes, places, used, specs = {}, [], [], {}

@@ -12,7 +12,7 @@ import difflib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -649,6 +649,26 @@ class Groups(NamedTuple):
     lengths: list[tuple[int, ...]]
     longest: list[tuple[int, ...]]
 
+    def pack(
+        self, leaves_of: Callable[[Any], Iterable[Leaf]], last: Sequence[Leaf] = ()
+    ) -> Packing:
+        """Packs what layers have of one sort, such as their parameters.
+
+        Args:
+          leaves_of: the leaves of a kind of layer.
+          last: what the last stage has beside them.
+        """
+        owners = [
+            [
+                leaf._replace(count=n)
+                for kind, n in zip(signature, longest, strict=True)
+                for leaf in leaves_of(kind)
+            ]
+            for signature, longest in zip(self.signatures, self.longest, strict=True)
+        ]
+        owners[self.program_of_stage[-1]] += last
+        return Packing.of(owners, num_stages=[len(mine) for mine in self.stages_of])
+
 
 def group(kinds: Sequence, starts: Sequence[int]) -> Groups:
     """Groups the stages of layers of these kinds, which begin at `starts`; the last is the number of layers."""
@@ -671,6 +691,17 @@ def group(kinds: Sequence, starts: Sequence[int]) -> Groups:
     return Groups(signatures, program_of_stage, stages_of, lengths, longest)
 
 
+def pack_messages(ends: Sequence[Sequence[Leaf]]) -> tuple[Packing, Packing]:
+    """How the outputs of all stages but the last travel, and how the gradients that come back for them do.
+
+    One kind of message stays an array of its own shape; several share flat vectors, so that they share transfers.
+    """
+    alike = len(set(map(tuple, ends))) <= 1
+    returned = [[leaf for leaf in leaves if is_inexact(leaf.aval)] for leaves in ends]
+    occupancy = 0.5 if alike else np.inf
+    return Packing.of(ends, occupancy), Packing.of(returned, occupancy)
+
+
 def cut(
     traced: Traced,
     starts: list[int] | None,
@@ -681,7 +712,7 @@ def cut(
     layers = traced.layers
     if starts is None:
         starts = [0, *min_max(traced.flops, num_stages), len(layers)]
-    kinds, last = traced.kinds, num_stages - 1
+    kinds = traced.kinds
     shared = [
         (k, layer.stash, layer.pop) for k, layer in zip(traced.kind_of_layer, layers)
     ]
@@ -707,21 +738,14 @@ def cut(
     }
 
     def packed(name: str) -> Packing:
+        def leaves(shared: tuple) -> list[Leaf]:
+            k, *_ = shared
+            avals = leaves_of[name](k)
+            specs = specs_of[name](k) if name in specs_of else [()] * len(avals)
+            return [Leaf(a, spec=spec) for a, spec in zip(avals, specs, strict=True)]
+
         loss = traced.loss.stash if name == "input_stash" and traced.loss else ()
-        owners = []
-        for p, signature in enumerate(signatures):
-            leaves = [
-                Leaf(a, n, spec)
-                for (k, *_), n in zip(signature, longest[p])
-                for a, spec in zip(
-                    leaves_of[name](k),
-                    specs_of[name](k) if name in specs_of else itertools.repeat(()),
-                )
-            ]
-            owners.append(
-                leaves + [traced.whole(a) for a in loss if last in stages_of[p]]
-            )
-        return Packing.of(owners)
+        return groups.pack(leaves, [traced.whole(a) for a in loss])
 
     packings = {name: packed(name) for name in leaves_of}
     programs = []
@@ -741,8 +765,8 @@ def cut(
         programs.append(Program(tuple(runs), stages_of[p], tuple(left["input_stash"])))
 
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
-    # One kind of message stays an array of its own shape; several share flat vectors, so that they share transfers.
-    occupancy = 0.5 if len(set(outputs)) <= 1 else np.inf
+    messages = [[traced.whole(a) for a in leaves] for leaves in outputs]
+    activations, gradients = pack_messages(messages)
     stages = Stages(
         layers=layers,
         kinds=kinds,
@@ -756,13 +780,8 @@ def cut(
         program_of_stage=groups.program_of_stage,
         lengths=groups.lengths,
         **packings,
-        activations=Packing.of(
-            [[traced.whole(a) for a in leaves] for leaves in outputs], occupancy
-        ),
-        gradients=Packing.of(
-            [[traced.whole(a) for a in leaves if is_inexact(a)] for leaves in outputs],
-            occupancy,
-        ),
+        activations=activations,
+        gradients=gradients,
         ties=ties,
     )
     return dataclasses.replace(stages, portals=_portals(stages, traced))

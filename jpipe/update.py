@@ -451,7 +451,10 @@ def make_updates(
             texts[key] = len(drafts)
             drafts.append((equations, reads, places, _state_leaves(flat, places)))
         program_of_stage.append(texts[key])
-    packing = Packing.of([state_leaves for *_, state_leaves in drafts])
+    packing = Packing.of(
+        [state_leaves for *_, state_leaves in drafts],
+        num_stages=[program_of_stage.count(u) for u in range(len(drafts))],
+    )
     programs = [
         _update(equations, reads, places, state_places)
         for (equations, reads, places, _), state_places in zip(drafts, packing.places)

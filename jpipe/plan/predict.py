@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Sequence
 
 from jpipe.lower import STASHES, lower
@@ -12,7 +11,7 @@ from jpipe.plan.machine import Machine
 from jpipe.plan.profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
-from jpipe.stages import check_boundaries, group
+from jpipe.stages import check_boundaries, group, pack_messages
 from jpipe.update import read_delays
 
 
@@ -151,27 +150,12 @@ def predict_memory(
     kinds = [(one.kind, one.stash, one.pop) for one in layers]
     groups = group(kinds, starts)
     layer_of_kind = dict(zip(kinds, layers))
-    last = groups.program_of_stage[-1]
 
     def packed(name: str) -> Packing:
-        """As the stages' leaves of one name are packed, in the engine as here."""
-        owners = [
-            [
-                Leaf(aval, n)
-                for kind, n in zip(signature, groups.longest[p])
-                for aval in layer_of_kind[kind].avals(name)
-            ]
-            for p, signature in enumerate(groups.signatures)
-        ]
-        if name == "input_stash":
-            owners[last] += [Leaf(a) for a in profile.loss.avals(name)]
-        return Packing.of(owners)
-
-    def messages(name: str) -> Packing:
-        ends = [layers[stop - 1].avals(name) for stop in starts[1:-1]]
-        alike = len({tuple(map(str, leaves)) for leaves in ends}) <= 1
-        return Packing.of(
-            [[Leaf(a) for a in leaves] for leaves in ends], 0.5 if alike else math.inf
+        """As the engine packs the stages' leaves of one name."""
+        loss = profile.loss.avals(name) if name == "input_stash" else ()
+        return groups.pack(
+            lambda kind: map(Leaf, layer_of_kind[kind].avals(name)), [*map(Leaf, loss)]
         )
 
     lowered = lower(schedule, recompute=profile.recompute == "full")
@@ -182,7 +166,8 @@ def predict_memory(
     )
     slots = lowered.num_slots
     rings = sum(slots[ring] * packed(ring).num_bytes for ring in STASHES if slots[ring])
-    down, up = messages("activations").num_bytes, messages("gradients").num_bytes
+    ends = [[*map(Leaf, layers[stop - 1].activations)] for stop in starts[1:-1]]
+    down, up = (packing.num_bytes for packing in pack_messages(ends))
     # An inbox has a slot for what nobody reads; what is sent and what has arrived lie beside it.
     in_flight = sum(
         (slots[inbox] + 1 + lowered.operations[operation].num_lanes) * size

@@ -122,13 +122,8 @@ class LayerProfile:
     stash: tuple[str, ...]
     pop: tuple[str, ...]
 
-    @property
-    def gradients(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Of the activations, those that have one."""
-        return tuple(filter(is_inexact, self.activations))
-
     def avals(self, name: str) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The abstract arrays of an attribute: "parameters", "gradients", "crossing" and so on."""
+        """The abstract arrays of an attribute: "parameters", "crossing" and so on."""
         return getattr(self, name)
 
     @property
