@@ -4,17 +4,18 @@
     python benchmarks/predictions.py --models MLP --stages 2
 
 For each model and number of stages, runs `train/plan.py`, which profiles the layers and prices the schedules, then
-trains with each schedule in one process, a few steps of one after a few steps of the other, round after round; seconds
-are medians over all timed steps. Writes `predictions.json`, `.md` and `.png` to `--out`, after every model.
+trains with each schedule in one process, a few steps of one after a few steps of the other, round after round; and all
+of that again in the next sitting, as a shared machine is faster or slower for minutes. Seconds are medians of the
+sittings' predictions, and of all timed steps. Writes `predictions.json`, `.md` and `.png` to `--out`, after every model.
 """
 
 import argparse
 import json
-import os
 import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 HERE = pathlib.Path(__file__).parent
@@ -92,13 +93,47 @@ def measure(model: str, plans: list[dict], rounds: int, steps: int) -> list[dict
                 seconds.append(time.perf_counter() - start)
             run[1] = state
     return [
-        {
-            "seconds": statistics.median(seconds),
-            "quartiles": statistics.quantiles(seconds, n=4)[::2],
-            "memory_bytes": pipe.memory(batch)._asdict(),
-        }
+        {"seconds": seconds, "memory_bytes": pipe.memory(batch)._asdict()}
         for pipe, _, seconds in runs
     ]
+
+
+def sitting(model: str, stages: int, args: argparse.Namespace) -> list[tuple]:
+    """For each schedule, what is predicted and what is measured now."""
+    with tempfile.TemporaryDirectory() as profiles:
+        plans = predicted(model, stages, pathlib.Path(profiles))
+    command = [sys.executable, __file__, "--measure", model]
+    command += ["--rounds", str(args.rounds), "--steps", str(args.steps)]
+    output = subprocess.run(
+        command,
+        check=True,
+        input=json.dumps(plans),
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    return list(zip(plans, json.loads(output.stdout), strict=True))
+
+
+def result(model: str, stages: int, found: list[tuple]) -> dict:
+    """Of one schedule, over its sittings."""
+    plans, measured = zip(*found)
+    steps = [seconds for one in measured for seconds in one["seconds"]]
+    of_plans = [plan["seconds"] for plan in plans]
+    return {
+        "model": model,
+        "stages": stages,
+        "schedule": plans[0]["schedule"],
+        "sittings": [
+            [plan["seconds"], statistics.median(one["seconds"])] for plan, one in found
+        ],
+        "predicted": plans[-1] | {"seconds": statistics.median(of_plans)},
+        "measured": measured[-1]
+        | {
+            "seconds": statistics.median(steps),
+            "quartiles": statistics.quantiles(steps, n=4)[::2],
+        },
+    }
 
 
 def total(memory: dict) -> int:
@@ -193,8 +228,9 @@ def main() -> None:
         "--models", nargs="+", choices=list(MODELS), default=list(MODELS)
     )
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps a round")
+    parser.add_argument("--sittings", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2, help="of a sitting")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps a round")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "predictions")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -207,31 +243,11 @@ def main() -> None:
     results = json.loads(saved.read_text()) if saved.exists() else []
     for model in args.models:
         for stages in args.stages:
-            plans = predicted(model, stages, args.out / "profiles")
-            command = [sys.executable, __file__, "--measure", model]
-            command += ["--rounds", str(args.rounds), "--steps", str(args.steps)]
-            output = subprocess.run(
-                command,
-                check=True,
-                input=json.dumps(plans),
-                stdout=subprocess.PIPE,
-                text=True,
-                cwd=ROOT,
-                env=os.environ,
-            )
+            sittings = [sitting(model, stages, args) for _ in range(args.sittings)]
             results = [
                 r for r in results if (r["model"], r["stages"]) != (model, stages)
             ]
-            results += [
-                {
-                    "model": model,
-                    "stages": stages,
-                    "schedule": plan["schedule"],
-                    "predicted": plan,
-                    "measured": found,
-                }
-                for plan, found in zip(plans, json.loads(output.stdout), strict=True)
-            ]
+            results += [result(model, stages, found) for found in zip(*sittings)]
             results.sort(key=lambda r: (list(MODELS).index(r["model"]), r["stages"]))
             saved.write_text(json.dumps(results, indent=1))
             (args.out / "predictions.md").write_text(table(results))

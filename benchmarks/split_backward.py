@@ -1,6 +1,7 @@
 """What splitting the backward costs, and what the shapes that need it save.
 
     python benchmarks/split_backward.py
+    python benchmarks/split_backward.py --tpu benchmarks/compile_tpu.json  # by a compiler's estimates instead
 
 A schedule in paired ticks, and GPipe, run a layer's whole backward at once; unit ticks and the zero-bubble schedules run the
 input gradient and the weight gradient apart, which may repeat work or pass more through memory. For each model the
@@ -10,6 +11,7 @@ costs nothing, by that of 1F1B in paired ticks, and *both* the same with the cos
 
 import argparse
 import dataclasses
+import json
 import pathlib
 import sys
 
@@ -84,6 +86,18 @@ def measured() -> dict[str, Layer]:
     return found
 
 
+def compiled(path: pathlib.Path) -> dict[str, Layer]:
+    """A transformer block as the TPU compiler estimates it, from what `compile_tpu.py --out` wrote."""
+    rows = json.loads(path.read_text())
+    fewest = min(row["chips"] for row in rows)
+    cycles = {row["schedule"]: row["cycles"] for row in rows if row["chips"] == fewest}
+    whole, halves = cycles["one_f_one_b"], cycles["zero_bubble_h1"]
+    layer = Layer(
+        whole["forward"], whole["backward"], halves["backward"], halves["weight_grad"]
+    )
+    return {"transformer, dim 512, cycles on TPU": layer}
+
+
 def steps(layer: Layer, num_devices: int, num_microbatches: int) -> dict[str, float]:
     """Each schedule's step in lockstep, with devices of equal work."""
     import jpipe
@@ -141,8 +155,11 @@ def main() -> None:
     )
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument(
+        "--tpu", type=pathlib.Path, help="what `compile_tpu.py --out` wrote"
+    )
     args = parser.parse_args()
-    layers = measured()
+    layers = measured() if args.tpu is None else compiled(args.tpu)
     for name, layer in layers.items():
         print(name, layer)
     print(table(layers, args.devices, args.microbatches))

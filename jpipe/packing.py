@@ -4,7 +4,7 @@ In a single program for many devices every device holds arrays of the same shape
 an embedding and another a head. A `Packing` gives each *owner* (a stage's program, a message) a place for
 each of its leaves in
 
-- *pools*, one array `[n, *shape]` a (shape, dtype): leaf i of the pool is row i. Right for what most owners have;
+- *pools*, one array `[n, *shape]` a (shape, dtype): leaf i of the pool is row i. Right for what most stages have;
 - *flat* vectors, one `[size]` a dtype: right for leaves whose pool would be mostly padding.
 
 A leaf that is split over an automatic axis of the mesh (tensor parallelism) has a *spec*, for each of its dims the

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -124,12 +124,11 @@ def measure_machine(
         large = [_step_seconds(num_devices, n, size) for n in (few, many)]
         message = (large[1] - large[0]) / (2 * (many - few)) - tick
         bandwidth = message_bytes / message if message > 0 else math.inf
-        alone, together, waiting = _turn_seconds(num_devices)
-        tick = max(tick, waiting - together)
+        waiting, faster_alone = _waiting(num_devices)
+        tick = max(tick, waiting)
         if num_cores is not None:
             share = min(num_cores / num_devices, 1.0)
-            faster = share * together / alone
-            cores_per_device = min(max(faster, 1.0), num_cores)
+            cores_per_device = min(max(share * faster_alone, 1.0), num_cores)
     return Machine(
         num_devices,
         memory_limit,
@@ -164,9 +163,10 @@ def _step_seconds(num_stages: int, num_microbatches: int, size: int) -> float:
     return statistics.median(seconds[2:])
 
 
-def _turn_seconds(num_devices: int) -> list[float]:
-    """Medians of a turn on one device; on all, each for itself; and on all, with a message to the next after each turn."""
-    rows, width, num_matrices, turns = 64, 512, 8, 25  # 5 ms a turn on a core
+def _waiting(num_devices: int) -> tuple[float, float]:
+    """What a turn of a loop takes longer if a message to the next device ends it, in seconds; and how many times as long as
+    on one device alone it takes on all of them."""
+    rows, width, num_matrices, turns = 64, 512, 4, 10  # 2 ms a turn on a core
     ring = [(d, (d + 1) % num_devices) for d in range(num_devices)]
     rng = np.random.default_rng(0)
     matrices = rng.normal(size=(num_matrices, width, width)) / math.sqrt(width)
@@ -191,11 +191,16 @@ def _turn_seconds(num_devices: int) -> list[float]:
         )
         return jax.jit(mapped)
 
-    loops = [loop(1, False), loop(num_devices, False), loop(num_devices, True)]
-    seconds: list[list[float]] = [[] for _ in loops]
-    for _ in range(8):  # in turn, as other work comes and goes
-        for run, found in zip(loops, seconds):
-            start = time.perf_counter()
-            jax.block_until_ready(run(*given))
-            found.append((time.perf_counter() - start) / turns)
-    return [statistics.median(found[1:]) for found in seconds]
+    def seconds(run: Callable) -> float:
+        start = time.perf_counter()
+        jax.block_until_ready(run(*given))
+        return (time.perf_counter() - start) / turns
+
+    alone, together = loop(1, False), loop(num_devices, False)
+    waiting = loop(num_devices, True)
+    # One right after the other, as other work on the machine comes and goes.
+    found = [[seconds(run) for run in (alone, together, waiting)] for _ in range(33)]
+    return (
+        statistics.median(w - t for _, t, w in found[1:]),
+        statistics.median(t / a for a, t, _ in found[1:]),
+    )
