@@ -824,7 +824,7 @@ class Pipeline:
         cache: str | os.PathLike | None = None,
         num_microbatches: int | None = None,
         programs: Sequence[str] = PROGRAMS,
-        min_seconds: float = 0.1,
+        min_seconds: float = 0.5,
         devices: Sequence[jax.Device] | None = None,
     ) -> Profile:
         """Measures what each layer takes for one microbatch: see `jpipe.plan.profile`.

@@ -58,7 +58,7 @@ _FORMAT = "jpipe profile 2"
 _SLOTS = 4  # of a ring: what is written and read moves through memory, as in training
 _NO_CACHE = 2**26  # bytes that no cache holds
 _FEWEST = 5  # calls that a median is taken of
-_CALL_SECONDS = 0.01  # of a call: to start it takes some microseconds
+_CALL_SECONDS = 0.1  # of a call: it starts with memory that it has not touched yet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -410,14 +410,14 @@ def profile(
     reads: Sequence[str] = (),
     ties: Sequence[Sequence[int]] = (),
     programs: Sequence[str] = PROGRAMS,
-    min_seconds: float = 0.1,
+    min_seconds: float = 0.5,
     devices: Sequence[jax.Device] | None = None,
     cache: str | os.PathLike | None = None,
 ) -> Profile:
     """Measures layers, the loss and the optimizer. `Pipeline.profile` calls it.
 
     Each program of each kind of layer is compiled, run to warm up, and then called until `min_seconds` have passed, at
-    least 5 times. A call runs as many microbatches as take a hundredth of a second. Layers run on what the layers before
+    least 5 times. A call runs as many microbatches as take a tenth of a second. Layers run on what the layers before
     them make of `microbatch`, with freshly initialised weights.
 
     On several devices all of them run the same at the same time, so that what they share is measured as they share it:
