@@ -124,6 +124,10 @@ def test_published_configuration(capsys):
         ("--config configs/quickstart.py --devices 2 --microbatches 7", "must divide"),
         ("--config configs/quickstart.py --devices 2 --save planned", "Python file"),
         ("--config configs/quickstart.py --devices 2 --config.batchsize=3", "unknown"),
+        (
+            "--config configs/quickstart.py --devices 2 --asynchronous --config.pipeline.loss_scale=dynamic",
+            "Leave out `--asynchronous`",
+        ),
     ],
 )
 def test_wrong_words(capsys, chain, monkeypatch, words, message):
