@@ -185,35 +185,40 @@ def _best_cut(
 ) -> list[Candidate]:
     """The cut that balances time, or if it doesn't fit and the one that balances bytes is better, that.
 
-    None if the schedule cannot train it: tied weights on stages that update at different times.
+    Empty if the schedule can train neither: tied weights on stages that update at different times.
     """
     S = schedule.num_stages
 
-    def candidate(boundaries: list[int]) -> Candidate:
+    def cuts() -> Iterator[list[int]]:
+        by_time = balance_by_time(profile, S)
+        yield by_time
+        in_flight = int(schedule.facts().in_flight.max())
+        by_bytes = balance_by_memory(profile, S, in_flight=in_flight)
+        if by_bytes != by_time:
+            yield by_bytes
+
+    def trains(boundaries: list[int]) -> bool:
+        stages = (np.searchsorted(boundaries, tie, "right") for tie in profile.ties)
+        return schedule.synchronous or all(np.ptp(of) == 0 for of in stages)
+
+    found: list[Candidate] = []
+    for boundaries in filter(trains, cuts()):
         prediction = predict(schedule, profile, boundaries, machine, replicas)
-        return Candidate(
+        one = Candidate(
             schedule=schedule.name,
             options=options,
             num_stages=S,
-            num_microbatches=schedule.num_microbatches,
             num_replicas=replicas,
+            num_microbatches=schedule.num_microbatches,
             microbatch_size=profile.microbatch_size,
             recompute=profile.recompute,
             boundaries=tuple(boundaries),
             prediction=prediction,
             fits=prediction.num_bytes <= machine.memory_limit,
         )
-
-    def trains(boundaries: list[int]) -> bool:
-        stages = (np.searchsorted(boundaries, tie, "right") for tie in profile.ties)
-        return schedule.synchronous or all(np.ptp(of) == 0 for of in stages)
-
-    by_time = balance_by_time(profile, S)
-    found = [candidate(by_time)] if trains(by_time) else []
-    if not any(one.fits for one in found):
-        in_flight = int(schedule.facts().in_flight.max())
-        by_bytes = balance_by_memory(profile, S, in_flight=in_flight)
-        found += [candidate(by_bytes)] if trains(by_bytes) else []
+        found.append(one)
+        if one.fits:
+            break
     return sorted(found, key=_rank)[:1]
 
 

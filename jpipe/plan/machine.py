@@ -1,6 +1,7 @@
 """Where a plan runs: devices, their memory, what moving bytes between them takes, and the cores they share."""
 
 import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.layers import InitApply
 from jpipe.mesh import make_mesh
@@ -181,19 +182,20 @@ def _waiting(num_devices: int) -> tuple[float, float]:
 
             return lax.fori_loop(0, turns, turn, x)
 
-        everywhere = PartitionSpec()
+        mesh, everywhere = make_mesh(stage=count), PartitionSpec()
         mapped = jax.shard_map(
             run,
-            mesh=make_mesh(stage=count),
+            mesh=mesh,
             in_specs=everywhere,
             out_specs=everywhere,
             check_vma=False,
         )
-        return jax.jit(mapped)
+        placed = jax.device_put(given, NamedSharding(mesh, everywhere))
+        return functools.partial(jax.jit(mapped), *placed)
 
     def seconds(run: Callable) -> float:
         start = time.perf_counter()
-        jax.block_until_ready(run(*given))
+        jax.block_until_ready(run())
         return (time.perf_counter() - start) / turns
 
     alone, together = loop(1, False), loop(num_devices, False)
