@@ -7,8 +7,8 @@
 A layer is measured as the engine runs it: compiled into a loop over microbatches, in which its weights are read
 out of packed arrays, what it stashes is written into rings, and gradients are added to accumulators, all in place.
 So neither the start of a program nor the copying of its results is measured, and what the rings cost is. The loop goes
-round copies of the weights, together as large as the weights of a stage, because in training the layers between push a
-layer's weights, gradients and optimizer state out of the caches.
+round copies of the weights, together as large as the weights of a stage, or of all stages that share a core, because in
+training the layers between push a layer's weights, gradients and optimizer state out of the caches.
 """
 
 import dataclasses
@@ -550,7 +550,10 @@ def _measure(
     """For each kind of layer, for the loss, and for each update: what was measured of its programs."""
     kinds = (traced.kinds[k] for k in traced.kind_of_layer)
     model_bytes = sum(_bytes(kind.parameters) for kind in kinds)
-    num_copies = functools.partial(_num_copies, model_bytes / len(devices))
+    # Stages that share a core share its caches.
+    shares = devices[0].platform == "cpu"
+    num_caches = min(len(devices), _num_cores()) if shares else len(devices)
+    num_copies = functools.partial(_num_copies, model_bytes / num_caches)
     of_kind: list[dict] = [{} for _ in traced.kinds]
     of_loss: dict = {}
     of_update: list[dict] = [{} for _ in updates]
@@ -593,8 +596,8 @@ def _measure(
     return of_kind, of_loss, of_update
 
 
-def _num_copies(stage_bytes: float, parameters: Sequence) -> int:
-    """How many copies of a layer's weights are as large as those of a stage, or as what no cache holds; at least 1.
+def _num_copies(num_bytes: float, parameters: Sequence) -> int:
+    """How many copies of a layer's weights are `num_bytes` large, or as large as what no cache holds; at least 1.
 
     Example:
       >>> weights = [jax.ShapeDtypeStruct([256, 256], np.float32)]
@@ -602,7 +605,7 @@ def _num_copies(stage_bytes: float, parameters: Sequence) -> int:
       [1, 11, 256]
     """
     layer_bytes = _bytes(parameters)
-    return max(int(min(stage_bytes, _NO_CACHE) // max(layer_bytes, 1)), 1)
+    return max(int(min(num_bytes, _NO_CACHE) // max(layer_bytes, 1)), 1)
 
 
 def _values(tree: Any) -> list:
