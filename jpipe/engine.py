@@ -375,6 +375,8 @@ class _Device:
         operations, lowered = self.lowered.operations, self.lowered
         buffers = own["buffers"]
         carry = dict(**held, gradients=own.get("gradients"), **buffers)
+        # How many operations have run: whatever reads it waits for all of a tick.
+        carry["ran"] = jnp.zeros((), jnp.int32)
         self._take_batch(carry, batch)
         if self.schedule.forward_only:
             N = self.schedule.num_microbatches
@@ -471,8 +473,14 @@ class _Device:
             writes, run = do(program, get, lane, carry)
             buffers = {name: carry[name] for name in writes}
             with jax.named_scope(f"stage{_ranges(program.stages)}"):
-                done = lax.cond(get("program") == p, run, lambda b: b, buffers)
-            carry = {**carry, **done}
+                done, ran = lax.cond(
+                    get("program") == p,
+                    lambda buffers, ran, run=run: (run(buffers), ran + 1),
+                    lambda buffers, ran: (buffers, ran),
+                    buffers,
+                    carry["ran"],
+                )
+            carry = {**carry, **done, "ran": ran}
         return carry
 
     # -- Messages
@@ -509,19 +517,21 @@ class _Device:
                 return jax.tree.map(lambda a: lax.ppermute(a, AXIS, pairs), message)
 
             if after is None:
-                payload = lax.cond(sends[i], move, lambda message: message, payload)
+                # Sent in the middle of a tick, all devices would wait for each other twice.
+                now = sends[i] & (carry["ran"] >= 0)
+                payload = lax.cond(now, move, lambda message: message, payload)
             else:  # in a branch it would start and finish there
                 payload = move(payload)
             received[i] = payload
         return received
 
     def _writes_sent(self, operation: str) -> list[str]:
-        """The names of the messages that an operation sends; of all, if each waits until all have computed."""
+        """The names of the messages that an operation sends."""
         own = {r.inbox for r, _ in self.engine.routes if r.operation == operation}
         return [
             _sent(j)
             for j, (inbox, _) in enumerate(self.lowered.outgoing)
-            if inbox in own or not self.engine.overlap
+            if inbox in own
         ]
 
     # -- Operations
@@ -997,7 +1007,7 @@ class _Device:
                 carry = self._apply(update, mine, now, skip, global_norm, scale, carry)
         for copies in self.tied:
             carry = self._spread_tied(copies, carry)
-        return carry
+        return {**carry, "ran": carry["ran"] + 1}
 
     def _scale(self, carry: dict):
         """What the gradients are multiplied by, or None."""

@@ -1,6 +1,7 @@
 """What a table takes in time: in lockstep, tick by tick, or with every device as early as its inputs allow."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import numpy as np
@@ -25,7 +26,8 @@ class Costs:
       fused_backward: of both gradients in one operation, as `forward`; None: as long as the
         two apart.
       update: of a stage's optimizer, once a minibatch, as `forward`.
-      tick: of a tick beside its operations, if it sends; lockstep only.
+      tick: what devices that wait for each other lose by it, in every tick that sends and once more in one that
+        updates; lockstep only.
       num_cores: what all devices share, as devices faked on CPU do; None: each is its own.
         Lockstep only. The costs are then what an operation takes on one core.
       cores_per_device: how many of them one device can use at once.
@@ -140,8 +142,9 @@ def simulate(
       schedule: a legal table.
       costs: of its operations.
       mode: "lockstep", as one program for all devices runs it: a tick lasts as long as its
-        busiest device, and its messages must have arrived before the next begins. Cores that
-        devices share serve all that still compute alike. Or
+        busiest device, and its messages must have arrived before the next begins. Updates wait
+        until all devices have computed, for the norm of all gradients. Cores that devices share
+        serve all that still compute alike. Or
         "dependencies": every device runs the operations of its columns in the table's
         order, each as soon as the one before has ended and its inputs have arrived, as
         programs of their own would.
@@ -221,34 +224,27 @@ def _message(schedule: Schedule, kind: str, length: dict) -> np.ndarray:
 
 def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     T, D = schedule.num_ticks, schedule.num_devices
-    work = np.zeros((T, D))
+    work, updates = np.zeros((2, T, D))
     transfer = np.zeros(T)
     sends = np.zeros(T, bool)
     begins = {}
-    for kind in [*_ticks(schedule), "update"]:
+    for kind in _ticks(schedule):
         runs = getattr(schedule, kind) != IDLE
         begins[kind] = work[:, schedule.device].copy()
         np.add.at(work, (slice(None), schedule.device), runs * length[kind])
-        if kind in ("forward", "backward"):
+        if kind != "weight_grad":
             leaves = runs & _leaves(schedule, kind)
             sends |= leaves.any(axis=1)
             message = (leaves * _message(schedule, kind, length)).max(axis=1)
             transfer = np.maximum(transfer, message)
-    # All that still compute go on alike, so the least busy is done first, and leaves its cores to the others.
-    if costs.num_cores is None:
-        done, speed = work.max(axis=1, keepdims=True), np.ones(1)
-    else:
-        done, left = np.sort(work, axis=1), np.arange(D, 0, -1)
-        speed = np.minimum(costs.cores_per_device, costs.num_cores / left)
-    done = np.concatenate([np.zeros((T, 1)), done], axis=1)
-
-    def clock(t: np.ndarray, amount: np.ndarray) -> np.ndarray:
-        """When devices that still compute have done an amount of a tick's work, from the tick's start."""
-        each = np.clip(amount[..., None] - done[t, :-1], 0, np.diff(done)[t])
-        return (each / speed).sum(axis=-1)
-
-    transfer += costs.tick * sends
-    tick_length = clock(np.arange(T), work.max(axis=1)) + transfer
+    updating = schedule.update != IDLE
+    np.add.at(updates, (slice(None), schedule.device), updating * length["update"])
+    waits = sends + (updating.any(axis=1) & (D > 1)).astype(int)
+    clock, clock_of_updates = _clock(work, costs), _clock(updates, costs)
+    transfer += costs.tick * waits
+    every = np.arange(T)
+    tick_length = clock(every, work.max(axis=1)) + transfer
+    tick_length += clock_of_updates(every, updates.max(axis=1))
     tick_start = np.concatenate([[0.0], np.cumsum(tick_length)])
     makespan = tick_start[-1]
     start, end = {}, {}
@@ -260,6 +256,26 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         end[kind] = tick + clock(t, before + length[kind])
     timing = _timing(schedule, length, costs, makespan, start, end)
     return dataclasses.replace(timing, communicating=float(transfer.sum()))
+
+
+def _clock(work: np.ndarray, costs: Costs) -> Callable:
+    """When devices that still compute have done an amount of a tick's work, `[T, D]`, from the tick's start.
+
+    All that still compute go on alike, so the least busy is done first, and leaves its cores to the others.
+    """
+    T, D = work.shape
+    if costs.num_cores is None:
+        done, speed = work.max(axis=1, keepdims=True), np.ones(1)
+    else:
+        done, left = np.sort(work, axis=1), np.arange(D, 0, -1)
+        speed = np.minimum(costs.cores_per_device, costs.num_cores / left)
+    done = np.concatenate([np.zeros((T, 1)), done], axis=1)
+
+    def clock(t: np.ndarray, amount: np.ndarray) -> np.ndarray:
+        each = np.clip(amount[..., None] - done[t, :-1], 0, np.diff(done)[t])
+        return (each / speed).sum(axis=-1)
+
+    return clock
 
 
 def _leaves(schedule: Schedule, kind: str) -> np.ndarray:

@@ -61,20 +61,15 @@ class Plan:
                 continue
             with jax.default_device(mine[0]):
                 per_layer, mutable, inner = of_stage(s)
+            column = (chunk,)
+            versions = (slice(None), chunk)
             for i, run, row in self.stages.layer_runs(s):
-                for place, leaf in zip(
-                    run.parameters, jax.tree.leaves(per_layer[i]), strict=True
+                for name, places, tree, lead in (
+                    ("parameters", run.parameters, per_layer[i], versions),
+                    ("mutable_state", run.state, mutable[i], column),
                 ):
-                    at = (slice(None), chunk, _rows(place, row))
-                    local[d]["parameters"][place.array][at] = np.asarray(leaf).reshape(
-                        place.block
-                    )
-                for place, leaf in zip(
-                    run.state, jax.tree.leaves(mutable[i]), strict=True
-                ):
-                    at = (chunk, _rows(place, row))
-                    array = local[d]["mutable_state"][place.array]
-                    array[at] = np.asarray(leaf).reshape(place.block)
+                    for place, leaf in zip(places, jax.tree.leaves(tree), strict=True):
+                        _write(local[d][name], lead, place, row, leaf)
             update, inner = self._update(s), jax.tree.leaves(inner)
             for reader, arrays in local[d]["read_parameters"].items():
                 values = jax.tree.leaves(stage_tree(self.stages, s, per_layer))
@@ -84,13 +79,9 @@ class Plan:
                         values = update.reads[reader](values, inner, delay)
                 for copies, value in zip(update.parameters, values, strict=True):
                     for place, row in copies:
-                        at = (slice(None), chunk, _rows(place, row))
-                        arrays[place.array][at] = np.asarray(value).reshape(place.block)
+                        _write(arrays, versions, place, row, value)
             for place, leaf in zip(update.state, inner, strict=True):
-                at = (chunk, _rows(place))
-                local[d]["optimizer_state"][place.array][at] = np.asarray(leaf).reshape(
-                    place.block
-                )
+                _write(local[d]["optimizer_state"], column, place, 0, leaf)
         if self.engine.loss_scale is not None:
             for arrays in local:
                 arrays["loss_scale"] = self.engine.loss_scale.start()
@@ -113,12 +104,8 @@ class Plan:
         for s in range(self.stages.num_stages):
             d, chunk = self.homes[s]
             for i, run, row in self.stages.layer_runs(s):
-                leaves = [
-                    local[p.array][d][newest[s], chunk, _rows(p, row)]
-                    .reshape(p.shape)
-                    .copy()
-                    for p in run.parameters
-                ]
+                lead = (newest[s], chunk)
+                leaves = [_read(local, d, lead, p, row) for p in run.parameters]
                 tree = jax.tree.structure(self.stages.layers[i].parameters)
                 per_layer[i] = tree.unflatten(leaves)
         return per_layer
@@ -130,10 +117,7 @@ class Plan:
         for s in range(self.stages.num_stages):
             d, chunk = self.homes[s]
             for i, run, row in self.stages.layer_runs(s):
-                leaves = [
-                    local[p.array][d][chunk, _rows(p, row)].reshape(p.shape).copy()
-                    for p in run.state
-                ]
+                leaves = [_read(local, d, (chunk,), p, row) for p in run.state]
                 tree = jax.tree.structure(self.stages.layers[i].state)
                 per_layer[i] = tree.unflatten(leaves)
         return per_layer
@@ -150,11 +134,7 @@ class Plan:
             for path, place in zip(
                 self.optimizer_paths(s), self._update(s).state, strict=True
             ):
-                leaves[path] = (
-                    local[place.array][d][chunk, _rows(place)]
-                    .reshape(place.shape)
-                    .copy()
-                )
+                leaves[path] = _read(local, d, (chunk,), place)
         return leaves
 
     def optimizer_paths(self, stage: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -231,10 +211,21 @@ def rounds(state: PipelineState) -> int:
     return int(state.round.addressable_data(0)[0])
 
 
-def _rows(place: Place, row: int = 0) -> slice:
-    """The rows of an array (behind its leading axes) that hold leaf `row` of `place`."""
+def _at(lead: tuple, place: Place, row: int) -> tuple:
+    """Where an array, behind leading axes, holds leaf `row` of `place`."""
     start = place.start(row)
-    return slice(start, start + place.block[0])
+    return (*lead, slice(start, start + place.block[0]))
+
+
+def _write(arrays: Mapping, lead: tuple, place: Place, row: int, leaf: Any) -> None:
+    """Writes a leaf into one device's host arrays."""
+    arrays[place.array][_at(lead, place, row)] = np.asarray(leaf).reshape(place.block)
+
+
+def _read(local: Mapping, device: int, lead: tuple, place: Place, row: int = 0):
+    """A copy of a leaf, out of the host arrays of all devices."""
+    found = local[place.array][device][_at(lead, place, row)]
+    return found.reshape(place.shape).copy()
 
 
 def _devices_along(mesh: Mesh, axis: str, index: int) -> list:

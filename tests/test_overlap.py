@@ -1,5 +1,7 @@
 """Messages that travel under compute arrive as those that travel at the end of a tick do."""
 
+import re
+
 import jax
 import numpy as np
 import optax
@@ -64,3 +66,35 @@ def test_overlap_must_be_a_bool():
     with refused("`overlap` must be True, False or None, got 'yes'"):
         make(jpipe.schedules.gpipe(2, 2), overlap="yes")
     assert make(jpipe.schedules.gpipe(2, 2)).overlap is False  # on CPU
+
+
+def scheduled_tick(text):
+    """The lines of the scan's body, in the order in which the compiler runs them; and whether a line sends."""
+    # Each computation is a line that ends in a brace, its instructions, and a brace.
+    bodies = dict(re.findall(r"^(?:ENTRY )?%(\S+) .*\{\n((?:  .*\n)+)\}", text, re.M))
+    branches = [name for name, body in bodies.items() if "collective-permute(" in body]
+
+    def sends(line):
+        called = re.search(r"branch_computations=\{(.*?)\}", line)
+        return called is not None and any(
+            name.lstrip("%") in branches for name in called[1].split(", ")
+        )
+
+    (tick,) = (b for b in bodies.values() if any(map(sends, b.splitlines())))
+    return tick.splitlines(), sends
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b/paired", "zero_bubble_h1"])
+def test_without_overlap_messages_travel_when_all_have_computed(name):
+    """Else a device waits for the others between its forward and its backward as well."""
+    pipe = make(schedule_named(name, 4, 8), overlap=False)
+    tick, sends = scheduled_tick(pipe.compile(batch()).as_text())
+    sent = [i for i, line in enumerate(tick) if sends(line)]
+    computed = [
+        i
+        for i, line in enumerate(tick)
+        if " conditional(" in line
+        and re.search("/(forward|backward|weight_grad)/", line)
+    ]
+    assert len(sent) > 1 and len(computed) >= 8
+    assert max(computed) < min(sent)

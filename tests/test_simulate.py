@@ -149,6 +149,13 @@ def test_an_update_keeps_its_device(build, mode):
     np.testing.assert_allclose(timing.busy, without.busy + [5, 0, 0])
 
 
+def test_updates_wait_in_lockstep_until_all_have_computed():
+    """The last stage is done by one backward earlier than the first."""
+    costs = Costs(update=[0.0, 5.0])
+    assert simulate(gpipe(2, 3), costs, "lockstep").makespan == 3 * (3 + 1) + 5
+    assert simulate(gpipe(2, 3), costs, "dependencies").makespan == 3 * (3 + 1) + 5 - 2
+
+
 def test_a_fused_backward_may_be_shorter_than_its_parts():
     costs = Costs(fused_backward=1.5)
     assert simulate(gpipe(3, 5), costs).makespan == (1 + 1.5) * (5 + 2)
@@ -182,10 +189,10 @@ class TestSharedCores:
         """GPipe, 2 stages, 2 microbatches on 3 cores, of which a device can use 2."""
         costs = Costs(num_cores=3, cores_per_device=2, tick=0.25)
         timing = simulate(gpipe(2, 2), costs)
-        # F0 | F1 F0 | F1 | B0 | B0 B1 | B1; the third and the last send nothing.
+        # F0 | F1 F0 | F1 | B0 | B0 B1 | B1; the third and the last send nothing, but the last updates.
         lengths = np.array([1 / 2, 2 / 3, 1 / 2, 2 / 2, 4 / 3, 2 / 2])
-        sends = np.array([1, 1, 0, 1, 1, 0])
-        np.testing.assert_allclose(timing.makespan, sum(lengths + 0.25 * sends))
+        waits = np.array([1, 1, 0, 1, 1, 1])
+        np.testing.assert_allclose(timing.makespan, sum(lengths + 0.25 * waits))
         np.testing.assert_allclose(timing.end["forward"][0], [1 / 2, 3 / 4 + 2 / 3])
         np.testing.assert_allclose(timing.bubble, 1 - 12 / (3 * timing.makespan))
 

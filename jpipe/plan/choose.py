@@ -24,7 +24,7 @@ class Candidate:
       schedule: the table's name in `jpipe.schedules`; options: what else it was built with.
       num_stages: S; num_microbatches: N; num_replicas: R, of the pipeline.
       microbatch_size: samples of a microbatch, B / (N R).
-      recompute: "none" or "full".
+      recompute: "none", "full", or the policy that the profile was made with.
       boundaries: the layer at which each stage after the first begins.
       prediction: what a step takes.
       fits: whether its bytes are within the limit.
@@ -67,7 +67,7 @@ def choose(
     batch_size: int,
     *,
     asynchronous: bool = False,
-    recompute: Sequence[str] = ("none", "full"),
+    recompute: str | Sequence[str] = ("none", "full"),
     schedule_names: Sequence[str] | None = None,
 ) -> list[Candidate]:
     """Every plan that the profiles can price, best first.
@@ -82,7 +82,7 @@ def choose(
       machine: the devices at hand, and the limit on their bytes.
       batch_size: B, samples of a minibatch.
       asynchronous: whether schedules with delayed gradients are allowed.
-      recompute: what to try.
+      recompute: what to try: "none", "full" or both. A profile made with a policy is priced with that policy alone.
       schedule_names: of `jpipe.schedules`, to consider only these; asynchronous ones among
         them still need `asynchronous`.
 
@@ -95,6 +95,12 @@ def choose(
       ValueError: if no size of microbatch divides the minibatch, or a name is unknown.
     """
     profiles = [profiles] if isinstance(profiles, Profile) else list(profiles)
+    recompute = [recompute] if isinstance(recompute, str) else list(recompute)
+    for one in recompute:
+        if one not in ("none", "full"):
+            raise ValueError(
+                f'`recompute` must be of "none" and "full", got {one!r}. A policy is priced if the profile was made with it.'
+            )
     names = schedules.names() if schedule_names is None else list(schedule_names)
     names = [name for name in names if not _build(name, 2, 2, {}).forward_only]
     found = []
@@ -131,6 +137,8 @@ def _of_profile(
     """The candidates of one size of microbatch."""
     size, num_layers = profile.microbatch_size, len(profile.layers)
     most = machine.num_devices
+    if profile.recompute not in ("none", "full"):  # a policy runs other programs
+        recompute = [profile.recompute]
     for replicas in range(1, most + 1):
         if batch_size % (size * replicas):
             continue

@@ -48,8 +48,8 @@ def predict(
     """Prices a table in lockstep, for one microbatch of the profile in each of its cells.
 
     A tick lasts as long as its busiest device, or as all its work on the cores that devices
-    share; then its messages travel. The replicas of a stage add up their gradients in a ring
-    before its update.
+    share; then come its updates, before which the replicas of a stage add up their gradients in
+    a ring; then its messages travel.
 
     Args:
       schedule: a legal table that trains.

@@ -63,6 +63,14 @@ def test_they_are_ranked():
     assert found[0].why == "" and all(c.why for c in found[1:])
 
 
+def test_a_policy_is_priced_with_the_programs_that_it_runs():
+    policy = dataclasses.replace(PROFILE, recompute="dots_saveable")
+    assert {c.recompute for c in chosen()} == {"none", "full"}
+    assert {c.recompute for c in chosen(policy)} == {"dots_saveable"}
+    none = [c.prediction.seconds for c in of(chosen(), recompute="none")]
+    assert none == [c.prediction.seconds for c in chosen(policy)]
+
+
 def test_asynchronous_ones_only_if_allowed():
     assert all(c.table().synchronous for c in chosen())
     assert not chosen(asynchronous=True)[0].table().synchronous
@@ -166,4 +174,6 @@ def test_wrong_input():
         chosen(batch_size=7)
     with pytest.raises(ValueError, match="Did you mean 'gpipe'"):
         chosen(schedule_names=["gpip"])
+    with pytest.raises(ValueError, match="got 'dots_saveable'. A policy is priced if"):
+        chosen(recompute="dots_saveable")
     assert math.isinf(Machine(1).memory_limit)

@@ -109,10 +109,11 @@ def test_seconds_by_hand():
     machine = Machine(2, bandwidth=(1e3, 1e3), latency=0.25, tick=0.125, step=7.0)
     found = predict(jpipe.schedules.gpipe(2, 4), profile, [2], machine)
     # 2 samples of 8 floats between the stages; the second stage is the slower, but for
-    # the first of the forwards and the last of the backwards. 4 ticks send each way.
+    # the first of the forwards and the last of the backwards. 4 ticks send each way, and
+    # the updates wait until both have computed.
     sends = 0.25 + 2 * 8 * 4 / 1e3 + 0.125
-    compute = (2 + 4 * 4) + (4 * 12 + 2 * 3 + 2 * 0.5)  # the second updates meanwhile
-    np.testing.assert_allclose(found.seconds, compute + 8 * sends + 7.0)
+    compute = (2 + 4 * 4) + (4 * 12 + 2 * 3) + 4 * 0.5
+    np.testing.assert_allclose(found.seconds, compute + 8 * sends + 0.125 + 7.0)
     np.testing.assert_allclose(found.timing.busy, [4 * (2 + 6) + 1, 4 * (4 + 12) + 2])
     assert found.delay == 0
 
