@@ -7,10 +7,14 @@ from typing import Any
 import jax
 import numpy as np
 import optax
+import pytest
 from flax import nnx
 
 import jpipe
 from models import MLP, ResNet, Transformer
+
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+"""Marks a case that only `make test-all` runs."""
 
 
 def cross_entropy(outputs, batch):

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
-from families import FAMILIES, cross_entropy
+from families import FAMILIES, cross_entropy, slow
 from test_transparency import assert_close, with_nan_buffers
 
 import jpipe
@@ -39,40 +39,40 @@ def none(s, j):
     return 0
 
 
-def slow(*case):
-    return pytest.param(case, marks=pytest.mark.slow)
-
-
 STASHED = {"vertical_sync": True}
 # schedule, family, S, N, ticks, options, optimizer, recompute, corrections[, dtype]
 CASES = [
     ("pipedream", "mlp", 3, 1, "paired", {}, "momentum", "none", "none"),
-    ("pipedream", "transformer", 2, 2, "paired", {}, "sgd", "full", "none"),
-    slow("pipedream", "transformer", 4, 1, "unit", {}, "sgd", "none", "none"),
-    ("pipedream", "mlp", 3, 3, "unit", {}, "adamw", "full", "T1+T2"),
+    slow(("pipedream", "transformer", 2, 2, "paired", {}, "sgd", "full", "none")),
+    slow(("pipedream", "transformer", 4, 1, "unit", {}, "sgd", "none", "none")),
+    slow(("pipedream", "mlp", 3, 3, "unit", {}, "adamw", "full", "T1+T2")),
     ("pipedream", "mlp", 4, 1, "paired", STASHED, "sgd", "none", "T1"),
     ("pipedream", "mlp", 3, 5, "paired", {}, "sgd", "none", "clipping"),
     ("pipedream", "mlp", 4, 1, "unit", {}, "momentum", "none", "prediction"),
-    ("pipedream_2bw", "mlp", 3, 5, "paired", {}, "momentum", "none", "prediction"),
-    slow("pipedream_2bw", "transformer", 4, 3, "unit", {}, "sgd", "none", "none"),
+    slow(
+        ("pipedream_2bw", "mlp", 3, 5, "paired", {}, "momentum", "none", "prediction")
+    ),
+    slow(("pipedream_2bw", "transformer", 4, 3, "unit", {}, "sgd", "none", "none")),
     ("pipedream_2bw", "mlp", 1, 1, "paired", {}, "sgd", "none", "T1"),
     ("pipedream_2bw", "mlp", 4, 7, "paired", {}, "adamw", "full", "clipping"),
     ("pipemare", "mlp", 3, 1, "paired", {}, "sgd", "none", "none"),
     ("pipemare", "mlp", 4, 2, "paired", {}, "momentum", "none", "T1"),
     ("pipemare", "mlp", 4, 1, "unit", {}, "adamw", "none", "T2"),
     ("pipemare", "mlp", 2, 4, "unit", {}, "sgd", "full", "none"),
-    ("pipemare", "mlp", 4, 1, "paired", {}, "momentum", "none", "T1+T2"),
+    slow(("pipemare", "mlp", 4, 1, "paired", {}, "momentum", "none", "T1+T2")),
     ("pipemare", "mlp", 3, 2, "unit", {}, "sgd", "full", "T1+T2"),
-    ("pipemare", "mlp", 3, 1, "paired", {}, "adamw", "full", "T2"),
+    slow(("pipemare", "mlp", 3, 1, "paired", {}, "adamw", "full", "T2")),
     ("pipemare", "mlp", 4, 1, "unit", {}, "sgd", "none", "prediction"),
-    ("pipemare", "mlp", 3, 2, "paired", {}, "adamw", "full", "prediction"),
-    ("pipemare", "mlp", 4, 4, "unit", {}, "momentum", "none", "clipping"),
-    ("pipemare", "mlp", 3, 4, "paired", {}, "adamw", "none", "all"),
+    slow(("pipemare", "mlp", 3, 2, "paired", {}, "adamw", "full", "prediction")),
+    slow(("pipemare", "mlp", 4, 4, "unit", {}, "momentum", "none", "clipping")),
+    slow(("pipemare", "mlp", 3, 4, "paired", {}, "adamw", "none", "all")),
     ("pipemare", "mlp", 3, 1, "paired", {}, "spike", "none", "none"),
     ("pipedream", "mlp", 3, 2, "paired", {}, "nadamw", "none", "none"),
     ("pipedream", "transformer", 2, 1, "paired", {}, "sgd", "none", "none", "float32"),
-    ("pipedream", "mlp", 4, 1, "unit", {}, "spike", "full", "none", "float32"),
-    ("pipedream_2bw", "mlp", 3, 5, "paired", {}, "adamw", "none", "T1", "float32"),
+    slow(("pipedream", "mlp", 4, 1, "unit", {}, "spike", "full", "none", "float32")),
+    slow(
+        ("pipedream_2bw", "mlp", 3, 5, "paired", {}, "adamw", "none", "T1", "float32")
+    ),
     ("pipemare", "mlp", 4, 1, "paired", {}, "momentum", "none", "T1+T2", "float32"),
     ("pipemare", "mlp", 3, 4, "unit", {}, "sgd", "full", "all", "float32"),
 ]

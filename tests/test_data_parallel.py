@@ -5,7 +5,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
-from families import FAMILIES, cross_entropy, schedule_named
+from families import FAMILIES, cross_entropy, schedule_named, slow
 from jax.sharding import AxisType, Mesh
 from test_transparency import assert_close, with_nan_buffers
 
@@ -16,7 +16,7 @@ KEY = jax.random.key(7)
 CASES = [
     ("mlp", "gpipe", 2, 3, "none", 2),
     ("mlp", "one_f_one_b/unit", 1, 2, "none", 3),
-    ("transformer", "one_f_one_b/paired", 4, 2, "full", 2),
+    slow("transformer", "one_f_one_b/paired", 4, 2, "full", 2),
     ("mlp", "two-columns", 4, 2, "none", 4),
 ]
 

@@ -62,7 +62,7 @@ def loss_fn(outputs, batch):
     return -log_p[..., 0].mean()
 
 
-SLOW = ("resnet50", "translation")
+SLOW = ("resnet50", "translation", "vgg")
 
 
 @pytest.mark.parametrize(

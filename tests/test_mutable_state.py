@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import schedule_named
+from families import schedule_named, slow
 from flax import nnx
 from test_transparency import assert_close, with_nan_buffers
 
@@ -112,7 +112,7 @@ CASES = [
     ("gpipe", 1, 2, "none", 1),
     ("gpipe", 2, 4, "full", 1),
     ("one_f_one_b/paired", 4, 3, "none", 1),
-    ("one_f_one_b/unit", 4, 4, "full", 2),
+    slow("one_f_one_b/unit", 4, 4, "full", 2),
     ("one_f_one_b/unit", 2, 2, "none", 1),
     ("one_f_one_b/paired", 2, 3, "none", 2),
     ("two-columns", 4, 2, "none", 2),

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import optax
 import pytest
-from families import schedule_named
+from families import schedule_named, slow
 from test_pipeline import refused
 from test_skips import DIM, LAYERS
 from test_transparency import with_nan_buffers
@@ -38,9 +38,9 @@ def make(schedule, **options):
     "name,S,recompute",
     [
         ("one_f_one_b/paired", 4, "full"),
-        ("zero_bubble_v", 4, "none"),
+        slow("zero_bubble_v", 4, "none"),
         ("two-columns", 4, "none"),
-        ("pipemare/unit", 4, "none"),
+        slow("pipemare/unit", 4, "none"),
     ],
 )
 def test_overlap_changes_no_number(name, S, recompute):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import schedule_named
+from families import schedule_named, slow
 from flax import nnx
 from test_transparency import assert_close, with_nan_buffers
 
@@ -104,13 +104,13 @@ def loss_fn(outputs, batch):
 CASES = [
     ("gpipe", 1, 2, "none", None),
     ("gpipe", 4, 3, "none", None),
-    ("gpipe", 8, 4, "full", None),
+    slow("gpipe", 8, 4, "full", None),
     ("one_f_one_b/paired", 4, 4, "full", [1, 2, 4]),
     ("one_f_one_b/paired", 3, 5, "none", [2, 6]),
     ("one_f_one_b/unit", 2, 3, "none", [3]),
     ("one_f_one_b/unit", 4, 6, "full", [2, 3, 5]),
     ("two-columns", 4, 3, "none", [1, 3, 5]),
-    ("v", 4, 4, "none", [2, 4, 6]),
+    slow("v", 4, 4, "none", [2, 4, 6]),
 ]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
-from families import cross_entropy, schedule_named
+from families import cross_entropy, schedule_named, slow
 from flax import linen, nnx
 from jax.sharding import PartitionSpec
 from test_transparency import assert_close
@@ -92,7 +92,7 @@ def plain_transformer():
     return plain, oracles.train(plain, plain.params, cross_entropy, SGD, batches(3))
 
 
-@pytest.mark.parametrize("data", [1, 2])
+@pytest.mark.parametrize("data", [slow(1), 2])
 def test_a_split_transformer_equals_the_plain_one(data):
     plain, (losses, _, params) = plain_transformer()
     pipe = jpipe.Pipeline(

@@ -1,19 +1,17 @@
 """A synchronous pipeline computes what the plain model computes: losses, every gradient, weights after updates."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
 import optax
 import oracles
 import pytest
-from families import FAMILIES, cross_entropy, schedule_named
+from families import FAMILIES, cross_entropy, schedule_named, slow
 
 import jpipe
 
 SCALE = 2.0**20
-slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 # family, schedule, S, N, recompute, boundaries, dtype: together they cover every pair of values.
 CASES = [
@@ -34,22 +32,22 @@ CASES = [
     ("mlp", "two-columns", 4, 3, "none", None, "float64"),
     ("mlp", "v", 4, 4, "none", None, "float64"),
     ("resnet", "gpipe", 3, 4, "none", None, "float64"),
-    ("resnet", "gpipe", 2, 1, "full", None, "float64"),
+    slow("resnet", "gpipe", 2, 1, "full", None, "float64"),
     slow("resnet", "one_f_one_b/paired", 2, 8, "full", [1], "float32"),
     ("resnet", "one_f_one_b/paired", 1, 3, "none", None, "float64"),
-    ("resnet", "one_f_one_b/unit", 4, 3, "full", None, "float64"),
+    slow("resnet", "one_f_one_b/unit", 4, 3, "full", None, "float64"),
     ("resnet", "two-columns", 4, 2, "full", None, "float64"),
     slow("resnet", "interleaved/paired", 4, 2, "none", None, "float64"),
     slow("resnet", "zero_bubble_v", 4, 4, "none", None, "float64"),
     slow("transformer", "gpipe", 4, 3, "full", None, "float64"),
     slow("transformer", "gpipe", 1, 1, "full", None, "float64"),
-    ("transformer", "one_f_one_b/paired", 2, 4, "none", None, "float32"),
+    slow("transformer", "one_f_one_b/paired", 2, 4, "none", None, "float32"),
     ("transformer", "one_f_one_b/paired", 4, 8, "full", [1, 2, 5], "float64"),
-    ("transformer", "one_f_one_b/unit", 3, 8, "none", [1, 4], "float64"),
+    slow("transformer", "one_f_one_b/unit", 3, 8, "none", [1, 4], "float64"),
     slow("transformer", "one_f_one_b/unit", 1, 2, "full", None, "float64"),
-    ("transformer", "v", 4, 4, "full", None, "float64"),
+    slow("transformer", "v", 4, 4, "full", None, "float64"),
     ("transformer", "interleaved/unit", 4, 4, "none", None, "float64"),
-    ("transformer", "zero_bubble_h1", 2, 4, "full", None, "float64"),
+    slow("transformer", "zero_bubble_h1", 2, 4, "full", None, "float64"),
     slow("transformer", "zero_bubble_h2", 3, 5, "none", None, "float32"),
 ]
 
