@@ -25,7 +25,8 @@ HERE = pathlib.Path(__file__).parent
 ENVIRONMENTS = HERE / "peers" / "env"
 WORKLOADS = throughput.WORKLOADS | {
     "E": "--model transformer --dim 512 --layers 4 --seq 64 --batch 16 --microbatches 8 --stages 2",
-    "F": "--model mlp --dim 128 --layers 32 --batch 1024 --microbatches 64 --stages 16",
+    "F": "--model mlp --dim 128 --layers 32 --batch 1024 --microbatches 64 --stages 16 "
+    "--lr 0.01",
 }
 
 

@@ -16,6 +16,7 @@ which meet once a step, at the update.
 import argparse
 import functools
 import json
+import math
 import os
 import pathlib
 import signal
@@ -68,7 +69,7 @@ def measure(
       pinned: runs one copy a core, each pinned to its core, at the same time, and sums their speeds.
 
     Raises:
-      Failed: if it ends with an error, or takes more than ten minutes.
+      Failed: if it ends with an error, its loss is not finite, or it takes more than ten minutes.
     """
     script, *flags = program.split()
     command = [str(python), str(HERE / script), *workload.split(), *flags]
@@ -96,6 +97,8 @@ def measure(
             lines = [line for line in errors.splitlines() if line.strip()]
             raise Failed(lines[-1][:200] if lines else f"exit {copy.returncode}")
         reports.append(json.loads(found[-1]))
+        if not math.isfinite(reports[-1]["last_loss"]):
+            raise Failed("the loss stopped being finite")
     speed = sum(report["samples_per_s"] for report in reports)
     return reports[0] | {"samples_per_s": speed}
 
