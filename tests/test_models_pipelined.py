@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import slow
 from flax import nnx
 from test_transparency import assert_close
 
@@ -67,10 +68,7 @@ SLOW = ("resnet50", "translation", "vgg")
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name in MODELS
-    ],
+    [slow(name) if name in SLOW else name for name in MODELS],
 )
 def test_stages_change_nothing(name):
     model, inputs = MODELS[name]

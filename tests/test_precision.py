@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
-from families import FAMILIES, cross_entropy, schedule_named
+from families import FAMILIES, cross_entropy, schedule_named, slow
 
 import jpipe
 from jpipe.layers import as_layers
@@ -118,9 +118,7 @@ def in_bfloat16(family):
     return plain, model
 
 
-@pytest.mark.parametrize(
-    "family", ["mlp", pytest.param("transformer", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("family", ["mlp", slow("transformer")])
 def test_equals_a_plain_loop_that_casts(family):
     plain, model = in_bfloat16(family)
     batches = FAMILIES[family].batches(3, 8)

@@ -15,6 +15,9 @@ from jpipe.plan.predict import Prediction, predict
 from jpipe.plan.profile import Profile, balance_by_memory, balance_by_time
 from jpipe.schedule import Schedule
 
+# Of `recompute`, what one profile can price; a policy runs other programs.
+_SAME_PROGRAMS = ("none", "full")
+
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
@@ -67,7 +70,7 @@ def choose(
     batch_size: int,
     *,
     asynchronous: bool = False,
-    recompute: str | Sequence[str] = ("none", "full"),
+    recompute: str | Sequence[str] = _SAME_PROGRAMS,
     schedule_names: Sequence[str] | None = None,
 ) -> list[Candidate]:
     """Every plan that the profiles can price, best first.
@@ -97,7 +100,7 @@ def choose(
     profiles = [profiles] if isinstance(profiles, Profile) else list(profiles)
     recompute = [recompute] if isinstance(recompute, str) else list(recompute)
     for one in recompute:
-        if one not in ("none", "full"):
+        if one not in _SAME_PROGRAMS:
             raise ValueError(
                 f'`recompute` must be of "none" and "full", got {one!r}. A policy is priced if the profile was made with it.'
             )
@@ -137,7 +140,7 @@ def _of_profile(
     """The candidates of one size of microbatch."""
     size, num_layers = profile.microbatch_size, len(profile.layers)
     most = machine.num_devices
-    if profile.recompute not in ("none", "full"):  # a policy runs other programs
+    if profile.recompute not in _SAME_PROGRAMS:
         recompute = [profile.recompute]
     for replicas in range(1, most + 1):
         if batch_size % (size * replicas):

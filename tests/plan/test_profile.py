@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import slow
 from flax import nnx
 from test_models_pipelined import MODELS as OTHERS
+from test_models_pipelined import SLOW
 
 import jpipe
 from jpipe.plan.graph import read_graph
@@ -233,15 +235,11 @@ MODELS = OTHERS | {
         lambda rng: rng.normal(size=(2 * B, 6)).astype(np.float32),
     )
 }
-SLOW = ("resnet50", "vgg", "translation")
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
-        for name in MODELS
-    ],
+    [slow(name) if name in SLOW else name for name in MODELS],
 )
 def test_models(name):
     model, inputs = MODELS[name]
