@@ -31,10 +31,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpipe import packing
 from jpipe.backward import is_inexact
 from jpipe.loss_scale import LossScale
-from jpipe.lower import STASHES, Lowered, Route, lower, neighbours
+from jpipe.lower import STASHES, Lowered, Route, lower
 from jpipe.scalars import Columns, columns_of
 from jpipe.schedule import Schedule
-from jpipe.stages import Program, Stages
+from jpipe.stages import Program, Stages, find_routes
 from jpipe.update import READERS, Slot, Updates, read_delays
 
 AXIS = "stage"
@@ -80,22 +80,10 @@ class Engine:
     def routes(self) -> list[tuple[Route, packing.Packing]]:
         """Every kind of message: its way, and how it is packed."""
         stages = self.stages
-        activation, gradient = stages.activations, stages.gradients
-        down, up = neighbours(stages.num_stages, activation.arrays, gradient.arrays)
-        found = [(down, activation)]
-        for i, portal in enumerate(stages.portals):
-            way = {portal.source: portal.target}
-            pack = portal.activations
-            found.append((Route(f"skip{i}", "forward", way, pack.arrays), pack))
-        if self.schedule.forward_only:
-            return found
-        found.append((up, gradient))
-        for i, portal in enumerate(stages.portals):
-            way, pack = {portal.target: portal.source}, portal.gradients
-            if pack.arrays:
-                route = Route(f"skip{i}.gradient", "backward", way, pack.arrays)
-                found.append((route, pack))
-        return found
+        gradients = None if self.schedule.forward_only else stages.gradients
+        return find_routes(
+            stages.num_stages, stages.activations, gradients, stages.portals
+        )
 
     @functools.cached_property
     def lowered(self) -> Lowered:

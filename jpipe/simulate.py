@@ -10,6 +10,12 @@ from numpy.typing import ArrayLike
 from jpipe.schedule import IDLE, Schedule
 
 _KINDS = ("forward", "backward", "weight_grad")
+_TRANSFERS = {"forward": "transfer", "backward": "gradient_transfer"}
+# What a cost that is None is the sum of.
+_PARTS = {
+    "fused_backward": ("backward", "weight_grad"),
+    "gradient_transfer": ("transfer",),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +28,9 @@ class Costs:
       weight_grad: of its weight gradient, the same. A table that does not split it has
         both in one operation, whose input gradient leaves at the end.
       transfer: from the end of an operation until another device can read its output; a
-        number, or `[S]`, of the messages between a stage and the next, either way.
+        number, or `[S]`, of the messages from a stage to the next, and back.
+      gradient_transfer: of those back, as `transfer`, of the same pairs of stages; None:
+        as long as `transfer`.
       fused_backward: of both gradients in one operation, as `forward`; None: as long as the
         two apart.
       update: of a stage's optimizer, once a minibatch, as `forward`.
@@ -40,6 +48,7 @@ class Costs:
     backward: ArrayLike = 1.0
     weight_grad: ArrayLike = 1.0
     transfer: ArrayLike = 0.0
+    gradient_transfer: ArrayLike | None = None
     fused_backward: ArrayLike | None = None
     update: ArrayLike = 0.0
     tick: float = 0.0
@@ -64,16 +73,16 @@ class Costs:
                 )
 
     def of_stages(self, num_stages: int) -> dict[str, np.ndarray]:
-        """Kind of operation, and "transfer" -> `[S]`, the time it takes on each stage.
+        """Kind of operation, "transfer" and "gradient_transfer" -> `[S]`, the time it takes on each stage.
 
         Raises:
           ValueError: if there is a number for each stage of another count of stages.
         """
-        costs = {}
-        for name in (*_KINDS, "fused_backward", "update", "transfer"):
+        costs: dict[str, np.ndarray] = {}
+        for name in (*_KINDS, "fused_backward", "update", *_TRANSFERS.values()):
             given = getattr(self, name)
             if given is None:
-                costs[name] = costs["backward"] + costs["weight_grad"]
+                costs[name] = sum(costs[part] for part in _PARTS[name])
                 continue
             value = np.asarray(given, float)
             if value.ndim and value.shape != (num_stages,):
@@ -201,7 +210,7 @@ def _timing(schedule, length, costs, makespan, start, end) -> Timing:
     sent = N * sum(
         _leaves(schedule, kind) * _message(schedule, kind, length)
         for kind in start
-        if kind != "weight_grad"
+        if kind in _TRANSFERS
     )
     cores = costs.num_cores
     return Timing(
@@ -217,9 +226,15 @@ def _timing(schedule, length, costs, makespan, start, end) -> Timing:
 
 def _message(schedule: Schedule, kind: str, length: dict) -> np.ndarray:
     """`[C]`, the transfer of what a column's operation sends."""
-    between = np.empty(schedule.num_stages)
-    between[schedule.stage] = length["transfer"]
+    between = _of_stages(schedule, length[_TRANSFERS[kind]])
     return between[schedule.stage - (kind == "backward")]
+
+
+def _of_stages(schedule: Schedule, of_columns: np.ndarray) -> np.ndarray:
+    """`[C]` -> `[S]`."""
+    found = np.empty(schedule.num_stages)
+    found[schedule.stage] = of_columns
+    return found
 
 
 def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
@@ -232,7 +247,7 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         runs = getattr(schedule, kind) != IDLE
         begins[kind] = work[:, schedule.device].copy()
         np.add.at(work, (slice(None), schedule.device), runs * length[kind])
-        if kind != "weight_grad":
+        if kind in _TRANSFERS:
             leaves = runs & _leaves(schedule, kind)
             sends |= leaves.any(axis=1)
             message = (leaves * _message(schedule, kind, length)).max(axis=1)
@@ -291,8 +306,7 @@ def _leaves(schedule: Schedule, kind: str) -> np.ndarray:
 def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     S, N, T = schedule.num_stages, schedule.num_microbatches, schedule.num_ticks
     ticks = _ticks(schedule)
-    transfer = np.empty(S)
-    transfer[schedule.stage] = length["transfer"]
+    transfers = {k: _of_stages(schedule, length[n]) for k, n in _TRANSFERS.items()}
     # An asynchronous table is run from an empty pipeline for much longer than a
     # microbatch is on its way. The later half of it is the steady state.
     num_rounds = half = 1
@@ -328,12 +342,13 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         kind, s, device = kinds[k], int(schedule.stage[c]), schedule.device[c]
         inputs = [0.0]
         if kind == "forward" and s > 0:
-            inputs.append(_arrival(schedule, end[kind], m, columns[s - 1], c, transfer))
+            source = columns[s - 1]
+            inputs.append(_arrival(schedule, end, m, source, c, transfers, kind))
         elif kind == "backward":
             inputs.append(end["forward"][m, c])
             if s < S - 1:
                 source = columns[s + 1]
-                inputs.append(_arrival(schedule, end[kind], m, source, c, transfer))
+                inputs.append(_arrival(schedule, end, m, source, c, transfers, kind))
         elif kind == "weight_grad":
             inputs.append(end["backward"][m, c])
         start[kind][m, c] = max(free[device], *inputs)
@@ -359,8 +374,8 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     return dataclasses.replace(timing, makespan=float(makespan), span=span)
 
 
-def _arrival(schedule, end, m, source, c, transfer) -> float:
+def _arrival(schedule, end, m, source, c, transfers, kind) -> float:
     """When column c can read what column `source` made of microbatch m."""
     away = schedule.device[source] != schedule.device[c]
     between = min(schedule.stage[source], schedule.stage[c])
-    return end[m, source] + transfer[between] * away
+    return end[kind][m, source] + transfers[kind][between] * away

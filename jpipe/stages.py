@@ -7,6 +7,7 @@ in a stage are one *run*, a loop over rows of the packed arrays. Stages with the
 *program*, whatever the length of their runs, so a trunk of equal layers compiles once.
 """
 
+import bisect
 import dataclasses
 import difflib
 import functools
@@ -28,6 +29,7 @@ from jpipe.backward import (
     trace_layer,
 )
 from jpipe.layers import Layer
+from jpipe.lower import Route, neighbours
 from jpipe.packing import Leaf, Packing, axes
 from jpipe.plan.min_max import min_max
 
@@ -151,7 +153,7 @@ class Stages:
 
     def stage_of(self, layer: int) -> int:
         """The stage of a layer."""
-        return next(s for s in range(self.num_stages) if layer in self.layers_of(s))
+        return _stage_of(self.starts, layer)
 
     def layers_of(self, stage: int) -> range:
         """The layers of a stage."""
@@ -767,7 +769,7 @@ def cut(
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     messages = [[traced.whole(a) for a in leaves] for leaves in outputs]
     activations, gradients = pack_messages(messages)
-    stages = Stages(
+    return Stages(
         layers=layers,
         kinds=kinds,
         kind_of_layer=traced.kind_of_layer,
@@ -783,16 +785,29 @@ def cut(
         activations=activations,
         gradients=gradients,
         ties=ties,
+        portals=find_portals(traced.skips, starts, traced.whole),
     )
-    return dataclasses.replace(stages, portals=_portals(stages, traced))
 
 
-def _portals(stages: Stages, traced: Traced) -> list[Portal]:
-    """One portal for each pair of stages that skips connect."""
-    skips = traced.skips
+def _stage_of(starts: Sequence[int], layer: int) -> int:
+    return bisect.bisect_right(starts, layer) - 1
+
+
+def find_portals(
+    skips: Mapping[str, tuple[int, int, tuple]],
+    starts: Sequence[int],
+    whole: Callable[[Any], Leaf] = Leaf,
+) -> list[Portal]:
+    """One portal for each pair of stages that skips connect.
+
+    Args:
+      skips: as of `Traced`.
+      starts: first layer of each stage, and the number of layers at the end.
+      whole: how an abstract leaf travels.
+    """
     ways: dict[tuple[int, int], list[str]] = {}
     for name, (first, last, _) in skips.items():
-        way = stages.stage_of(first), stages.stage_of(last)
+        way = _stage_of(starts, first), _stage_of(starts, last)
         if way[0] != way[1]:
             ways.setdefault(way, []).append(name)
     portals = []
@@ -800,7 +815,7 @@ def _portals(stages: Stages, traced: Traced) -> list[Portal]:
         packings, places = [], []
         for wanted in (lambda a: True, is_inexact):
             leaves = {n: [a for a in skips[n][2] if wanted(a)] for n in names}
-            sent = [traced.whole(a) for n in names for a in leaves[n]]
+            sent = [whole(a) for n in names for a in leaves[n]]
             packing = Packing.of([sent])
             left = iter(packing.places[0])
             packings.append(packing)
@@ -809,3 +824,32 @@ def _portals(stages: Stages, traced: Traced) -> list[Portal]:
             )
         portals.append(Portal(source, target, tuple(names), *packings, *places))
     return portals
+
+
+def find_routes(
+    num_stages: int,
+    activations: Packing,
+    gradients: Packing | None,
+    portals: Sequence[Portal],
+) -> list[tuple[Route, Packing]]:
+    """Every kind of message: its way, and how it is packed.
+
+    Args:
+      num_stages: S.
+      activations, gradients, portals: as of `Stages`; gradients are None if nothing runs backward.
+    """
+    backward = () if gradients is None else gradients.arrays
+    down, up = neighbours(num_stages, activations.arrays, backward)
+    found = [(down, activations)]
+    for i, portal in enumerate(portals):
+        way, pack = {portal.source: portal.target}, portal.activations
+        found.append((Route(f"skip{i}", "forward", way, pack.arrays), pack))
+    if gradients is None:
+        return found
+    found.append((up, gradients))
+    for i, portal in enumerate(portals):
+        way, pack = {portal.target: portal.source}, portal.gradients
+        if pack.arrays:
+            route = Route(f"skip{i}.gradient", "backward", way, pack.arrays)
+            found.append((route, pack))
+    return found

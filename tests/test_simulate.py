@@ -53,8 +53,9 @@ def test_dependencies_are_a_longest_path(schedule):
     rng = np.random.default_rng(0)
     S = schedule.num_stages
     F, B, W = rng.uniform(0.5, 2.0, (3, S))
-    transfer = rng.uniform(0.1, 0.5, S)
-    timing = simulate(schedule, Costs(F, B, W, transfer), "dependencies")
+    transfer, back = rng.uniform(0.1, 0.5, (2, S))
+    costs = Costs(F, B, W, transfer, back)
+    timing = simulate(schedule, costs, "dependencies")
 
     kinds = ["forward"]
     kinds += ["backward"] * (not schedule.forward_only)
@@ -87,7 +88,8 @@ def test_dependencies_are_a_longest_path(schedule):
             else [("backward", s)]
         ):
             if (other, stage, m) in table:
-                late = transfer[min(stage, s)] if on[stage] != on[s] else 0.0
+                way = transfer if kind == "forward" else back
+                late = way[min(stage, s)] if on[stage] != on[s] else 0.0
                 before.append(((kind, s, m), (other, stage, m), late))
     start = dict.fromkeys(table, 0.0)
     for _ in range(len(table)):
@@ -97,10 +99,7 @@ def test_dependencies_are_a_longest_path(schedule):
         np.testing.assert_allclose(timing.start[kind][m, column[s]], at)
     ends = [at + length[o[0]][o[1]] for o, at in start.items()]
     np.testing.assert_allclose(timing.makespan, max(ends))
-    assert (
-        timing.makespan
-        <= simulate(schedule, Costs(F, B, W, transfer), "lockstep").makespan + 1e-9
-    )
+    assert timing.makespan <= simulate(schedule, costs, "lockstep").makespan + 1e-9
 
 
 def test_lockstep_by_hand():
@@ -171,6 +170,10 @@ def test_messages_of_unlike_size():
         assert timing.makespan == 9 + 2 * (0.5 + 2.0)
         assert timing.communicating == (5.0 if mode == "lockstep" else 0.0)
         np.testing.assert_array_equal(timing.transfer, [0.5, 2.0 + 0.5, 2.0])
+        unlike = dataclasses.replace(costs, gradient_transfer=[0.25, 1.0, 9.0])
+        timing = simulate(gpipe(3, 1), unlike, mode)
+        assert timing.makespan == 9 + (0.5 + 2.0) + (0.25 + 1.0)
+        np.testing.assert_array_equal(timing.transfer, [0.5, 2.0 + 0.25, 1.0])
 
 
 class TestSharedCores:

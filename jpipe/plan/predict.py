@@ -4,14 +4,22 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from jpipe.lower import STASHES, lower
+import numpy as np
+
+from jpipe.lower import STASHES, Route, lower
 from jpipe.packing import Leaf, Packing
 from jpipe.pipeline import Memory
 from jpipe.plan.machine import Machine
 from jpipe.plan.profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
-from jpipe.stages import check_boundaries, group, pack_messages
+from jpipe.stages import (
+    check_boundaries,
+    find_portals,
+    find_routes,
+    group,
+    pack_messages,
+)
 from jpipe.update import read_delays
 
 
@@ -49,7 +57,8 @@ def predict(
 
     A tick lasts as long as its busiest device, or as all its work on the cores that devices
     share; then come its updates, before which the replicas of a stage add up their gradients in
-    a ring; then its messages travel.
+    a ring; then its messages travel, as the engine packs them: all of a kind as large as the
+    largest, and those of skips after what they leave with.
 
     Args:
       schedule: a legal table that trains.
@@ -60,9 +69,8 @@ def predict(
 
     Returns:
       A `Prediction`. Its bytes are those of `Pipeline.memory`, but for the temporaries, which
-      are taken from the layer that needs most, and messages of skip connections. It knows
-      nothing of other mesh axes, nor what `forward_params`, `backward_params` and tied weights
-      take in time.
+      are taken from the layer that needs most. It knows nothing of other mesh axes, nor what
+      `forward_params`, `backward_params` and tied weights take in time.
 
     Raises:
       ValueError: if the boundaries do not fit, the machine has too few devices, or the
@@ -111,13 +119,19 @@ def stage_costs(
         return [share * sum(seconds[i:j]) for i, j in itertools.pairwise(starts)]
 
     device_of_stage = dict(zip(schedule.stage.tolist(), schedule.device.tolist()))
-    D = schedule.num_devices
-    transfer, update = [], total("update")
+    D, S = schedule.num_devices, schedule.num_stages
+    # What leaves with a stage's forward, and with the backward of the stage after it.
+    sent = {"forward": np.zeros(S), "backward": np.zeros(S)}
+    for route, packing in _routes(profile, starts):
+        for source, target in route.target.items():
+            pair = device_of_stage[source], device_of_stage[target]
+            if pair[0] != pair[1]:
+                boundary = source - (route.operation == "backward")
+                seconds = machine.message_seconds(packing.num_bytes, pair)
+                sent[route.operation][boundary] += seconds
+    update = total("update")
     for s, (start, stop) in enumerate(itertools.pairwise(starts)):
         d = device_of_stage[s]
-        pair = d, device_of_stage.get(s + 1, d)
-        num_bytes = sum(profile.layers[stop - 1].activation_bytes[:1])
-        transfer.append(machine.message_seconds(num_bytes, pair))
         weights = sum(layer.parameter_bytes for layer in profile.layers[start:stop])
         ring = [d + r * D for r in range(num_replicas)]
         update[s] += machine.reduce_seconds(weights, ring)
@@ -126,12 +140,21 @@ def stage_costs(
         backward=total("input_grad") if split else 0.0,
         weight_grad=total("weight_grad") if split else 0.0,
         fused_backward=0.0 if split else total("backward"),
-        transfer=transfer,
+        transfer=sent["forward"],
+        gradient_transfer=sent["backward"],
         update=update,
         tick=machine.tick,
         num_cores=None if cores is None else cores / num_replicas,
         cores_per_device=machine.cores_per_device,
     )
+
+
+def _routes(profile: Profile, starts: Sequence[int]) -> list[tuple[Route, Packing]]:
+    """Every kind of message, as the engine has them."""
+    layers = profile.layers
+    ends = [[*map(Leaf, layers[stop - 1].activations)] for stop in starts[1:-1]]
+    portals = find_portals(profile.skips, starts)
+    return find_routes(len(starts) - 1, *pack_messages(ends), portals)
 
 
 def predict_memory(
@@ -158,7 +181,9 @@ def predict_memory(
             lambda kind: map(Leaf, layer_of_kind[kind].avals(name)), [*map(Leaf, loss)]
         )
 
-    lowered = lower(schedule, recompute=profile.recompute == "full")
+    routes = _routes(profile, starts)
+    recompute = profile.recompute == "full"
+    lowered = lower(schedule, recompute, [route for route, _ in routes])
     R, V = lowered.num_chunks, lowered.num_versions
     weights, optimizer = (
         packed("parameters").num_bytes,
@@ -166,18 +191,11 @@ def predict_memory(
     )
     slots = lowered.num_slots
     rings = sum(slots[ring] * packed(ring).num_bytes for ring in STASHES if slots[ring])
-    ends = [[*map(Leaf, layers[stop - 1].activations)] for stop in starts[1:-1]]
-    down, up = (packing.num_bytes for packing in pack_messages(ends))
+    size = {route.inbox: packing.num_bytes for route, packing in routes}
     # An inbox has a slot for what nobody reads; what is sent and what has arrived lie beside it.
-    in_flight = sum(
-        (slots[inbox] + 1 + lowered.operations[operation].num_lanes) * size
-        for inbox, operation, size in (
-            ("activation", "forward", down),
-            ("gradient", "backward", up),
-        )
-        if slots[inbox]
-    )
-    in_flight += len(lowered.channels) * max(down, up)
+    in_flight = sum((slots[k] + 1) * n for k, n in size.items() if slots[k])
+    in_flight += sum(size[inbox] for inbox, _ in lowered.outgoing)
+    in_flight += sum(size[next(iter(c.arrives))] for c in lowered.channels)
     batches = lowered.num_batches * schedule.num_microbatches * profile.microbatch_bytes
     delays = read_delays(schedule)
     versions = V * (1 + sum(bool(delays[reader].any()) for reader in profile.reads))

@@ -211,6 +211,16 @@ class Profile:
     model: str
     optimizer: str
 
+    @property
+    def skips(self) -> dict[str, tuple[int, int, tuple[jax.ShapeDtypeStruct, ...]]]:
+        """Name -> layer that stashes it, layer that pops it, abstract leaves; as of `jpipe.stages.Traced`."""
+        pops = {name: i for i, one in enumerate(self.layers) for name in one.pop}
+        return {
+            name: (i, pops[name], avals)
+            for i, one in enumerate(self.layers)
+            for name, avals in zip(one.stash, one.skips, strict=True)
+        }
+
     def seconds(self, operation: str) -> list[float]:
         """What an operation of the table takes in each layer, by the medians; the last layer's with the loss.
 

@@ -65,8 +65,8 @@ def place(
         read (the next microbatch of each kind and stage) and the progress. Returns the
         one to run, or None to wait for something to change.
       lengths: kind of operation -> `[S]`, what it takes; and "transfer" -> `[S]`, until
-        the device of the next stage can read a result, or that of the one before. None: 1
-        each, and no transfer.
+        the device of the next stage can read a result, "gradient_transfer" -> `[S]`, until
+        a stage's can read that of the next. None: 1 each, and no transfer.
 
     Raises:
       ValueError: if there are no microbatches.
@@ -81,7 +81,8 @@ def place(
     S, N = len(device), num_microbatches
     equal = lengths is None
     if lengths is None:
-        lengths = dict.fromkeys(_KINDS, [1] * S) | {"transfer": [0] * S}
+        lengths = dict.fromkeys(_KINDS, [1] * S)
+        lengths |= dict.fromkeys(("transfer", "gradient_transfer"), [0] * S)
     progress = Progress(device)
     of_device = [
         np.flatnonzero(progress.device == d).tolist()
@@ -104,10 +105,12 @@ def place(
 
     def readable(operation: Operation) -> float:
         """When the inputs of an operation are there; never, if one has not begun."""
+        forward = operation.kind == "forward"
+        transfer = lengths["transfer" if forward else "gradient_transfer"]
         return max(
             (
                 ends.get(o, np.inf)
-                + lengths["transfer"][min(o.stage, operation.stage)]
+                + transfer[min(o.stage, operation.stage)]
                 * (device[o.stage] != device[operation.stage])
                 for o in inputs(operation)
             ),

@@ -226,16 +226,17 @@ def _rule(
 def _bound(costs: Costs, device: Sequence[int], N: int) -> float:
     """No table with this placement takes less: a device's work behind the way to its first, and one microbatch's way."""
     S = len(device)
-    F, B, W, transfer = (
-        costs.of_stages(S)[name]
-        for name in ("forward", "backward", "weight_grad", "transfer")
+    found = costs.of_stages(S)
+    F, B, W = (found[name] for name in ("forward", "backward", "weight_grad"))
+    hops, back = (
+        [found[name][s] * (device[s] != device[s + 1]) for s in range(S - 1)]
+        for name in ("transfer", "gradient_transfer")
     )
-    hops = [transfer[s] * (device[s] != device[s + 1]) for s in range(S - 1)]
     reach = np.cumsum([0, *(F[:-1] + hops)])  # of a stage's input
     device = np.asarray(device)
     work = [
         reach[device == d].min() + N * (F + B + W)[device == d].sum()
         for d in range(device.max() + 1)
     ]
-    one = F.sum() + B.sum() + 2 * sum(hops) + W[0]
+    one = F.sum() + B.sum() + sum(hops) + sum(back) + W[0]
     return float(max(*work, one))

@@ -4,11 +4,14 @@ import dataclasses
 import types
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from families import FAMILIES, cross_entropy, schedule_named
 from profiles import profile_of, timed
+from test_skips import LAYERS as SKIPPING
+from test_skips import loss_fn as mean_squares
 
 import jpipe
 from jpipe.plan import Machine, predict
@@ -95,6 +98,59 @@ def test_bytes_with_two_stages_a_device():
     got = predict(schedule, timed(profile_of("mlp")), cut, FREE).memory
     assert got.weights == want.weights and got.gradients == want.gradients
     assert 0 <= want.activations - got.activations <= 8
+
+
+SKIPS = (
+    ("gpipe", [4]),
+    ("one_f_one_b/paired", [1, 2, 4]),
+    ("pipemare/unit", [2, 6]),
+    ("v", [2, 4, 6]),
+)
+
+
+@pytest.mark.parametrize("name,cut", SKIPS)
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_bytes_with_skips(name, cut, recompute):
+    """Nested, crossing, several on one way, with integers, and between stages of one device."""
+    with jax.enable_x64(True):
+        schedule = schedule_named(name, len(cut) + 1, 4)
+        pipe = jpipe.Pipeline(
+            SKIPPING,
+            loss=mean_squares,
+            optimizer=optax.sgd(0.1),
+            schedule=schedule,
+            boundaries=cut,
+            recompute=recompute,
+        )
+        batch = {k: np.ones((8, 4)) for k in ("inputs", "targets")}
+        want = without_compiling(pipe, batch)
+        profile = timed(pipe.profile(batch, programs=()))
+    got = predict(schedule, profile, cut, FREE).memory
+    assert got.weights == want.weights and got.gradients == want.gradients
+    assert 0 <= want.activations - got.activations <= 16
+
+
+def test_seconds_with_a_skip_by_hand():
+    """Three stages, of which the first sends to both others, and the last back to both."""
+    layers = [
+        jpipe.skip(jpipe.Function(lambda x: (x, x)), stash="far"),
+        jpipe.Function(jnp.tanh),
+        jpipe.skip(jpipe.Function(lambda x, far: x + far), pop="far"),
+    ]
+    pipe = jpipe.Pipeline(
+        layers,
+        loss=mean_squares,
+        optimizer=optax.sgd(0.1),
+        schedule=jpipe.schedules.gpipe(3, 4),
+    )
+    batch = {k: np.ones((8, 4), np.float32) for k in ("inputs", "targets")}
+    profile = timed(pipe.profile(batch, programs=()), forward_and_stash=1, backward=2)
+    machine = Machine(3, bandwidth=(1e3, 1e3), latency=0.25)
+    found = predict(jpipe.schedules.gpipe(3, 4), profile, [1, 2], machine)
+    message = 0.25 + 2 * 4 * 4 / 1e3
+    # Each way four ticks with both messages, then one with the second stage's alone.
+    np.testing.assert_allclose(found.seconds, 6 * (1 + 2) + 2 * (4 * 2 + 1) * message)
+    np.testing.assert_allclose(found.timing.transfer, np.multiply([8, 8, 8], message))
 
 
 def test_seconds_by_hand():

@@ -97,9 +97,10 @@ def optimum(costs: Costs, S: int, N: int) -> float:
                 needs = [("backward", s)]
             if any((kind, r, m) not in ends_ for kind, r in needs):
                 continue
+            way = costs.gradient_transfer if k else costs.transfer
             start = max(
                 free[s],
-                *(ends_[kind, r, m] + costs.transfer * (r != s) for kind, r in needs),
+                *(ends_[kind, r, m] + way * (r != s) for kind, r in needs),
                 0.0,
             )
             end = start + length[kinds[k]][s]
@@ -119,7 +120,8 @@ def optimum(costs: Costs, S: int, N: int) -> float:
 @pytest.mark.parametrize("seed", range(4))
 def test_against_every_order(seed):
     rng = np.random.default_rng(seed)
-    costs = Costs(*rng.integers(1, 5, (3, 2)), transfer=float(rng.integers(0, 3)))
+    there, back = map(float, rng.integers(0, 3, 2))
+    costs = Costs(*rng.integers(1, 5, (3, 2)), there, back)
     best = optimum(costs, 2, 2)
     found = search(costs, 2, mode="dependencies")
     assert found.bound <= best + 1e-9
