@@ -177,10 +177,10 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
         ]
         axis.fill_between(
             ends,
-            [e / (1 + band) for e in ends],
-            [e / (1 - band) for e in ends],
+            [e * (1 - band) for e in ends],
+            [e * (1 + band) for e in ends],
             color="#dddddd",
-            label=f"within {band:.0%}",
+            label=f"within {band:.0%} of the prediction",
         )
         axis.plot(ends, ends, color="#888888", lw=0.8)
         for x, y, r in points:
@@ -213,6 +213,7 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
             [], [], ls="", marker="o", mfc="none", color="#444444", label="4 stages"
         )
     )
+    keys += axes[0].get_legend_handles_labels()[0]
     axes[0].legend(handles=keys, frameon=False, fontsize=8)
     axes[1].legend(frameon=False, fontsize=8, loc="lower right")
     figure.tight_layout()
