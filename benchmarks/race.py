@@ -6,8 +6,8 @@
 
 Every program trains the same model from the same weights on the same data, in a process of its own, one after the other,
 round after round; figures are medians over the rounds. Results are saved in `--out` after every workload (`race.json`,
-`race.md`, `race.png`), and a later run replaces only the workloads it ran. A program that cannot run, because its
-environment is missing or the workload is nothing it can do, is a row that says so.
+`race.md`, `race.png`), and a later run replaces only the workloads it ran, or with `--append` adds rounds to them. A
+program that cannot run, because its environment is missing or the workload is nothing it can do, is a row that says so.
 """
 
 import json
@@ -277,6 +277,9 @@ def main() -> None:
         metavar="FAMILY",
         help="make these environments, or all",
     )
+    parser.add_argument(
+        "--append", action="store_true", help="keep the rounds that are saved"
+    )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "race")
     args = parser.parse_args()
     if args.setup is not None:
@@ -287,7 +290,8 @@ def main() -> None:
     saved = args.out / "race.json"
     results = json.loads(saved.read_text()) if saved.exists() else {}
     for workload in args.workloads:
-        runs: dict = {name: [] for name in args.only}
+        before = results.get(workload, {}) if args.append else {}
+        runs: dict = {name: [*before.get(name, [])] for name in args.only}
         for _ in range(args.rounds):
             for name in args.only:
                 if not (runs[name] and "failed" in runs[name][0]):
