@@ -10,7 +10,9 @@ from numpy.typing import ArrayLike
 from jpipe.schedule import IDLE, Schedule
 
 _KINDS = ("forward", "backward", "weight_grad")
-_TRANSFERS = {"forward": "transfer", "backward": "gradient_transfer"}
+TRANSFERS = {"forward": "transfer", "backward": "gradient_transfer"}
+"""Kind of operation -> the cost of the message it sends."""
+
 # What a cost that is None is the sum of.
 _PARTS = {
     "fused_backward": ("backward", "weight_grad"),
@@ -79,7 +81,7 @@ class Costs:
           ValueError: if there is a number for each stage of another count of stages.
         """
         costs: dict[str, np.ndarray] = {}
-        for name in (*_KINDS, "fused_backward", "update", *_TRANSFERS.values()):
+        for name in (*_KINDS, "fused_backward", "update", *TRANSFERS.values()):
             given = getattr(self, name)
             if given is None:
                 costs[name] = sum(costs[part] for part in _PARTS[name])
@@ -182,7 +184,10 @@ def simulate(
     of_stages = costs.of_stages(schedule.num_stages)
     if not schedule.splits_backward:
         of_stages["backward"] = of_stages["fused_backward"]
-    length = {name: cost[schedule.stage] for name, cost in of_stages.items()}
+    length = {
+        name: cost if name in TRANSFERS.values() else cost[schedule.stage]
+        for name, cost in of_stages.items()
+    }
     run = _lockstep if mode == "lockstep" else _dependencies
     return run(schedule, length, costs)
 
@@ -208,9 +213,7 @@ def _timing(schedule, length, costs, makespan, start, end) -> Timing:
     updates = (schedule.update != IDLE).any(axis=0)
     busy = N * sum(length[kind] for kind in start) + updates * length["update"]
     sent = N * sum(
-        _leaves(schedule, kind) * _message(schedule, kind, length)
-        for kind in start
-        if kind in _TRANSFERS
+        _message(schedule, kind, length) for kind in start if kind in TRANSFERS
     )
     cores = costs.num_cores
     return Timing(
@@ -225,16 +228,9 @@ def _timing(schedule, length, costs, makespan, start, end) -> Timing:
 
 
 def _message(schedule: Schedule, kind: str, length: dict) -> np.ndarray:
-    """`[C]`, the transfer of what a column's operation sends."""
-    between = _of_stages(schedule, length[_TRANSFERS[kind]])
-    return between[schedule.stage - (kind == "backward")]
-
-
-def _of_stages(schedule: Schedule, of_columns: np.ndarray) -> np.ndarray:
-    """`[C]` -> `[S]`."""
-    found = np.empty(schedule.num_stages)
-    found[schedule.stage] = of_columns
-    return found
+    """`[C]`, the transfer of what a column's operation sends; 0 if it stays on the device."""
+    between = length[TRANSFERS[kind]][schedule.stage - (kind == "backward")]
+    return np.where(_leaves(schedule, kind), between, 0.0)
 
 
 def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
@@ -247,10 +243,9 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         runs = getattr(schedule, kind) != IDLE
         begins[kind] = work[:, schedule.device].copy()
         np.add.at(work, (slice(None), schedule.device), runs * length[kind])
-        if kind in _TRANSFERS:
-            leaves = runs & _leaves(schedule, kind)
-            sends |= leaves.any(axis=1)
-            message = (leaves * _message(schedule, kind, length)).max(axis=1)
+        if kind in TRANSFERS:
+            sends |= (runs & _leaves(schedule, kind)).any(axis=1)
+            message = (runs * _message(schedule, kind, length)).max(axis=1)
             transfer = np.maximum(transfer, message)
     updating = schedule.update != IDLE
     np.add.at(updates, (slice(None), schedule.device), updating * length["update"])
@@ -306,7 +301,7 @@ def _leaves(schedule: Schedule, kind: str) -> np.ndarray:
 def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     S, N, T = schedule.num_stages, schedule.num_microbatches, schedule.num_ticks
     ticks = _ticks(schedule)
-    transfers = {k: _of_stages(schedule, length[n]) for k, n in _TRANSFERS.items()}
+    message = {k: _message(schedule, k, length) for k in ticks if k in TRANSFERS}
     # An asynchronous table is run from an empty pipeline for much longer than a
     # microbatch is on its way. The later half of it is the steady state.
     num_rounds = half = 1
@@ -343,12 +338,12 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         inputs = [0.0]
         if kind == "forward" and s > 0:
             source = columns[s - 1]
-            inputs.append(_arrival(schedule, end, m, source, c, transfers, kind))
+            inputs.append(end[kind][m, source] + message[kind][source])
         elif kind == "backward":
             inputs.append(end["forward"][m, c])
             if s < S - 1:
                 source = columns[s + 1]
-                inputs.append(_arrival(schedule, end, m, source, c, transfers, kind))
+                inputs.append(end[kind][m, source] + message[kind][source])
         elif kind == "weight_grad":
             inputs.append(end["backward"][m, c])
         start[kind][m, c] = max(free[device], *inputs)
@@ -372,10 +367,3 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     makespan = max(timing.makespan, timing.busy.max())
     span = np.full(schedule.num_devices, makespan)
     return dataclasses.replace(timing, makespan=float(makespan), span=span)
-
-
-def _arrival(schedule, end, m, source, c, transfers, kind) -> float:
-    """When column c can read what column `source` made of microbatch m."""
-    away = schedule.device[source] != schedule.device[c]
-    between = min(schedule.stage[source], schedule.stage[c])
-    return end[kind][m, source] + transfers[kind][between] * away

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpipe.schedule import check_counts
+from jpipe.simulate import TRANSFERS
 
 
 class Operation(NamedTuple):
@@ -82,7 +83,7 @@ def place(
     equal = lengths is None
     if lengths is None:
         lengths = dict.fromkeys(_KINDS, [1] * S)
-        lengths |= dict.fromkeys(("transfer", "gradient_transfer"), [0] * S)
+        lengths |= dict.fromkeys(TRANSFERS.values(), [0] * S)
     progress = Progress(device)
     of_device = [
         np.flatnonzero(progress.device == d).tolist()
@@ -105,12 +106,10 @@ def place(
 
     def readable(operation: Operation) -> float:
         """When the inputs of an operation are there; never, if one has not begun."""
-        forward = operation.kind == "forward"
-        transfer = lengths["transfer" if forward else "gradient_transfer"]
         return max(
             (
                 ends.get(o, np.inf)
-                + transfer[min(o.stage, operation.stage)]
+                + lengths[TRANSFERS[o.kind]][min(o.stage, operation.stage)]
                 * (device[o.stage] != device[operation.stage])
                 for o in inputs(operation)
             ),

@@ -15,7 +15,7 @@ from jpipe.schedules.interleaved import interleaved
 from jpipe.schedules.one_f_one_b import one_f_one_b
 from jpipe.schedules.ready import Operation, Progress, Rule, place
 from jpipe.schedules.zero_bubble import zero_bubble_h1, zero_bubble_h2, zero_bubble_v
-from jpipe.simulate import Costs, simulate
+from jpipe.simulate import TRANSFERS, Costs, simulate
 
 
 class Found(NamedTuple):
@@ -230,7 +230,7 @@ def _bound(costs: Costs, device: Sequence[int], N: int) -> float:
     F, B, W = (found[name] for name in ("forward", "backward", "weight_grad"))
     hops, back = (
         [found[name][s] * (device[s] != device[s + 1]) for s in range(S - 1)]
-        for name in ("transfer", "gradient_transfer")
+        for name in TRANSFERS.values()
     )
     reach = np.cumsum([0, *(F[:-1] + hops)])  # of a stage's input
     device = np.asarray(device)
