@@ -1,84 +1,46 @@
-"""What layers cost: seconds measured, and bytes counted, one kind of layer at a time.
+"""What layers cost: seconds measured, and bytes counted, once for each kind of layer.
 
-    layers ── traced ──> kinds ── each in a loop of its own ──> Profile ──> file
-                                                                   ├──> graph, for the solvers
-                                                                   └──> balance_by_time, balance_by_memory
-
-A layer is measured as the engine runs it: compiled into a loop over microbatches, in which its weights are read
-out of packed arrays, what it stashes is written into rings, and gradients are added to accumulators, all in place.
-So neither the start of a program nor the copying of its results is measured, and what the rings cost is. The loop goes
-round copies of the weights, together as large as the weights of a stage, or of all stages that share a core, because in
-training the layers between push a layer's weights, gradients and optimizer state out of the caches.
+layers ── traced ──> kinds ── measured among each other ──> Profile ──> file
+                                                               ├──> graph, for the solvers
+                                                               └──> balance_by_time, balance_by_memory
 """
 
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
 import re
-import statistics
-import sys
 import tempfile
-import time
 import types
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe import packing
-from jpipe.backward import Equations, LayerProgram, is_inexact
-from jpipe.packing import Leaf, Packing
+from jpipe.backward import LayerProgram
 from jpipe.plan.graph import Graph, Node
-from jpipe.plan.min_max import min_max
-from jpipe.stages import Traced, shapes_text, shared_jit
-from jpipe.update import GIVEN
-
-PROGRAMS = (
-    "forward",
-    "forward_and_stash",
-    "backward",
-    "input_grad",
-    "weight_grad",
-    "update",
+from jpipe.plan.measure import (
+    PROGRAMS,
+    Measured,
+    Progress,
+    Seconds,
+    measure_layers,
+    measure_updates,
+    num_bytes,
+    outputs,
+    trace_updates,
 )
-"""What can be measured of a layer; see `LayerProfile`."""
+from jpipe.plan.min_max import min_max
+from jpipe.stages import Traced, shapes_text
 
 _FORMAT = "jpipe profile 2"
-_SLOTS = 4  # of a ring: what is written and read moves through memory, as in training
-_NO_CACHE = 2**26  # bytes that no cache holds
-_FEWEST = 5  # calls that a median is taken of
-_CALL_SECONDS = 0.1  # of a call: it starts with memory that it has not touched yet
-
-
-@dataclasses.dataclass(frozen=True)
-class Seconds:
-    """What something takes: the median of several calls, and the quartiles on both sides of it."""
-
-    median: float = 0.0
-    lower_quartile: float = 0.0
-    upper_quartile: float = 0.0
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Seconds":
-        """Of what each of several calls took.
-
-        Example:
-          >>> Seconds.of([5, 1, 2, 4, 3])
-          Seconds(median=3.0, lower_quartile=2.0, upper_quartile=4.0)
-        """
-        lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(median, lower, upper)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,31 +91,27 @@ class LayerProfile:
     @property
     def activation_bytes(self) -> tuple[int, ...]:
         """Of what it hands to the next layer, then of each skip that it stashes."""
-        return tuple(map(_bytes, (self.activations, *self.skips)))
+        return tuple(map(num_bytes, (self.activations, *self.skips)))
 
     @property
     def parameter_bytes(self) -> int:
         """Of its weights."""
-        return _bytes(self.parameters)
+        return num_bytes(self.parameters)
 
     @property
     def optimizer_bytes(self) -> int:
         """Of their optimizer state."""
-        return _bytes(self.optimizer_state)
+        return num_bytes(self.optimizer_state)
 
     @property
     def stash_bytes(self) -> int:
         """What a microbatch keeps from its forward to a backward that is not split."""
-        return _bytes(self.input_stash) + _bytes(self.weight_stash)
+        return num_bytes(self.input_stash) + num_bytes(self.weight_stash)
 
     @property
     def weight_bytes(self) -> int:
         """What it takes whatever is in flight: weights, gradients, optimizer state and mutable state."""
-        return 2 * self.parameter_bytes + self.optimizer_bytes + _bytes(self.state)
-
-
-def _bytes(avals: Iterable) -> int:
-    return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in avals)
+        return 2 * self.parameter_bytes + self.optimizer_bytes + num_bytes(self.state)
 
 
 def programs_of(operation: str, recompute: str = "none") -> tuple[str, ...]:
@@ -464,11 +422,11 @@ def profile(
                 f"`programs` must be of {', '.join(map(repr, PROGRAMS))}, got {name!r}."
             )
     devices = jax.local_devices()[:1] if devices is None else list(devices)
-    updates, update_of_layer = _trace_updates(traced, optimizer)
+    updates, update_of_layer = trace_updates(traced, optimizer)
     made_with = dict(
         microbatch=shapes_text(microbatch),
         microbatch_size=jax.tree.leaves(microbatch)[0].shape[0],
-        microbatch_bytes=_bytes(jax.tree.leaves(microbatch)),
+        microbatch_bytes=num_bytes(jax.tree.leaves(microbatch)),
         recompute=recompute,
         compute_dtype=None if compute_dtype is None else np.dtype(compute_dtype).name,
         reads=tuple(reads),
@@ -486,16 +444,15 @@ def profile(
         if not why:
             return dataclasses.replace(found, recompute=recompute)
         warnings.warn(f"{os.fspath(cache)}: {why}. Profiling again.", stacklevel=4)
-    wanted = [name for name in PROGRAMS if name in programs]
-    with jax.default_device(devices[0]), _Progress() as progress:
-        of_kind, of_loss, of_update = _measure(
-            traced, microbatch, updates, wanted, min_seconds, devices, progress
-        )
+    with jax.default_device(devices[0]), Progress() as progress:
+        given = programs, min_seconds, devices, progress
+        *of_kind, of_loss = measure_layers(traced, microbatch, *given)
+        of_update = measure_updates(updates, update_of_layer, *given)
     layers = tuple(
         _record(
             traced.kinds[k],
             {**of_kind[k], **of_update[u]},
-            _outputs(traced.kinds[k]),
+            outputs(traced.kinds[k]),
             name=layer.name,
             kind=k,
             parameters=traced.kinds[k].parameters,
@@ -506,8 +463,8 @@ def profile(
         )
         for layer, k, u in zip(traced.layers, traced.kind_of_layer, update_of_layer)
     )
-    if "update" in wanted:
-        of_loss["update"] = _Measured()
+    if "update" in programs:
+        of_loss["update"] = Measured()
     of_nothing = dict.fromkeys(("parameters", "optimizer_state", "state"), ())
     of_nothing |= {"stash": (), "pop": ()}
     number = len(traced.kinds)
@@ -518,16 +475,9 @@ def profile(
     return found
 
 
-class _Measured(NamedTuple):
-    """What is known of a program: what it takes, and bytes beside its arguments and results."""
-
-    seconds: Seconds = Seconds()
-    temporary_bytes: int = 0
-
-
 def _record(
     program: LayerProgram,
-    measured: Mapping[str, _Measured],
+    measured: Mapping[str, Measured],
     outputs: Sequence,
     **fields,
 ) -> LayerProfile:
@@ -547,450 +497,6 @@ def _record(
 
 def _abstract(leaves: Iterable) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
-
-
-def _outputs(kind: LayerProgram, leaves: Sequence | None = None) -> tuple:
-    """What a layer hands to the next, and the skips that it stashes."""
-    return kind.output_tree.unflatten(kind.outputs if leaves is None else leaves)
-
-
-def _measure(
-    traced, microbatch, updates, wanted, min_seconds, devices, progress
-) -> tuple:
-    """For each kind of layer, for the loss, and for each update: what was measured of its programs."""
-    kinds = (traced.kinds[k] for k in traced.kind_of_layer)
-    model_bytes = sum(_bytes(kind.parameters) for kind in kinds)
-    # Stages that share a core share its caches.
-    shares = devices[0].platform == "cpu"
-    num_caches = min(len(devices), _num_cores()) if shares else len(devices)
-    num_copies = functools.partial(_num_copies, model_bytes / num_caches)
-    of_kind: list[dict] = [{} for _ in traced.kinds]
-    of_loss: dict = {}
-    of_update: list[dict] = [{} for _ in updates]
-    of_layers = [name for name in wanted if name != "update"]
-    num_layers = len(traced.layers)
-    progress.total = ("update" in wanted) * len(updates)
-    if of_layers:
-        progress.total += len(traced.kinds) + 1
-        kind_of_layer = traced.kind_of_layer
-        key = jax.random.key(0)
-        initialise = shared_jit(devices[0].platform)
-        x, live, loops = _values(microbatch["inputs"]), {}, {}
-        for i, (layer, k) in enumerate(zip(traced.layers, kind_of_layer)):
-            args = jax.tree.leaves((x, [live.pop(name) for name in layer.pop]))
-            if k not in loops:
-                progress(f"layer {i} of {num_layers}, {layer.name}")
-                fresh = layer.given
-                if fresh is None:
-                    fresh = initialise(layer.init, jax.random.fold_in(key, i))
-                weights, state = map(jax.tree.leaves, fresh)
-                extra = [jnp.zeros(a.shape, a.dtype) for a in traced.kinds[k].extra[:1]]
-                num_rows = num_copies(traced.kinds[k].parameters)
-                loops[k] = _Loops(traced.kinds[k], devices, weights, state, num_rows)
-                of_kind[k] = loops[k].measure(of_layers, args, extra, min_seconds)
-            x, *kept = _outputs(traced.kinds[k], loops[k].outputs(args, extra))
-            live |= dict(zip(layer.stash, kept, strict=True))
-            if k not in kind_of_layer[i + 1 :]:
-                del loops[k]
-        progress("loss")
-        of_loss = _Loops(traced.loss, devices).measure(
-            of_layers, jax.tree.leaves(x), _values(microbatch), min_seconds
-        )
-    if "update" in wanted:
-        for u, update in enumerate(updates):
-            progress(f"update {u} of {len(updates)}")
-            num_rows = num_copies(update.parameters)
-            of_update[u] = {
-                "update": _measure_update(update, devices, num_rows, min_seconds)
-            }
-    return of_kind, of_loss, of_update
-
-
-def _num_copies(num_bytes: float, parameters: Sequence) -> int:
-    """How many copies of a layer's weights are `num_bytes` large, or as large as what no cache holds; at least 1.
-
-    Example:
-      >>> weights = [jax.ShapeDtypeStruct([256, 256], np.float32)]
-      >>> [_num_copies(n, weights) for n in (1e5, 3e6, 1e12)]
-      [1, 11, 256]
-    """
-    layer_bytes = _bytes(parameters)
-    return max(int(min(num_bytes, _NO_CACHE) // max(layer_bytes, 1)), 1)
-
-
-def _values(tree: Any) -> list:
-    """Arrays as they are; for abstract ones, random numbers and integers that are 0."""
-    rng = np.random.default_rng(0)
-
-    def values(a):
-        if not isinstance(a, jax.ShapeDtypeStruct):
-            return jnp.asarray(a)
-        return _random(rng, a) if is_inexact(a) else jnp.zeros(a.shape, a.dtype)
-
-    return [values(a) for a in jax.tree.leaves(tree)]
-
-
-def _random(rng: np.random.Generator, aval) -> jax.Array:
-    return jnp.asarray(rng.normal(size=aval.shape), aval.dtype)
-
-
-_STASHES = ("input_stash", "weight_stash")
-_FORWARD = ("parameters", "state", "inputs", "extra")
-_READS = {
-    "forward": _FORWARD,
-    "forward_and_stash": _FORWARD,
-    "backward": ("parameters", *_STASHES, "output_grads"),
-    "input_grad": ("parameters", *_STASHES, "output_grads"),
-    "weight_grad": ("parameters", "weight_stash", "crossing"),
-}
-
-
-class _Loops:
-    """A kind of layer: its programs, each as a loop over microbatches, and the arrays that they read."""
-
-    def __init__(
-        self,
-        kind: LayerProgram,
-        devices: Sequence[jax.Device],
-        weights: Sequence = (),
-        state: Sequence = (),
-        num_rows: int = 1,
-    ):
-        self.kind, self.devices, self.num_rows = kind, devices, num_rows
-        leaves = {n: [kind.stash[j] for j in getattr(kind, n)] for n in _STASHES}
-        leaves |= {"parameters": weights, "state": state, "crossing": kind.crossing}
-        self.packs = {n: Packing.of([map(Leaf, own)]) for n, own in leaves.items()}
-        self.held: dict[str, Any] = {
-            "parameters": _packed(self.packs["parameters"], weights, num_rows),
-            "state": _packed(self.packs["state"], state, num_rows),
-        }
-
-    def measure(
-        self,
-        programs: Sequence[str],
-        inputs: Sequence[jax.Array],
-        extra: Sequence[jax.Array],
-        min_seconds: float,
-    ) -> dict[str, _Measured]:
-        """Measures `programs` on these inputs, and on what a forward of them leaves behind."""
-        kind, held, found = self.kind, self.held, {}
-        avals = [y for y in kind.outputs if is_inexact(y)]
-        lists = list(kind.parameters), list(kind.stash), avals
-        _, input_grads = jax.eval_shape(kind.backward, *lists)
-        rng = np.random.default_rng(0)
-        held |= {"inputs": inputs, "extra": extra}
-        held["output_grads"] = [_random(rng, y) for y in avals]
-
-        def run(name: str, **carry) -> dict:
-            """What the loop of a program leaves; measured, if that is wanted."""
-            reads = {n: held[n] for n in _READS[name]}
-            body = getattr(self, f"_{name}")
-            loop = _Loop(body, reads, carry, self.num_rows, self.devices)
-            carry = loop(reads, carry)
-            if name in programs:
-                found[name], carry = loop.timed(reads, carry, min_seconds)
-            if name.startswith("forward"):
-                self._forward_loop = loop, carry
-            return carry
-
-        def forward(name: str, **rings) -> dict:
-            results = {"outputs": _zeros(kind.outputs), "aux": _zeros(kind.aux)}
-            return run(name, **results, **rings)
-
-        def accumulators() -> dict:
-            return self._empty("parameters", self.num_rows)
-
-        if "forward" in programs:
-            forward("forward")
-        if {*programs} == {"forward"}:
-            return found
-        rings = {name: self._empty(name, _SLOTS) for name in _STASHES}
-        kept = forward("forward_and_stash", **rings)
-        held |= {name: kept[name] for name in _STASHES}
-        if "backward" in programs and (input_grads or kind.parameters):
-            run("backward", gradients=accumulators(), input_grads=_zeros(input_grads))
-        if "backward" in found and not kind.parameters:
-            found["input_grad"] = found["backward"]
-        elif "input_grad" in programs or (
-            "weight_grad" in programs and kind.parameters
-        ):
-            held["crossing"] = self._empty("crossing", _SLOTS)
-            if input_grads:
-                grads = _zeros(input_grads)
-                left = run("input_grad", crossing=held["crossing"], input_grads=grads)
-                held["crossing"] = left["crossing"]
-            if "weight_grad" in programs and kind.parameters:
-                run("weight_grad", gradients=accumulators())
-        return {name: found.get(name, _Measured()) for name in programs}
-
-    def outputs(self, inputs: Sequence, extra: Sequence) -> list[jax.Array]:
-        """Of a forward of these inputs, by a program that was measured."""
-        loop, carry = self._forward_loop
-        reads = {**self.held, "inputs": inputs, "extra": extra}
-        reads = {name: reads[name] for name in _FORWARD}
-        carry = loop(reads, carry, times=1)
-        self._forward_loop = loop, carry
-        return [jnp.copy(y) for y in carry["outputs"]]  # the next call takes the carry
-
-    def _empty(self, name: str, *lead: int) -> dict:
-        arrays = self.packs[name].arrays
-        return {n: jnp.zeros((*lead, *a.shape), a.dtype) for n, a in arrays.items()}
-
-    def _read(self, arrays: dict, name: str, *lead) -> list[jax.Array]:
-        return packing.read_all(arrays[name], self.packs[name].places[0], lead)
-
-    def _write(self, arrays: dict, name: str, values: Sequence, *lead) -> dict:
-        places = self.packs[name].places[0]
-        return {name: packing.write_all(arrays[name], places, lead, values)}
-
-    # -- Bodies: `(reads, carry, slot, row) -> carry`
-
-    def _arguments(self, reads: dict, row) -> tuple:
-        extra = [*reads["extra"], *self._read(reads, "state", row)]
-        return self._read(reads, "parameters", row), reads["inputs"], extra
-
-    def _forward(self, reads: dict, carry: dict, slot, row) -> dict:
-        outputs, told = self.kind.forward(*self._arguments(reads, row))
-        return {"outputs": outputs, "aux": _added(carry["aux"], told)}
-
-    def _forward_and_stash(self, reads: dict, carry: dict, slot, row) -> dict:
-        given = self._arguments(reads, row)
-        outputs, kept, told = self.kind.forward_and_stash(*given)
-        rings: dict = {}
-        for name in _STASHES:
-            values = [kept[j] for j in getattr(self.kind, name)]
-            rings |= self._write(carry, name, values, slot)
-        return {"outputs": outputs, "aux": _added(carry["aux"], told), **rings}
-
-    def _stash(self, reads: dict, slot) -> list:
-        stash: list = [None] * len(self.kind.stash)
-        for name in _STASHES:
-            if name in reads:
-                for j, value in zip(
-                    getattr(self.kind, name), self._read(reads, name, slot)
-                ):
-                    stash[j] = value
-        return stash
-
-    def _accumulated(self, carry: dict, gradients: Sequence, row) -> dict:
-        arrays = carry["gradients"]
-        for place, value in zip(
-            self.packs["parameters"].places[0], gradients, strict=True
-        ):
-            arrays = packing.add(arrays, place, [row], value)
-        return {"gradients": arrays}
-
-    def _of_output_grads(self, program: Callable, reads: dict, slot, row) -> tuple:
-        parameters = self._read(reads, "parameters", row)
-        return program(parameters, self._stash(reads, slot), reads["output_grads"])
-
-    def _backward(self, reads: dict, carry: dict, slot, row) -> dict:
-        own, inputs = self._of_output_grads(self.kind.backward, reads, slot, row)
-        return {"input_grads": inputs, **self._accumulated(carry, own, row)}
-
-    def _input_grad(self, reads: dict, carry: dict, slot, row) -> dict:
-        inputs, left = self._of_output_grads(self.kind.input_grad, reads, slot, row)
-        return {"input_grads": inputs, **self._write(carry, "crossing", left, slot)}
-
-    def _weight_grad(self, reads: dict, carry: dict, slot, row) -> dict:
-        parameters = self._read(reads, "parameters", row)
-        crossing = self._read(reads, "crossing", slot)
-        stash = self._stash(reads, slot)
-        gradients = self.kind.weight_grad(parameters, stash, crossing)
-        return self._accumulated(carry, gradients, row)
-
-
-class _Loop:
-    """A compiled loop: `body(reads, carry, slot, row) -> carry` over and over, the carry in place.
-
-    The slot of the rings goes round; the row is always 0, which the compiler does not know: the engine reads both out
-    of its table. As there, the body is a branch, out of which nothing that would be the same each time is moved.
-    """
-
-    def __init__(
-        self,
-        body: Callable,
-        reads: dict,
-        carry: dict,
-        num_rows: int,
-        devices: Sequence[jax.Device],
-    ):
-        mesh = Mesh(np.asarray(devices), "devices")
-        self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._rows = np.arange(num_rows, dtype=np.int32)
-
-        def run(times, rows, reads, carry):
-            def once(i, carry):
-                slot = lax.rem(i, np.int32(_SLOTS))
-                at = lax.rem(i, np.int32(num_rows))
-                row = lax.dynamic_index_in_dim(rows, at, keepdims=False)
-
-                def now(carry):
-                    return body(reads, carry, slot, row)
-
-                return lax.cond(row >= 0, now, lambda carry: carry, carry)
-
-            return lax.fori_loop(0, times, once, carry)
-
-        each = jax.shard_map(
-            run,
-            mesh=mesh,
-            in_specs=PartitionSpec(),
-            out_specs=PartitionSpec(),
-            check_vma=False,
-        )
-        jitted = jax.jit(each, donate_argnums=3)
-        self._run = jitted.lower(*self._arguments(1, reads, carry)).compile()
-
-    def _arguments(self, times: int, reads: dict, carry: dict) -> tuple:
-        return jax.device_put(
-            (np.int32(times), self._rows, reads, carry), self._everywhere
-        )
-
-    def __call__(self, reads: dict, carry: dict, times: int = _SLOTS) -> dict:
-        carry = self._run(*self._arguments(times, reads, carry))
-        return jax.block_until_ready(carry)
-
-    def timed(self, reads: dict, carry: dict, min_seconds: float) -> tuple:
-        """What a turn takes, and the carry. The loop must have run once."""
-
-        def call(carry, times: int):
-            given = jax.block_until_ready(self._arguments(times, reads, carry))
-            start = time.perf_counter()
-            carry = jax.block_until_ready(self._run(*given))
-            return (time.perf_counter() - start) / times, carry
-
-        *_, reads, carry = self._arguments(1, reads, carry)
-        once, carry = call(carry, 1)
-        times = max(math.ceil(min(_CALL_SECONDS, min_seconds / _FEWEST) / once), 1)
-        seconds: list[float] = []
-        while len(seconds) < _FEWEST or sum(seconds) * times < min_seconds:
-            each, carry = call(carry, times)
-            seconds.append(each)
-        analysis = self._run.memory_analysis()
-        num_bytes = 0 if analysis is None else int(analysis.temp_size_in_bytes)
-        return _Measured(Seconds.of(seconds), num_bytes), carry
-
-
-def _zeros(avals: Iterable) -> list[jax.Array]:
-    return [jnp.zeros(a.shape, a.dtype) for a in avals]
-
-
-def _added(a: Sequence, b: Sequence) -> list[jax.Array]:
-    return [x + y for x, y in zip(a, b, strict=True)]
-
-
-def _packed(pack: Packing, values: Sequence, num_rows: int) -> dict:
-    """The arrays of a packing's one owner, `num_rows` times along a leading axis."""
-    arrays = {n: np.zeros(a.shape, a.dtype) for n, a in pack.arrays.items()}
-    for place, value in zip(pack.places[0], values, strict=True):
-        rows = slice(place.start(), place.start() + place.block[0])
-        arrays[place.array][rows] = np.asarray(value).reshape(place.block)
-    return {
-        n: jnp.asarray(np.broadcast_to(a, (num_rows, *a.shape)))
-        for n, a in arrays.items()
-    }
-
-
-# -- The optimizer
-
-
-class _Update(NamedTuple):
-    """The update of a layer: `(*parameters, *gradients, *state, *given) -> [*parameters, *state]`; see `update.GIVEN`."""
-
-    equations: Equations
-    parameters: Sequence
-    state: Sequence
-    norm_dtype: np.dtype
-
-
-def _trace_updates(traced: Traced, optimizer) -> tuple[list[_Update], list[int]]:
-    """The updates that differ, and which one each layer has."""
-    optimizer = optax.with_extra_args_support(optimizer)
-    everything = [layer.parameters for layer in traced.layers]
-    dtypes = [a.dtype for a in jax.tree.leaves(everything)]
-    norm_dtype = np.result_type(np.float32, *dtypes)
-    given = [jax.ShapeDtypeStruct((), t) for t in (np.float32, np.float32, norm_dtype)]
-    found: dict[str, _Update] = {}
-    of_layer = []
-    for i, parameters in enumerate(everything):
-        tree: list = [None] * len(everything)
-        tree[i] = parameters
-        leaves, treedef = jax.tree.flatten(tree)
-        state_leaves, state_tree = jax.tree.flatten(
-            jax.eval_shape(optimizer.init, tree)
-        )
-
-        n = len(leaves)
-
-        def update(*args, treedef=treedef, state_tree=state_tree, n=n):
-            weights, gradients = (
-                treedef.unflatten(args[:n]),
-                treedef.unflatten(args[n : 2 * n]),
-            )
-            changes, state = optimizer.update(
-                gradients,
-                state_tree.unflatten(args[2 * n : -len(GIVEN)]),
-                weights,
-                **dict(zip(GIVEN, args[-len(GIVEN) :])),
-            )
-            return jax.tree.leaves((optax.apply_updates(weights, changes), state))
-
-        equations = Equations.trace(update, *leaves, *leaves, *state_leaves, *given)
-        made = _Update(equations, leaves, state_leaves, norm_dtype)
-        text = equations.text()
-        found.setdefault(text, made)
-        of_layer.append(list(found).index(text))
-    return list(found.values()), of_layer
-
-
-def _measure_update(
-    update: _Update,
-    devices: Sequence[jax.Device],
-    num_rows: int,
-    min_seconds: float,
-) -> _Measured:
-    if not update.parameters:
-        return _Measured()
-    pack, state = (
-        Packing.of([map(Leaf, a)]) for a in (update.parameters, update.state)
-    )
-    rng = np.random.default_rng(0)
-    weights = [_random(rng, a) for a in update.parameters]
-
-    def body(reads, carry, slot, row):
-        names = "parameters", "gradients", "state"
-        places = {n: p.places[0] for n, p in zip(names, (pack, pack, state))}
-        leaves = {n: packing.read_all(carry[n], places[n], [row]) for n in names}
-        squares = [
-            jnp.sum(jnp.square(a.astype(update.norm_dtype)))
-            for a in leaves["gradients"]
-        ]
-        norm = jnp.sqrt(functools.reduce(jnp.add, squares))
-        delay = lax.min(row, np.int32(0)).astype(np.float32)  # not known to be 0
-        flat = list(itertools.chain(*leaves.values()))
-        num_weights = len(update.parameters)
-
-        def compute():
-            """In a branch of its own, or what it reads would be read again, from copies, behind the writes."""
-            return update.equations(*flat, delay, delay, norm)
-
-        before = [*leaves["parameters"], *leaves["state"]]
-        new = lax.cond(row >= 0, compute, lambda: before)
-        new = {
-            "parameters": new[:num_weights],
-            "gradients": [jnp.zeros_like(a) for a in leaves["gradients"]],
-            "state": new[num_weights:],
-        }
-        return {n: packing.write_all(carry[n], places[n], [row], new[n]) for n in names}
-
-    carry = {
-        "parameters": _packed(pack, weights, num_rows),
-        "gradients": _packed(pack, weights, num_rows),
-        "state": _packed(state, _zeros(update.state), num_rows),
-    }
-    loop = _Loop(body, {}, carry, num_rows, devices)
-    return loop.timed({}, loop({}, carry), min_seconds)[0]
 
 
 # -- The cache
@@ -1043,31 +549,6 @@ def _unfit(
         if any(getattr(one, program) is None for one in (*found.layers, found.loss)):
             return f"`{program}` was not measured"
     return ""
-
-
-class _Progress:
-    """A line in the terminal, if there is one."""
-
-    def __init__(self):
-        self.total, self._count = 0, 0
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exc):
-        if self._count:
-            self._write("")
-
-    def __call__(self, what: str) -> None:
-        """What comes next."""
-        filled = 20 * self._count // max(self.total, 1)
-        self._count += 1
-        bar = "#" * filled + "." * (20 - filled)
-        self._write(f"profiling [{bar}] {self._count}/{self.total} {what}")
-
-    def _write(self, line: str) -> None:
-        if sys.stderr.isatty():
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
 
 # -- Balancing

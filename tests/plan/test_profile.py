@@ -392,9 +392,11 @@ def test_cache(tmp_path, monkeypatch, recwarn):
         return profiled(pipe, batch or batch_of(), cache=path, **options), bool(calls)
 
     module = sys.modules["jpipe.plan.profile"]
-    measure = module._measure
+    measure = module.measure_layers
     monkeypatch.setattr(
-        module, "_measure", lambda *args: calls.append(args) or measure(*args)
+        module,
+        "measure_layers",
+        lambda *args: calls.append(args) or measure(*args),
     )
     first, fresh = cached(pipe())
     assert fresh and not recwarn
@@ -512,5 +514,5 @@ def test_progress_is_for_terminals(monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     profiled(pipe, batch_of(), programs=("forward",))
     lines = capsys.readouterr().err.split("\r\x1b[K")
-    assert lines[1].endswith("1/2 layer 0 of 1, Linear")
-    assert lines[2].endswith("2/2 loss") and lines[-1] == ""
+    assert lines[1].endswith("1/2 inputs of 1 layers")
+    assert lines[2].endswith("2/2 forward of 2 kinds of layer") and lines[-1] == ""
