@@ -38,6 +38,8 @@ class Costs:
       update: of a stage's optimizer, once a minibatch, as `forward`.
       tick: what devices that wait for each other lose by it, in every tick that sends and once more in one that
         updates; lockstep only.
+      jitter: the part by which a tick takes longer in which several devices compute, as now one of them is slower
+        than it is on average and now another, and all wait for it; lockstep only.
       num_cores: what all devices share, as devices faked on CPU do; None: each is its own.
         Lockstep only. The costs are then what an operation takes on one core.
       cores_per_device: how many of them one device can use at once.
@@ -54,13 +56,15 @@ class Costs:
     fused_backward: ArrayLike | None = None
     update: ArrayLike = 0.0
     tick: float = 0.0
+    jitter: float = 0.0
     num_cores: float | None = None
     cores_per_device: float = 1.0
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             given = getattr(self, field.name)
-            if given is None and field.default is None:
+            no_time = field.name in ("jitter", "num_cores", "cores_per_device")
+            if no_time or (given is None and field.default is None):
                 continue
             value = np.asarray(given)
             if value.dtype.kind not in "iuf" or not (value >= 0).all():
@@ -68,6 +72,10 @@ class Costs:
                     f"`{field.name}` must be at least 0, got {given}: it is a time. Pass seconds, "
                     "or multiples of one forward."
                 )
+        if not 0 <= self.jitter < np.inf:
+            raise ValueError(
+                f"`jitter` must be a part of a tick, at least 0, got {self.jitter}: 0.05 is a tick 5% longer."
+            )
         for name in ("num_cores", "cores_per_device"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(
@@ -177,9 +185,9 @@ def simulate(
         raise ValueError(
             f'`mode` must be "lockstep" or "dependencies", got {mode!r}: see `simulate`.'
         )
-    if mode == "dependencies" and (costs.num_cores or costs.tick):
+    if mode == "dependencies" and (costs.num_cores or costs.tick or costs.jitter):
         raise ValueError(
-            '`num_cores` and `tick` are of devices in lockstep, got mode="dependencies". Use mode="lockstep".'
+            '`num_cores`, `tick` and `jitter` are of devices in lockstep, got mode="dependencies". Use mode="lockstep".'
         )
     of_stages = costs.of_stages(schedule.num_stages)
     if not schedule.splits_backward:
@@ -250,11 +258,14 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     updating = schedule.update != IDLE
     np.add.at(updates, (slice(None), schedule.device), updating * length["update"])
     waits = sends + (updating.any(axis=1) & (D > 1)).astype(int)
-    clock, clock_of_updates = _clock(work, costs), _clock(updates, costs)
     transfer += costs.tick * waits
-    every = np.arange(T)
-    tick_length = clock(every, work.max(axis=1)) + transfer
-    tick_length += clock_of_updates(every, updates.max(axis=1))
+    tick_length = np.zeros(T)
+    for of in (work, updates):
+        computing = _clock(of, costs)(np.arange(T), of.max(axis=1))
+        tick_length += computing
+        transfer += costs.jitter * computing * ((of > 0).sum(axis=1) > 1)
+    tick_length += transfer
+    clock = _clock(work, costs)
     tick_start = np.concatenate([[0.0], np.cumsum(tick_length)])
     makespan = tick_start[-1]
     start, end = {}, {}

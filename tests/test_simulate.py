@@ -199,6 +199,17 @@ class TestSharedCores:
         np.testing.assert_allclose(timing.end["forward"][0], [1 / 2, 3 / 4 + 2 / 3])
         np.testing.assert_allclose(timing.bubble, 1 - 12 / (3 * timing.makespan))
 
+    def test_jitter_by_hand(self):
+        """Two stages, two microbatches: only ticks in which both compute are longer, and what both update."""
+        costs = Costs(1, 2, 0, jitter=0.5, update=[3, 1])
+        timing = simulate(gpipe(2, 2), costs)
+        # F0 | F1 F0 | F1 | B0 | B0 B1 | B1, updates
+        np.testing.assert_allclose(timing.makespan, 1 + 1.5 + 1 + 2 + 3 + 2 + 3 * 1.5)
+        np.testing.assert_allclose(timing.communicating, 0.5 + 1 + 1.5)
+        np.testing.assert_allclose(timing.end["forward"], [[1, 2], [2, 3.5]])
+        one_stage = simulate(gpipe(1, 2), Costs(jitter=0.5))
+        assert one_stage.makespan == 6
+
     def test_who_is_done_leaves_its_core(self):
         """GPipe of unlike stages on two cores, which one device alone can use both."""
         costs = Costs([1, 3], 0, 0, num_cores=2, cores_per_device=2, update=[4, 0])
@@ -216,7 +227,9 @@ class TestSharedCores:
         np.testing.assert_allclose(timing.end["backward"] % 3, [[2, 0]])
 
     @pytest.mark.parametrize(
-        "costs", [Costs(num_cores=2), Costs(tick=1.0)], ids=["num_cores", "tick"]
+        "costs",
+        [Costs(num_cores=2), Costs(tick=1.0), Costs(jitter=0.1)],
+        ids=["num_cores", "tick", "jitter"],
     )
     def test_only_in_lockstep(self, costs):
         with pytest.raises(ValueError, match="devices in lockstep.*Use mode"):
@@ -237,6 +250,8 @@ def test_wrong_input():
     schedule = gpipe(2, 4)
     with pytest.raises(ValueError, match="`backward` must be at least 0, got -1"):
         Costs(backward=-1)
+    with pytest.raises(ValueError, match="`jitter` must be a part of a tick.*got -0.1"):
+        Costs(jitter=-0.1)
     with pytest.raises(ValueError, match="`forward` must be at least 0, got .*nan"):
         Costs(forward=[1.0, float("nan")])
     with pytest.raises(

@@ -102,7 +102,7 @@ def machine(machine: Machine) -> str:
         words.append(f"of {size_text(machine.memory_limit)}")
     words.append(f"{size_text(machine.bandwidth[0])}/s between two")
     words.append(
-        f"{machine.tick * 1e6:.0f} us a tick, {machine.step * 1e3:.2f} ms a step"
+        f"{machine.tick * 1e6:.0f} us and {machine.jitter:.1%} a tick, {machine.step * 1e3:.2f} ms a step"
     )
     return "machine: " + ", ".join(words)
 

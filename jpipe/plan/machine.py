@@ -1,11 +1,10 @@
 """Where a plan runs: devices, their memory, what moving bytes between them takes, and the cores they share."""
 
 import dataclasses
-import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +30,7 @@ class Machine:
       latency: seconds of a message of no size.
       devices_per_server: how many share the fast links; None: all.
       tick: seconds of a tick beside its operations and the bytes of its messages.
+      jitter: the part by which a tick takes longer in which several devices compute; see `jpipe.simulate.Costs`.
       step: seconds of a step beside its ticks.
       num_cores: that all devices share, as devices faked on CPU do; None: each is its own.
       cores_per_device: how many of them one device can use at once.
@@ -45,6 +45,7 @@ class Machine:
     latency: float = 0.0
     devices_per_server: int | None = None
     tick: float = 0.0
+    jitter: float = 0.0
     step: float = 0.0
     num_cores: float | None = None
     cores_per_device: float = 1.0
@@ -63,10 +64,11 @@ class Machine:
                 raise ValueError(
                     f"`{name}` must be above 0, got {getattr(self, name)}: nothing would run."
                 )
-        for name in ("latency", "tick", "step"):
+        for name in ("latency", "tick", "jitter", "step"):
             if not 0 <= getattr(self, name) < math.inf:
+                what = "part of a tick" if name == "jitter" else "number of seconds"
                 raise ValueError(
-                    f"`{name}` must be a number of seconds, at least 0, got {getattr(self, name)}."
+                    f"`{name}` must be a {what}, at least 0, got {getattr(self, name)}."
                 )
 
     @property
@@ -103,9 +105,10 @@ def measure_machine(
 ) -> Machine:
     """The machine that JAX runs on.
 
-    Pipelines that hardly compute are timed, with small messages and with large ones; then loops that multiply matrices:
-    on one device, on all of them, and on all with a message after each turn. That tells what devices lose which wait for
-    each other, as they do after a tick: where they share cores, more than an empty tick takes.
+    Pipelines that hardly compute are timed, with small messages and with large ones; then loops that multiply matrices,
+    on all devices, without and with a message after each turn, in short turns and in long ones. That tells what devices
+    lose which wait for each other, as they do after a tick: where they share cores, more than an empty tick takes, and
+    the more the longer it is.
 
     Args:
       num_devices: the first of `jax.devices()`, at least 1.
@@ -119,13 +122,13 @@ def measure_machine(
     small = [_step_seconds(num_devices, n, 1) for n in (few, many)]
     tick = max(small[1] - small[0], 0.0) / (2 * (many - few))
     step = max(small[0] - 2 * (few + num_devices - 1) * tick, 0.0)
-    bandwidth, cores_per_device = math.inf, 1.0
+    bandwidth, cores_per_device, jitter = math.inf, 1.0, 0.0
     if num_devices > 1:
         size = message_bytes // 4
         large = [_step_seconds(num_devices, n, size) for n in (few, many)]
         message = (large[1] - large[0]) / (2 * (many - few)) - tick
         bandwidth = message_bytes / message if message > 0 else math.inf
-        waiting, faster_alone = _waiting(num_devices)
+        waiting, jitter, faster_alone = _waiting(num_devices)
         tick = max(tick, waiting)
         if num_cores is not None:
             share = min(num_cores / num_devices, 1.0)
@@ -135,6 +138,7 @@ def measure_machine(
         memory_limit,
         (bandwidth, bandwidth),
         tick=tick,
+        jitter=jitter,
         step=step,
         num_cores=num_cores,
         cores_per_device=cores_per_device,
@@ -164,16 +168,21 @@ def _step_seconds(num_stages: int, num_microbatches: int, size: int) -> float:
     return statistics.median(seconds[2:])
 
 
-def _waiting(num_devices: int) -> tuple[float, float]:
-    """What a turn of a loop takes longer if a message to the next device ends it, in seconds; and how many times as long as
-    on one device alone it takes on all of them."""
-    rows, width, num_matrices, turns = 64, 512, 4, 10  # 2 ms a turn on a core
+def _waiting(num_devices: int) -> tuple[float, float, float]:
+    """What a turn of a loop takes longer if a message to the next device ends it: seconds, and a part of the turn; and how
+    many times as long as on one device alone it takes on all of them."""
+    from scipy import optimize  # as late as in `placement`
+
+    width, num_matrices = 512, 4
+    rows_and_turns = (16, 20), (64, 10), (256, 4)  # 0.6, 2 and 6 ms a turn on a core
     ring = [(d, (d + 1) % num_devices) for d in range(num_devices)]
     rng = np.random.default_rng(0)
     matrices = rng.normal(size=(num_matrices, width, width)) / math.sqrt(width)
-    given = np.ones((rows, width), np.float32), matrices.astype(np.float32)
+    matrices = matrices.astype(np.float32)
 
-    def loop(count: int, sends: bool):
+    def loop(rows: int, turns: int, count: int, sends: bool):
+        """Runs it; returns the seconds of a turn."""
+
         def run(x, matrices):
             def turn(_, x):
                 for matrix in matrices:
@@ -183,26 +192,33 @@ def _waiting(num_devices: int) -> tuple[float, float]:
             return lax.fori_loop(0, turns, turn, x)
 
         mesh, everywhere = make_mesh(stage=count), PartitionSpec()
-        mapped = jax.shard_map(
-            run,
-            mesh=mesh,
-            in_specs=everywhere,
-            out_specs=everywhere,
-            check_vma=False,
+        mapped = jax.jit(
+            jax.shard_map(
+                run,
+                mesh=mesh,
+                in_specs=everywhere,
+                out_specs=everywhere,
+                check_vma=False,
+            )
         )
+        given = np.ones((rows, width), np.float32), matrices
         placed = jax.device_put(given, NamedSharding(mesh, everywhere))
-        return functools.partial(jax.jit(mapped), *placed)
 
-    def seconds(run: Callable) -> float:
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        return (time.perf_counter() - start) / turns
+        def seconds() -> float:
+            start = time.perf_counter()
+            jax.block_until_ready(mapped(*placed))
+            return (time.perf_counter() - start) / turns
 
-    alone, together = loop(1, False), loop(num_devices, False)
-    waiting = loop(num_devices, True)
+        return seconds
+
+    kinds = (1, False), (num_devices, False), (num_devices, True)
+    loops = [loop(*one, *kind) for one in rows_and_turns for kind in kinds]
     # One right after the other, as other work on the machine comes and goes.
-    found = [[seconds(run) for run in (alone, together, waiting)] for _ in range(33)]
-    return (
-        statistics.median(w - t for _, t, w in found[1:]),
-        statistics.median(t / a for a, t, _ in found[1:]),
+    found = np.array([[seconds() for seconds in loops] for _ in range(26)])[1:]
+    alone, together, waiting = found.reshape(len(found), -1, 3).transpose(2, 0, 1)
+    turn = np.median(together, axis=0)
+    longer = np.median(waiting - together, axis=0) / turn
+    (tick, jitter), _ = optimize.nnls(
+        np.stack([1 / turn, np.ones_like(turn)], axis=1), np.maximum(longer, 0)
     )
+    return tick, jitter, float(np.median(together[:, 1] / alone[:, 1]))

@@ -144,6 +144,7 @@ def stage_costs(
         gradient_transfer=sent["backward"],
         update=update,
         tick=machine.tick,
+        jitter=machine.jitter,
         num_cores=None if cores is None else cores / num_replicas,
         cores_per_device=machine.cores_per_device,
     )

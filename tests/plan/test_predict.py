@@ -162,14 +162,18 @@ def test_seconds_by_hand():
         update=0.5,
         input_grad=9.0,
     )
-    machine = Machine(2, bandwidth=(1e3, 1e3), latency=0.25, tick=0.125, step=7.0)
+    machine = Machine(
+        2, bandwidth=(1e3, 1e3), latency=0.25, tick=0.125, jitter=0.5, step=7.0
+    )
     found = predict(jpipe.schedules.gpipe(2, 4), profile, [2], machine)
     # 2 samples of 8 floats between the stages; the second stage is the slower, but for
     # the first of the forwards and the last of the backwards. 4 ticks send each way, and
     # the updates wait until both have computed.
     sends = 0.25 + 2 * 8 * 4 / 1e3 + 0.125
     compute = (2 + 4 * 4) + (4 * 12 + 2 * 3) + 4 * 0.5
-    np.testing.assert_allclose(found.seconds, compute + 8 * sends + 0.125 + 7.0)
+    jitter = 0.5 * (3 * 4 + 3 * 12 + 4 * 0.5)  # where both compute
+    rest = 8 * sends + 0.125 + 7.0
+    np.testing.assert_allclose(found.seconds, compute + jitter + rest)
     np.testing.assert_allclose(found.timing.busy, [4 * (2 + 6) + 1, 4 * (4 + 12) + 2])
     assert found.delay == 0
 
@@ -247,6 +251,7 @@ def test_wrong_input():
         {"memory_limit": 0},
         {"bandwidth": (1.0, 0.0)},
         {"latency": -1.0},
+        {"jitter": float("inf")},
         {"num_cores": -2},
     ):
         with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` must be"):
@@ -256,5 +261,6 @@ def test_wrong_input():
 def test_a_machine_is_measured():
     machine = jpipe.plan.measure_machine(2, num_cores=2, memory_limit=1e9)
     assert machine.num_devices == 2 and machine.memory_limit == 1e9
+    assert 0 <= machine.jitter < 10
     assert 0 <= machine.tick < 1 and 0 <= machine.step < 10 and machine.bandwidth[0] > 0
     assert jax.devices()  # and JAX goes on
