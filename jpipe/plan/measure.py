@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import os
 import statistics
 import sys
 import time
@@ -47,9 +48,7 @@ PROGRAMS = (
 """What can be measured of a layer; see `LayerProfile`."""
 
 _SLOTS = 4  # of a ring: what is written and read moves through memory, as in training
-_TOGETHER = (
-    2**28
-)  # bytes, more than caches hold: what takes more is measured in several loops
+_TOGETHER = 2**28  # bytes, more than caches hold; more are measured in several loops
 _FEWEST = 5  # calls that a median is taken of
 _CALL_SECONDS = 0.1  # of a call: it starts with memory that it has not touched yet
 
@@ -113,6 +112,13 @@ class Progress:
 def num_bytes(avals: Iterable) -> int:
     """Of arrays, abstract or not."""
     return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in avals)
+
+
+def count_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 # -- Loops
@@ -244,9 +250,16 @@ def _groups(sizes: Sequence[int]) -> list[list[int]]:
     return found
 
 
-def _num_rows(count: int, num_devices: int) -> int:
-    """How many layers of a kind are on a device, at least 1."""
-    return max(-(-count // num_devices), 1)
+def _num_rows(count: int, devices: Sequence, parameters: Sequence) -> int:
+    """How many of `count` layers are worked on near the same caches, or as many as are larger than caches; at least 1.
+
+    A device has caches of its own, but stages that share a core share its caches.
+    """
+    num_caches = len(devices)
+    if devices[0].platform == "cpu":
+        num_caches = min(num_caches, count_cores())
+    most = _TOGETHER // max(num_bytes(parameters), 1)
+    return max(min(math.ceil(count / num_caches), most), 1)
 
 
 # -- Layers
@@ -348,7 +361,7 @@ def _subjects(
                 fresh = initialise(layer.init, jax.random.fold_in(key, i))
             weights, state = map(jax.tree.leaves, jax.device_get(fresh))
             extra = [jnp.zeros(a.shape, a.dtype) for a in kind.extra[:1]]
-            num_rows = _num_rows(kind_of_layer.count(k), len(devices))
+            num_rows = _num_rows(kind_of_layer.count(k), devices, kind.parameters)
             found[k] = _Subject(kind, args, extra, weights, state, num_rows)
         of = found[k]
         made, _ = forward[k](of.weights, args, [*of.extra, *of.state])
@@ -405,12 +418,8 @@ class _Subject:
         num_rows: int = 1,
     ):
         self.kind, self.num_rows = kind, num_rows
-        self.inputs, self.extra, self.weights, self.state = (
-            inputs,
-            extra,
-            weights,
-            state,
-        )
+        self.inputs, self.extra = inputs, extra
+        self.weights, self.state = weights, state
         leaves = {n: [kind.stash[j] for j in getattr(kind, n)] for n in _STASHES}
         leaves |= {"parameters": weights, "state": state, "crossing": kind.crossing}
         self.packs = {n: Packing.of([map(Leaf, own)]) for n, own in leaves.items()}
@@ -423,9 +432,8 @@ class _Subject:
     def size(self) -> int:
         """Bytes of the arrays that its largest program needs, about."""
         moved = (*self.kind.stash, *self.kind.crossing, *self.kind.outputs)
-        return 2 * self.num_rows * num_bytes(self.kind.parameters) + _SLOTS * num_bytes(
-            moved
-        )
+        weights = 2 * self.num_rows * num_bytes(self.kind.parameters)
+        return weights + _SLOTS * num_bytes(moved)
 
     def has(self, name: str) -> bool:
         """Whether a program has anything to compute."""
@@ -622,7 +630,9 @@ def measure_updates(
     found = [{"update": Measured()} for _ in updates]
     order = [u for u in update_of_layer if updates[u].parameters]
     some = sorted({*order})
-    num_rows = {u: _num_rows(order.count(u), len(devices)) for u in some}
+    num_rows = {
+        u: _num_rows(order.count(u), devices, updates[u].parameters) for u in some
+    }
     sizes = [
         num_rows[u] * num_bytes((*updates[u].parameters * 2, *updates[u].state))
         for u in some

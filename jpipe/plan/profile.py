@@ -31,6 +31,7 @@ from jpipe.plan.measure import (
     Measured,
     Progress,
     Seconds,
+    count_cores,
     measure_layers,
     measure_updates,
     num_bytes,
@@ -433,7 +434,7 @@ def profile(
         ties=tuple(map(tuple, ties)),
         device_kind=devices[0].device_kind,
         num_devices=len(devices),
-        num_cores=_num_cores(),
+        num_cores=count_cores(),
         jax_version=jax.__version__,
         model=_hash(_model_texts(traced)),
         optimizer=_hash([updates[u].equations.text() for u in update_of_layer]),
@@ -500,13 +501,6 @@ def _abstract(leaves: Iterable) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 # -- The cache
-
-
-def _num_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _model_texts(traced: Traced) -> list[str]:

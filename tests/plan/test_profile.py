@@ -226,6 +226,12 @@ def test_every_form_of_layer():
     )
 
 
+def test_what_is_too_large_for_one_loop_is_measured_in_several(monkeypatch):
+    monkeypatch.setattr(sys.modules["jpipe.plan.measure"], "_TOGETHER", 1)
+    inputs = {"inputs": np.arange(2 * B, dtype=np.int32)}
+    check(profiled(pipeline(mixed()), inputs), 6)
+
+
 QUICK = "forward_and_stash", "backward"
 
 
