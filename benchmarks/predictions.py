@@ -1,6 +1,6 @@
 """Predicted against measured: seconds and bytes of steps, as `train/plan.py` says and as training takes.
 
-    python benchmarks/predictions.py                       # everything: about 20 minutes on two cores
+    python benchmarks/predictions.py                       # everything: about half an hour on two cores
     python benchmarks/predictions.py --models MLP --stages 2
 
 For each model and number of stages, runs `train/plan.py`, which profiles the layers and prices the schedules, then
@@ -230,7 +230,7 @@ def main() -> None:
     )
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--sittings", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=2, help="of a sitting")
+    parser.add_argument("--rounds", type=int, default=6, help="of a sitting")
     parser.add_argument("--steps", type=int, default=4, help="timed steps a round")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "predictions")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
