@@ -307,10 +307,15 @@ class _Ordered(_Program):
 
 
 class _Unordered(_Program):
-    """Stages in any order: `at[g, p]` is 1 if group g is in stage p."""
+    """Stages in any order: `at[g, p]` is 1 if group g is in stage p.
+
+    The slowest stage's time is left free: between bounds that are known, HiGHS took from a quarter less time to
+    twenty times as much on real graphs, as a relaxation that is at its bound everywhere does not tell where to branch.
+    """
 
     def __init__(self, problem: Problem, bound: float, upper: float):
         super().__init__(problem, bound, upper)
+        self.lows[self.slowest], self.highs[self.slowest] = 0.0, math.inf
         count = len(problem.groups)
         hosts = problem.num_hosts if np.isfinite(problem.host).any() else 0
         hosts, devices = min(hosts, count), min(problem.num_devices, count)

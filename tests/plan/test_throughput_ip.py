@@ -104,6 +104,7 @@ def test_published_in_any_order(name, least, most):
     graph = read(name)
     solution = throughput_ip(graph, contiguous=False, time_limit=300)
     check(graph, solution, contiguous=False)
+    assert solution.optimal
     assert least < solution.objective < most + 1e-6
     assert solution.bound <= most + 1e-6
 
