@@ -125,7 +125,7 @@ def plans(candidates: Sequence[Candidate], batch_size: int) -> str:
                 c.recompute,
                 f"{prediction.seconds * 1e3:.1f}",
                 f"{batch_size / prediction.seconds:,.0f}",
-                f"{prediction.timing.bubble:.0%}",
+                f"{prediction.timing.bubble:z.0%}",
                 size_text(prediction.num_bytes),
                 str(prediction.delay),
                 ",".join(map(str, c.boundaries)) or "-",

@@ -87,8 +87,14 @@ class Progress:
       total: how often it will have been called at the end, as far as is known.
     """
 
-    def __init__(self):
-        self.total, self._count = 0, 0
+    def __init__(self, total: int):
+        self.total, self._count = total, 0
+
+    @classmethod
+    def of(cls, programs: Sequence[str]) -> "Progress":
+        """For what `measure_layers` and `measure_updates` call it, if each needs one loop a program."""
+        names = _needed(programs)
+        return cls(bool(names) + len(names) + ("update" in programs))
 
     def __enter__(self):
         return self
@@ -283,11 +289,10 @@ def measure_layers(
       devices: where, all at once.
       progress: is told what comes next.
     """
-    wanted = [name for name in PROGRAMS if name in programs and name != "update"]
-    names = _needed(wanted)
+    wanted = [name for name in PROGRAMS[:-1] if name in programs]
+    names = _needed(programs)
     if not wanted:
         return [{} for _ in (*traced.kinds, traced.loss)]
-    progress.total += 1 + len(names)
     progress(f"inputs of {len(traced.layers)} layers")
     subjects = _subjects(traced, microbatch, devices)
     order = [*traced.kind_of_layer, len(traced.kinds)]
@@ -323,13 +328,13 @@ def measure_layers(
 
 
 def _needed(programs: Sequence[str]) -> list[str]:
-    """Those programs of layers, and those whose results they read.
+    """Those programs that are of layers, and those whose results they read.
 
     Example:
-      >>> _needed(["weight_grad"])
+      >>> _needed(["weight_grad", "update"])
       ['forward_and_stash', 'input_grad', 'weight_grad']
     """
-    found = {*programs}
+    found = {*programs} - {"update"}
     if "weight_grad" in found:
         found.add("input_grad")
     if found - {"forward"}:
@@ -638,7 +643,7 @@ def measure_updates(
         for u in some
     ]
     groups = _groups(sizes)
-    progress.total += len(groups)
+    progress.total += len(groups) - 1
     for group in groups:
         of = [some[m] for m in group]
         progress(f"update of {len(of)} kinds of layer")

@@ -445,7 +445,7 @@ def profile(
         if not why:
             return dataclasses.replace(found, recompute=recompute)
         warnings.warn(f"{os.fspath(cache)}: {why}. Profiling again.", stacklevel=4)
-    with jax.default_device(devices[0]), Progress() as progress:
+    with jax.default_device(devices[0]), Progress.of(programs) as progress:
         given = programs, min_seconds, devices, progress
         *of_kind, of_loss = measure_layers(traced, microbatch, *given)
         of_update = measure_updates(updates, update_of_layer, *given)
