@@ -63,19 +63,20 @@ class Costs:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             given = getattr(self, field.name)
-            no_time = field.name in ("jitter", "num_cores", "cores_per_device")
-            if no_time or (given is None and field.default is None):
+            if given is None and field.default is None:
                 continue
             value = np.asarray(given)
-            if value.dtype.kind not in "iuf" or not (value >= 0).all():
+            is_part = field.name == "jitter"
+            fits = value.dtype.kind in "iuf" and (value >= 0).all()
+            if not fits or (is_part and np.isinf(value)):
+                if is_part:
+                    raise ValueError(
+                        f"`jitter` must be a part of a tick, at least 0, got {given}: 0.05 is a tick 5% longer."
+                    )
                 raise ValueError(
                     f"`{field.name}` must be at least 0, got {given}: it is a time. Pass seconds, "
                     "or multiples of one forward."
                 )
-        if not 0 <= self.jitter < np.inf:
-            raise ValueError(
-                f"`jitter` must be a part of a tick, at least 0, got {self.jitter}: 0.05 is a tick 5% longer."
-            )
         for name in ("num_cores", "cores_per_device"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(
@@ -259,13 +260,13 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     np.add.at(updates, (slice(None), schedule.device), updating * length["update"])
     waits = sends + (updating.any(axis=1) & (D > 1)).astype(int)
     transfer += costs.tick * waits
+    clock, clock_of_updates = _clock(work, costs), _clock(updates, costs)
     tick_length = np.zeros(T)
-    for of in (work, updates):
-        computing = _clock(of, costs)(np.arange(T), of.max(axis=1))
+    for clock_of, amount in ((clock, work), (clock_of_updates, updates)):
+        computing = clock_of(np.arange(T), amount.max(axis=1))
         tick_length += computing
-        transfer += costs.jitter * computing * ((of > 0).sum(axis=1) > 1)
+        transfer += costs.jitter * computing * ((amount > 0).sum(axis=1) > 1)
     tick_length += transfer
-    clock = _clock(work, costs)
     tick_start = np.concatenate([[0.0], np.cumsum(tick_length)])
     makespan = tick_start[-1]
     start, end = {}, {}

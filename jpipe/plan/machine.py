@@ -211,14 +211,18 @@ def _waiting(num_devices: int) -> tuple[float, float, float]:
 
         return seconds
 
-    kinds = (1, False), (num_devices, False), (num_devices, True)
-    loops = [loop(*one, *kind) for one in rows_and_turns for kind in kinds]
+    loops = [
+        loop(*one, num_devices, sends)
+        for sends in (False, True)
+        for one in rows_and_turns
+    ]
+    loops.append(loop(*rows_and_turns[1], 1, False))
     # One right after the other, as other work on the machine comes and goes.
     found = np.array([[seconds() for seconds in loops] for _ in range(26)])[1:]
-    alone, together, waiting = found.reshape(len(found), -1, 3).transpose(2, 0, 1)
+    together, waiting, alone = found[:, :3], found[:, 3:6], found[:, 6]
     turn = np.median(together, axis=0)
     longer = np.median(waiting - together, axis=0) / turn
     (tick, jitter), _ = optimize.nnls(
         np.stack([1 / turn, np.ones_like(turn)], axis=1), np.maximum(longer, 0)
     )
-    return tick, jitter, float(np.median(together[:, 1] / alone[:, 1]))
+    return float(tick), float(jitter), float(np.median(together[:, 1] / alone))

@@ -206,7 +206,7 @@ class _Loop:
         return [arrays for _, arrays in self._carry]
 
     def _given(self, order: Sequence[int], num_rounds: int) -> tuple:
-        padded = np.zeros(max(len(self._order), 1), np.int32)
+        padded = np.zeros(len(self._order), np.int32)
         padded[: len(order)] = order
         given = np.int32(len(order) * num_rounds), padded, np.int32(len(order))
         return jax.block_until_ready(jax.device_put(given, self._everywhere))
@@ -289,9 +289,9 @@ def measure_layers(
       devices: where, all at once.
       progress: is told what comes next.
     """
-    wanted = [name for name in PROGRAMS[:-1] if name in programs]
     names = _needed(programs)
-    if not wanted:
+    wanted = [name for name in names if name in programs]
+    if not names:
         return [{} for _ in (*traced.kinds, traced.loss)]
     progress(f"inputs of {len(traced.layers)} layers")
     subjects = _subjects(traced, microbatch, devices)
@@ -459,7 +459,6 @@ class _Subject:
             )
             held["state"] = _packed(self.packs["state"], self.state, self.num_rows)
             held["output_grads"] = [_random(rng, y) for y in self._output_grads]
-            held["crossing"] = self._empty("crossing", _SLOTS)
         empty = {
             "outputs": lambda: _zeros(self.kind.outputs),
             "aux": lambda: _zeros(self.kind.aux),
@@ -468,7 +467,7 @@ class _Subject:
         }
         for ring in (*_STASHES, "crossing"):
             empty[ring] = functools.partial(self._empty, ring, _SLOTS)
-        reads = {n: held[n] for n in _READS[name]}
+        reads = {n: held[n] if n in held else empty[n]() for n in _READS[name]}
         carry = {n: empty[n]() for n in _WRITES[name]}
         return _Member(getattr(self, f"_{name}"), reads, carry, self.num_rows)
 

@@ -56,9 +56,9 @@ def predict(
     """Prices a table in lockstep, for one microbatch of the profile in each of its cells.
 
     A tick lasts as long as its busiest device, or as all its work on the cores that devices
-    share, and the machine's jitter longer; then come its updates, before which the replicas of a stage add up their gradients in
-    a ring; then its messages travel, as the engine packs them: all of a kind as large as the
-    largest, and those of skips after what they leave with.
+    share, and the machine's jitter longer; then come its updates, before which the replicas of
+    a stage add up their gradients in a ring; then its messages travel, as the engine packs
+    them: all of a kind as large as the largest, and those of skips after what they leave with.
 
     Args:
       schedule: a legal table that trains.

@@ -120,7 +120,6 @@ class _Program:
     def __init__(self, problem: Problem, bound: float, upper: float):
         self.problem = problem
         self.unit = (upper if math.isfinite(upper) else bound) / 100 or 1.0
-        self.upper = upper
         self.lows: list[float] = []
         self.highs: list[float] = []
         self.is_whole: list[bool] = []
@@ -129,10 +128,7 @@ class _Program:
         self.values: list[float] = []
         self.row_lows: list[float] = []
         self.row_highs: list[float] = []
-        # A bit above, as the split that has it must not be cut off by rounding.
-        self.slowest = self.column(
-            bound / self.unit * (1 - 1e-9), upper / self.unit * (1 + _TOLERANCE)
-        )
+        self.slowest = self.column(high=math.inf)
 
     def column(self, low: float = 0.0, high: float = 1.0, is_whole=False) -> int:
         """A new variable."""
@@ -231,6 +227,9 @@ class _Ordered(_Program):
 
     def __init__(self, problem: Problem, bound: float, upper: float):
         super().__init__(problem, bound, upper)
+        # A bit above, as the split that has it must not be cut off by rounding.
+        self.lows[self.slowest] = bound / self.unit * (1 - 1e-9)
+        self.highs[self.slowest] = upper / self.unit * (1 + _TOLERANCE)
         hosts = problem.num_hosts if np.isfinite(problem.host).any() else 0
         hosts = min(hosts, len(problem.groups))
         devices = min(problem.num_devices, len(problem.groups))
@@ -315,7 +314,6 @@ class _Unordered(_Program):
 
     def __init__(self, problem: Problem, bound: float, upper: float):
         super().__init__(problem, bound, upper)
-        self.lows[self.slowest], self.highs[self.slowest] = 0.0, math.inf
         count = len(problem.groups)
         hosts = problem.num_hosts if np.isfinite(problem.host).any() else 0
         hosts, devices = min(hosts, count), min(problem.num_devices, count)
