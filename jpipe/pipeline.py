@@ -911,8 +911,8 @@ class Pipeline:
             ),
         )
 
-    def compile(self, batch: Any) -> jax.stages.Compiled:
-        """The compiled step for minibatches shaped like `batch`: its memory, its cost, its text."""
+    def lower(self, batch: Any) -> jax.stages.Lowered:
+        """The step for minibatches shaped like `batch`, traced and lowered but not compiled."""
         plan = self._plan(self._microbatch(batch))
         engine, (held, own) = plan.engine, self._abstract_state(plan)
         state = PipelineState(**held, **own, plan=plan)
@@ -924,7 +924,11 @@ class Pipeline:
                 return a
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-        return self._step.lower(state, jax.tree.map(placed, dict(batch))).compile()
+        return self._step.lower(state, jax.tree.map(placed, dict(batch)))
+
+    def compile(self, batch: Any) -> jax.stages.Compiled:
+        """The compiled step for minibatches shaped like `batch`: its memory, its cost, its text."""
+        return self.lower(batch).compile()
 
     def _abstract_state(self, plan: Plan) -> tuple[dict, dict]:
         """Abstract arrays of a state, with where they lie: what stages hold, and what is the devices' own."""
