@@ -18,7 +18,8 @@ from jpipe import packing
 from jpipe.engine.engine import Engine
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.as_layers import as_layers, shared_weights
-from jpipe.layers.trace import Traced, shapes_text, shared_jit, trace_layers
+from jpipe.layers.avals import shapes_text
+from jpipe.layers.trace import Traced, shared_jit, trace_layers
 from jpipe.mesh import DATA, STAGE, make_mesh
 from jpipe.schedule import Schedule
 from jpipe.schedules import forward_only
