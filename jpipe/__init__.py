@@ -10,10 +10,10 @@ __version__ = "0.1.0"
 
 _MODULES = ("optim", "plan", "schedules")
 _MODULE_OF = {
-    "Function": "jpipe.layers.as_layers",
+    "Function": "jpipe.layers.layer",
     "IDLE": "jpipe.schedule",
-    "InitApply": "jpipe.layers.as_layers",
-    "Linen": "jpipe.layers.as_layers",
+    "InitApply": "jpipe.layers.layer",
+    "Linen": "jpipe.layers.layer",
     "LossScale": "jpipe.engine.loss_scale",
     "Memory": "jpipe.costs",
     "Pipeline": "jpipe.pipeline",
@@ -21,7 +21,7 @@ _MODULE_OF = {
     "Schedule": "jpipe.schedule",
     "StageRecord": "jpipe.costs",
     "make_mesh": "jpipe.mesh",
-    "skip": "jpipe.layers.as_layers",
+    "skip": "jpipe.layers.layer",
 }
 
 __all__ = sorted([*_MODULES, *_MODULE_OF])  # pyright: ignore[reportUnsupportedDunderAll]
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from jpipe.costs import Memory as Memory
     from jpipe.costs import StageRecord as StageRecord
     from jpipe.engine.loss_scale import LossScale as LossScale
-    from jpipe.layers.as_layers import Function as Function
-    from jpipe.layers.as_layers import InitApply as InitApply
-    from jpipe.layers.as_layers import Linen as Linen
-    from jpipe.layers.as_layers import skip as skip
+    from jpipe.layers.layer import Function as Function
+    from jpipe.layers.layer import InitApply as InitApply
+    from jpipe.layers.layer import Linen as Linen
+    from jpipe.layers.layer import skip as skip
     from jpipe.mesh import make_mesh as make_mesh
     from jpipe.pipeline import Pipeline as Pipeline
     from jpipe.schedule import IDLE as IDLE

@@ -12,7 +12,8 @@ from jpipe import checks, costs, entry_points, portable
 from jpipe.costs import Memory, StageRecord
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.as_layers import as_layers, shared_weights
-from jpipe.layers.trace import Traced, shapes_text
+from jpipe.layers.avals import shapes_text
+from jpipe.layers.trace import Traced
 from jpipe.mesh import make_mesh
 from jpipe.program import Program, Settings
 from jpipe.schedule import Schedule

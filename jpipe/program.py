@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
 from jpipe.engine.loss_scale import LossScale
-from jpipe.layers.as_layers import Layer
+from jpipe.layers.layer import Layer
 from jpipe.layers.trace import Traced, trace_layers
 from jpipe.mesh import DATA, STAGE
 from jpipe.schedule import Schedule

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import packing
 from jpipe.engine.loss_scale import LossScale
-from jpipe.layers.backward import is_inexact
+from jpipe.layers.avals import is_inexact
 from jpipe.lowering.lower import STASHES, Lowered, Route, lower
 from jpipe.lowering.scalars import Columns, columns_of
 from jpipe.mesh import DATA, STAGE

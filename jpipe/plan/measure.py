@@ -32,7 +32,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import packing
-from jpipe.layers.backward import Equations, LayerProgram, is_inexact
+from jpipe.layers.avals import is_inexact
+from jpipe.layers.backward import LayerProgram
+from jpipe.layers.equations import Equations
 from jpipe.layers.trace import Traced, shared_jit
 from jpipe.packing import Leaf, Packing
 from jpipe.stages.optimizer import GIVEN

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jpipe.layers.avals import shapes_text
 from jpipe.layers.backward import LayerProgram
-from jpipe.layers.trace import Traced, shapes_text
+from jpipe.layers.trace import Traced
 from jpipe.plan.graph import Graph, Node
 from jpipe.plan.measure import (
     PROGRAMS,

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jpipe.layers.as_layers import Layer
 from jpipe.layers.backward import LayerProgram
+from jpipe.layers.layer import Layer
 from jpipe.layers.trace import Mutable, Traced
 from jpipe.packing import Leaf, Packing
 from jpipe.solvers.min_max import min_max

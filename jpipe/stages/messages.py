@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from jpipe.layers.backward import is_inexact
+from jpipe.layers.avals import is_inexact
 from jpipe.lowering.lower import Route, neighbours
 from jpipe.packing import Leaf, Packing
 

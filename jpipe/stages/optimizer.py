@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe.layers.backward import Equations, Part
+from jpipe.layers.equations import Equations, Part
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.schedule import Schedule
 from jpipe.stages.cut import Stages

@@ -10,13 +10,9 @@ from flax import nnx
 from jax import checkpoint_policies as policies
 from jax.ad_checkpoint import checkpoint_name
 
-from jpipe.layers.backward import (
-    Equations,
-    OffloadError,
-    is_inexact,
-    jaxpr_text,
-    trace_layer,
-)
+from jpipe.layers.avals import is_inexact
+from jpipe.layers.backward import OffloadError, trace_layer
+from jpipe.layers.equations import Equations, jaxpr_text
 from models.mlp import Hidden
 from models.resnet import BasicBlock
 from models.transformer import Block, Embedding
