@@ -2,7 +2,7 @@
 
 from jpipe.plan.block import block_partition
 from jpipe.plan.chain import split_chain
-from jpipe.plan.choose import Candidate, choose, size_text
+from jpipe.plan.choose import Candidate, Ranking, Skipped, choose, size_text
 from jpipe.plan.graph import Graph, Node, Solution, Stage, read_graph
 from jpipe.plan.ideals import ideals
 from jpipe.plan.linearised import linearised
@@ -30,7 +30,9 @@ __all__ = [
     "Node",
     "Prediction",
     "Profile",
+    "Ranking",
     "Seconds",
+    "Skipped",
     "Solution",
     "Stage",
     "balance_by_memory",
