@@ -21,6 +21,7 @@ import argparse
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import re
 import shlex
@@ -249,13 +250,16 @@ def solve(graph, args: argparse.Namespace):
 
 # -- A model
 
+# Seconds to measure each program of each kind of layer: three calls of a tenth of a second.
+_MIN_SECONDS = 0.3
+
 
 def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> int:
     """Profiles a model, prices every plan, prints the best and saves it."""
     if args.devices is None:
         raise ValueError("how many devices are there? Add `--devices N`.")
-    if args.save is not None and not args.save.endswith(".py"):
-        raise ValueError(f"`--save` is a Python file (.py), got `{args.save}`.")
+    if args.save is not None:
+        _check_saves(pathlib.Path(args.save))
     import jax
 
     from jpipe import draw, plan
@@ -285,16 +289,17 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
         memory_limit=args.memory or math.inf,
         num_cores=cores if fakes else None,
     )
-    found = plan.choose(
+    ranking = plan.choose(
         profiles, machine, config.batch_size, asynchronous=args.asynchronous
     )
-    best = found[0]
+    best = ranking[0]
     if args.json:
-        print(json.dumps([report.plan_record(c) for c in found]))
+        records = map(report.plan_record, [*ranking, *ranking.skipped])
+        print(json.dumps(list(records)))
     else:
         print(report.profile(profiles[0]), end="\n\n")
         print(report.machine(machine), end="\n\n")
-        print(report.plans(found[: args.top], config.batch_size), end="\n\n")
+        print(report.plans(ranking, config.batch_size, args.top), end="\n\n")
     if not best.fits:
         raise ValueError(f"no plan fits: the smallest {best.why}.")
     if not args.json:
@@ -307,6 +312,22 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
         if not args.json:
             print(f"saved: python train/train.py --config {args.save}")
     return 0
+
+
+def _check_saves(path: pathlib.Path) -> None:
+    """Raises `ValueError` if the plan could not be written, before minutes of measuring."""
+    if path.suffix != ".py":
+        raise ValueError(f"`--save` must be a Python file (.py), got `{path}`.")
+    folder = path.parent
+    if not folder.is_dir():
+        raise ValueError(
+            f"`--save` must be a file in a folder that exists, got `{path}`: there is no folder "
+            f"`{folder}`. Create it, or save the plan somewhere else."
+        )
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(
+            f"`--save` must be a file that can be written, got `{path}`. Save the plan somewhere else."
+        )
 
 
 def _numbers_of_microbatches(config, devices: int) -> list[int]:
@@ -328,6 +349,7 @@ def _profiles(name: str, config, numbers, args) -> list:
     import jax
 
     import jpipe
+    from jpipe.plan.profile import PROGRAMS
     from train.data import shuffled
     from train.train import options_of_pipeline
 
@@ -338,15 +360,25 @@ def _profiles(name: str, config, numbers, args) -> list:
     options = options_of_pipeline(config, mesh) | {"boundaries": None}
     schedule = jpipe.schedules.gpipe(1, 1)
     pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
-    return [
-        pipe.profile(
+    profiles: list = []
+    for number in numbers:
+        size = config.batch_size // number
+        cache = folder / f"{name}-{size}-on-{args.devices}.json"
+        # An update does not depend on the microbatch: it is measured once, for all sizes.
+        programs = [p for p in PROGRAMS if p != "update" or not profiles]
+        profile = pipe.profile(
             batch,
-            num_microbatches=n,
+            num_microbatches=number,
+            programs=programs,
+            min_seconds=_MIN_SECONDS,
             devices=jax.devices()[: args.devices],
-            cache=folder / f"{name}-{config.batch_size // n}-on-{args.devices}.json",
+            cache=cache,
         )
-        for n in numbers
-    ]
+        if profile.layers[0].update is None:
+            profile = profile.with_updates_of(profiles[0])
+            profile.save(cache)
+        profiles.append(profile)
+    return profiles
 
 
 def _planned(config, best):
@@ -369,7 +401,12 @@ def _planned(config, best):
 
 
 def _file_of(config, best, argv: list[str]) -> str:
-    """A configuration as a Python file, which names the command line that made it."""
+    """A configuration as a Python file, whose docstring has the command that made it.
+
+    The file names every option, so that the plan stays the same when a default changes.
+    """
+    from train import report
+
     command = f"python train/plan.py {shlex.join(argv)}"
     classes: dict[str, set[str]] = {}
 
@@ -381,7 +418,6 @@ def _file_of(config, best, argv: list[str]) -> str:
         fields = [
             f"{field.name}={code(getattr(value, field.name), inner)}"
             for field in dataclasses.fields(value)
-            if getattr(value, field.name) != _default(field)
         ]
         one_line = f"{kind.__name__}({', '.join(fields)})"
         if len(indent + one_line) < 80 and "\n" not in one_line:
@@ -394,18 +430,12 @@ def _file_of(config, best, argv: list[str]) -> str:
         f"from {module} import {', '.join(sorted(names))}"
         for module, names in sorted(classes.items())
     )
+    stages = report.count(best.num_stages, "stage")
     milliseconds = best.prediction.seconds * 1e3
     return (
-        f'"""{best.label}, {best.num_stages} stages: {milliseconds:.3g} ms a step, as predicted.\n\n'
+        f'"""{best.label}, {stages}: {milliseconds:.3g} ms per step, as predicted.\n\n'
         f'    {command}\n"""\n\n{imports}\n\n\ndef get_config() -> TrainConfig:\n    return {body}\n'
     )
-
-
-def _default(field: dataclasses.Field):
-    """What a field is if it is not given."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 if __name__ == "__main__":

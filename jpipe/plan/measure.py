@@ -49,7 +49,7 @@ PROGRAMS = (
 
 _SLOTS = 4  # of a ring: what is written and read moves through memory, as in training
 _TOGETHER = 2**28  # bytes, more than caches hold; more are measured in several loops
-_FEWEST = 5  # calls that a median is taken of
+_FEWEST = 3  # calls that a median is taken of
 _CALL_SECONDS = 0.1  # of a call: it starts with memory that it has not touched yet
 
 

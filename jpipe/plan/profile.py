@@ -211,6 +211,28 @@ class Profile:
         costs[-1] += of(self.loss)
         return costs
 
+    def with_updates_of(self, other: "Profile") -> "Profile":
+        """Takes the seconds of the updates from a profile at another microbatch size, on which they do not depend.
+
+        Args:
+          other: a profile of the same model and optimizer on the same devices, in which updates were measured.
+
+        Raises:
+          ValueError: if `other` is of another model, optimizer or machine.
+        """
+        for name in ("optimizer", "device_kind", "num_devices", "num_cores"):
+            mine, its = getattr(self, name), getattr(other, name)
+            if mine != its:
+                raise ValueError(
+                    f"`other` must be a profile with the same `{name}`, {mine!r}, got {its!r}. Measure the updates again."
+                )
+        layers = tuple(
+            dataclasses.replace(layer, update=its.update)
+            for layer, its in zip(self.layers, other.layers, strict=True)
+        )
+        loss = dataclasses.replace(self.loss, update=other.loss.update)
+        return dataclasses.replace(self, layers=layers, loss=loss)
+
     def layer_bytes(self, in_flight: int = 1) -> list[int]:
         """What each layer keeps on its device, the last with the loss: `LayerProfile.weight_bytes`, and stashes.
 
