@@ -19,18 +19,18 @@ from jpipe.engine import AXIS, DATA, Engine
 from jpipe.layers import as_layers, shared_weights
 from jpipe.loss_scale import LossScale
 from jpipe.mesh import make_mesh
-from jpipe.plan.min_max import min_max
-from jpipe.plan.profile import (
+from jpipe.plan._profile import (
     PROGRAMS,
     Profile,
     balance_by_memory,
     balance_by_time,
     operations_of,
-    profile,
     programs_of,
 )
+from jpipe.plan._profiling import profile
 from jpipe.schedule import Schedule
 from jpipe.schedules import forward_only
+from jpipe.solvers import min_max
 from jpipe.stages import (
     Stages,
     Traced,
@@ -833,11 +833,11 @@ class Pipeline:
           batch: a minibatch; the layers run on its first rows. Of abstract arrays the shapes alone are used.
           cache: a file that keeps the profile. If it fits this pipeline it is read and nothing is measured.
           num_microbatches: how many microbatches the minibatch makes; None: those of the schedule.
-          programs: what to measure, of `jpipe.plan.profile.PROGRAMS`.
+          programs: what to measure, of `jpipe.plan.PROGRAMS`.
           min_seconds: how long each program is measured for, at the least.
           devices: where, all at once, as they share memory and cores in training; None: the mesh's first alone.
 
-        Returns: A `jpipe.plan.profile.Profile`.
+        Returns: A `jpipe.plan.Profile`.
 
         Raises:
           ValueError: if the batch cannot be cut into microbatches, a layer cannot take its inputs, or the file is not a

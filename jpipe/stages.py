@@ -31,7 +31,7 @@ from jpipe.backward import (
 from jpipe.layers import Layer
 from jpipe.lower import Route, neighbours
 from jpipe.packing import Leaf, Packing, axes
-from jpipe.plan.min_max import min_max
+from jpipe.solvers import min_max
 
 
 @dataclasses.dataclass(frozen=True)

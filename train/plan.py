@@ -30,6 +30,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from jpipe import solvers
 from train import flags
 
 _UNITS = {"": 1, "B": 1} | {
@@ -78,9 +79,6 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(count(one) for one in re.split("[x,]", text))
 
 
-SOLVERS = ("pipedream", "ideals", "linearised", "ip", "min-max", "block")
-
-
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="plan.py",
@@ -110,7 +108,7 @@ def parser() -> argparse.ArgumentParser:
     graph = result.add_argument_group("a graph")
     graph.add_argument("--graph", metavar="FILE")
     graph.add_argument("--format", choices=("jpipe", "pipedream", "placement"))
-    graph.add_argument("--solver", choices=SOLVERS)
+    graph.add_argument("--solver", choices=solvers.names())
     graph.add_argument("--bandwidth", type=size, help="bytes a second")
     graph.add_argument("--hierarchy", type=counts, help="as 4x4, the inner level first")
     graph.add_argument("--bandwidths", type=sizes, help="of its levels, as 1e10,1.25e9")
@@ -155,15 +153,17 @@ def main(argv: list[str]) -> int:
 
 
 def plan_graph(args: argparse.Namespace) -> int:
-    """Runs one solver."""
-    from jpipe.plan import read_graph
+    """Runs one solver on a graph and prints its solution."""
     from train import report
 
     if args.solver is None:
-        raise ValueError(f"`--graph` needs a `--solver`: {', '.join(SOLVERS)}.")
-    graph = read_graph(args.graph, args.format or "jpipe")
+        raise ValueError(f"`--graph` needs a `--solver`: {', '.join(solvers.names())}.")
+    graph = solvers.read_graph(args.graph, args.format or "jpipe")
     start = time.perf_counter()
-    solution = solve(graph, args)
+    try:
+        solution = solve(graph, args)
+    except ImportError as error:  # SciPy, which is optional
+        raise ValueError(error) from None
     seconds = time.perf_counter() - start
     if args.json:
         content = {
@@ -185,73 +185,67 @@ def plan_graph(args: argparse.Namespace) -> int:
     return 0
 
 
-def solve(graph, args: argparse.Namespace):
-    """What the solver that is asked for finds."""
-    from jpipe import plan
+# Options of the command line -> the solvers' argument and its value.
+_SOLVER_OPTIONS = {
+    "bandwidth": ("bandwidth", lambda value: value),
+    "memory": ("memory_limit", lambda value: value),
+    "hosts": ("num_hosts", lambda value: value),
+    "cost_model": ("cost_model", lambda value: value),
+    "straight": ("straight", lambda value: value),
+    "non_contiguous": ("contiguous", lambda value: not value),
+    "time_limit": ("time_limit", lambda value: value),
+}
+
+
+def solve(graph: solvers.Graph, args: argparse.Namespace) -> solvers.Solution:
+    """Calls the solver that the command line names, with the options that it gives."""
+    solver = solvers.get(args.solver)
+
+    def refuse(option: str, takers: list[str]) -> None:
+        raise ValueError(
+            f"`--{option.replace('_', '-')}` is an option of {', '.join(takers)}, not of {args.solver}. Leave it out."
+        )
+
+    for option in ("hierarchy", "bandwidths"):
+        if getattr(args, option) and not solver.takes_levels:
+            refuse(option, [n for n, s in solvers.SOLVERS.items() if s.takes_levels])
+    options = {}
+    for option, (argument, value_of) in _SOLVER_OPTIONS.items():
+        value = getattr(args, option)
+        if value is None or value is False:
+            continue
+        if not solver.takes(argument):
+            refuse(option, [n for n, s in solvers.SOLVERS.items() if s.takes(argument)])
+        options[argument] = value_of(value)
 
     devices = args.devices or graph.num_devices
-    if args.hierarchy is not None and args.devices not in (
-        None,
-        math.prod(args.hierarchy),
-    ):
-        raise ValueError(
-            f"`--hierarchy` has {math.prod(args.hierarchy)} devices, `--devices` says {args.devices}. Leave one out."
-        )
-    if devices is None and args.hierarchy is None:
-        raise ValueError(
-            "the graph does not say for how many devices: add `--devices N`."
-        )
-    only = {
-        "hierarchy": ("pipedream",),
-        "bandwidths": ("pipedream",),
-        "cost_model": ("pipedream",),
-        "straight": ("pipedream",),
-        "hosts": ("ideals", "linearised", "ip"),
-        "memory": ("pipedream", "ideals", "linearised", "ip"),
-        "bandwidth": ("pipedream", "ideals", "linearised", "ip"),
-        "non_contiguous": ("ip",),
-        "time_limit": ("ip",),
-    }
-    for name, solvers in only.items():
-        if getattr(args, name) and args.solver not in solvers:
+    if args.hierarchy is not None:
+        devices = args.hierarchy
+        if args.devices not in (None, math.prod(devices)):
             raise ValueError(
-                f"`--{name.replace('_', '-')}` is of {', '.join(solvers)}, not of {args.solver}. Leave it out."
+                f"`--hierarchy` has {math.prod(devices)} devices, `--devices` says {args.devices}. Leave one out."
             )
-    if args.solver == "pipedream":
-        levels, bandwidths = args.hierarchy or (devices,), args.bandwidths
-        if bandwidths is None and args.bandwidth is not None:
-            bandwidths = (args.bandwidth,) * len(levels)
-        if bandwidths is None:
-            raise ValueError(
-                "`pipedream` needs `--bandwidth BYTES_PER_S`, or one for each level: `--bandwidths 1e10,1.25e9`."
-            )
-        return plan.pipedream(
-            graph,
-            levels,
-            bandwidths,
-            memory_limit=args.memory,
-            cost_model=args.cost_model or "pipedream-repo",
-            straight=args.straight,
+        if "bandwidth" in options:
+            options["bandwidth"] = [options["bandwidth"]] * len(devices)
+    if devices is None:
+        raise ValueError(
+            "the graph does not say how many devices there are: add `--devices N`."
         )
-    if args.solver in ("min-max", "block"):
-        return plan.split_chain(graph, devices, args.solver)
-    options = dict(
-        num_hosts=args.hosts, memory_limit=args.memory, bandwidth=args.bandwidth
-    )
-    if args.solver == "ip":
-        if args.time_limit is not None:
-            options["time_limit"] = args.time_limit
-        return plan.throughput_ip(
-            graph, devices, contiguous=not args.non_contiguous, **options
+    if args.bandwidths is not None:
+        options["bandwidth"] = args.bandwidths
+        if args.hierarchy is None:
+            devices = (devices,)
+    if solver.needs_bandwidth and "bandwidth" not in options:
+        raise ValueError(
+            f"`{args.solver}` needs `--bandwidth BYTES_PER_S`, or one per level: `--bandwidths 1e10,1.25e9`."
         )
-    find = plan.ideals if args.solver == "ideals" else plan.linearised
-    return find(graph, devices, **options)
+    return solver.solve(graph, devices, **options)
 
 
 # -- A model
 
-# Seconds to measure each program of each kind of layer: three calls of a tenth of a second.
-_MIN_SECONDS = 0.3
+# Seconds to measure each program of each kind of layer, in three calls.
+_MIN_SECONDS = 0.25
 
 
 def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> int:
@@ -303,7 +297,8 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     if not best.fits:
         raise ValueError(f"no plan fits: the smallest {best.why}.")
     if not args.json:
-        print(draw.text(best.table(), color=sys.stdout.isatty()))
+        color = sys.stdout.isatty()
+        print(draw.text(best.table(), color=color, width=report.WIDTH))
     if args.save is not None:
         planned = _planned(config, best)
         text = _file_of(planned, best, argv)
@@ -349,7 +344,7 @@ def _profiles(name: str, config, numbers, args) -> list:
     import jax
 
     import jpipe
-    from jpipe.plan.profile import PROGRAMS
+    from jpipe.plan import PROGRAMS
     from train.data import shuffled
     from train.train import options_of_pipeline
 

@@ -23,7 +23,7 @@ from jpipe.plan import (
     size_text,
 )
 
-_WIDTH = 110  # columns of the planner's tables
+WIDTH = 110  # columns of what the planner prints
 
 
 def versions() -> str:
@@ -163,7 +163,7 @@ def _skipped(skipped: Sequence[Skipped]) -> list[str]:
     labels: dict[tuple[str, str], dict[str, None]] = {}
     for plan in skipped:
         labels.setdefault((plan.schedule, plan.why), {})[plan.label] = None
-    lines = ["", f"skipped ({len(skipped)} plans):"]
+    lines = ["", f"skipped ({count(len(skipped), 'plan')}):"]
     for (_, why), names in labels.items():
         lines += _wrapped(f"{', '.join(names)}: {why}", indent="  ")
     return lines
@@ -171,7 +171,7 @@ def _skipped(skipped: Sequence[Skipped]) -> list[str]:
 
 def _wrapped(text: str, indent: str) -> list[str]:
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=indent, subsequent_indent=indent + "  "
+        text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  "
     )
 
 

@@ -12,8 +12,7 @@ import pytest
 from profiles import profile_of, timed
 
 import jpipe
-from jpipe.plan import Machine, choose, predict
-from jpipe.plan.choose import size_text
+from jpipe.plan import Machine, choose, predict, size_text
 
 PROFILE = timed(
     profile_of("mlp"),

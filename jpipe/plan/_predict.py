@@ -9,10 +9,10 @@ import numpy as np
 from jpipe.lower import STASHES, Route, lower
 from jpipe.packing import Leaf, Packing
 from jpipe.pipeline import Memory
-from jpipe.plan.machine import Machine
-from jpipe.plan.profile import LayerProfile, Profile
+from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
+from jpipe.solvers import Machine
 from jpipe.stages import (
     check_boundaries,
     find_portals,

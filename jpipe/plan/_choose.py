@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpipe import schedules
-from jpipe.plan.machine import Machine
-from jpipe.plan.predict import Prediction, predict
-from jpipe.plan.profile import Profile, balance_by_memory, balance_by_time
+from jpipe.plan._predict import Prediction, predict
+from jpipe.plan._profile import Profile, balance_by_memory, balance_by_time
 from jpipe.schedule import Schedule
+from jpipe.solvers import Machine
 
 # The values of `recompute` that one profile can price. A policy runs other programs.
 _SAME_PROGRAMS = ("none", "full")
@@ -173,9 +173,11 @@ def choose(
 
 
 def _rank(c: Candidate) -> tuple:
+    # Rounded, because equal times that are summed in another order differ in the last digits.
+    seconds = float(f"{c.prediction.seconds:.9g}")
     if not c.fits:
-        return (1, c.prediction.num_bytes, c.prediction.seconds)
-    return (0, c.prediction.seconds, c.prediction.num_bytes)
+        return (1, c.prediction.num_bytes, seconds)
+    return (0, seconds, c.prediction.num_bytes)
 
 
 # -- The plans
@@ -341,9 +343,9 @@ def _why(c: Candidate, best: Candidate, memory_limit: float) -> str:
             f"needs {size_text(prediction.num_bytes)} per device, the limit is "
             f"{size_text(memory_limit)}: {largest} take {size_text(parts[largest])}"
         )
-    ratio = prediction.seconds / best.prediction.seconds
-    if ratio < 1 + 1e-9:
+    if _rank(c)[1] == _rank(best)[1]:
         return "as fast, with more bytes"
+    ratio = prediction.seconds / best.prediction.seconds
     parts, best_parts = _time_by_use(c), _time_by_use(best)
     more = {name: parts[name] - best_parts[name] for name in parts}
     largest = max(more, key=more.__getitem__)
