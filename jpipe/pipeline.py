@@ -21,7 +21,7 @@ from jpipe.stages.cut import check_boundaries
 from jpipe.state import PipelineState, num_rounds
 
 if TYPE_CHECKING:
-    from jpipe.plan.profile import Profile
+    from jpipe.plan._profile import Profile
 
 
 class Pipeline:
@@ -428,13 +428,13 @@ class Pipeline:
           cache: a file that keeps the profile. If it fits this pipeline it is read and nothing is
             measured.
           num_microbatches: how many microbatches the minibatch makes; None: those of the schedule.
-          programs: what to measure, of `jpipe.plan.profile.PROGRAMS`; None: all.
+          programs: what to measure, of `jpipe.plan.PROGRAMS`; None: all.
           min_seconds: how long each program is measured for, at the least.
           devices: where, all at once, as they share memory and cores in training; None: the mesh's
             first device alone.
 
         Returns:
-          A `jpipe.plan.profile.Profile`.
+          A `jpipe.plan.Profile`.
 
         Raises:
           ValueError: if the batch cannot be cut into microbatches, a layer cannot take its inputs,

@@ -17,7 +17,7 @@ from jpipe.layers.backward import LayerProgram
 from jpipe.layers.layer import Layer
 from jpipe.layers.trace import Mutable, Traced
 from jpipe.packing import Leaf, Packing
-from jpipe.solvers.min_max import min_max
+from jpipe.solvers import min_max
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
 
 

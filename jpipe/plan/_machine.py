@@ -1,10 +1,8 @@
 """Where a plan runs: devices, their memory, what moving bytes between them takes, and the cores they share."""
 
-import dataclasses
 import math
 import statistics
 import time
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,83 +15,7 @@ from jpipe.layers.layer import InitApply
 from jpipe.mesh import make_mesh
 from jpipe.pipeline import Pipeline
 from jpipe.schedules import gpipe
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """Equal servers of equal devices.
-
-    Attributes:
-      num_devices: of all servers, counted from the first server on.
-      memory_limit: bytes of one device.
-      bandwidth: bytes a second between two devices, in one server and in two.
-      latency: seconds of a message of no size.
-      devices_per_server: how many share the fast links; None: all.
-      tick: seconds of a tick beside its operations and the bytes of its messages.
-      jitter: the part by which a tick takes longer in which several devices compute; see `jpipe.simulate.Costs`.
-      step: seconds of a step beside its ticks.
-      num_cores: that all devices share, as devices faked on CPU do; None: each is its own.
-      cores_per_device: how many of them one device can use at once.
-
-    Raises:
-      ValueError: if a number is not above 0, or a time is below it.
-    """
-
-    num_devices: int
-    memory_limit: float = math.inf
-    bandwidth: tuple[float, float] = (math.inf, math.inf)
-    latency: float = 0.0
-    devices_per_server: int | None = None
-    tick: float = 0.0
-    jitter: float = 0.0
-    step: float = 0.0
-    num_cores: float | None = None
-    cores_per_device: float = 1.0
-
-    def __post_init__(self):
-        positive = {
-            "num_devices": self.num_devices,
-            "memory_limit": self.memory_limit,
-            "bandwidth": min(self.bandwidth),
-            "devices_per_server": self.server_size,
-            "num_cores": self.num_cores or 1.0,
-            "cores_per_device": self.cores_per_device,
-        }
-        for name, value in positive.items():
-            if not value > 0:
-                raise ValueError(
-                    f"`{name}` must be above 0, got {getattr(self, name)}: nothing would run."
-                )
-        for name in ("latency", "tick", "jitter", "step"):
-            if not 0 <= getattr(self, name) < math.inf:
-                what = "part of a tick" if name == "jitter" else "number of seconds"
-                raise ValueError(
-                    f"`{name}` must be a {what}, at least 0, got {getattr(self, name)}."
-                )
-
-    @property
-    def server_size(self) -> int:
-        """How many devices share fast links."""
-        if self.devices_per_server is None:
-            return self.num_devices
-        return self.devices_per_server
-
-    def message_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
-        """What a message takes between two devices; or a ring of several, for one of its turns.
-
-        Args:
-          num_bytes: that each sends.
-          devices: their numbers; the slowest link between neighbours counts.
-        """
-        servers = {d // self.server_size for d in devices}
-        return self.latency + num_bytes / self.bandwidth[len(servers) > 1]
-
-    def reduce_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
-        """What it takes to add up `num_bytes` over devices, in a ring: 2 (n - 1) turns of 1 / n of the bytes."""
-        n = len(devices)
-        if n == 1:
-            return 0.0
-        return 2 * (n - 1) * self.message_seconds(num_bytes / n, devices)
+from jpipe.solvers import Machine
 
 
 def measure_machine(
@@ -171,8 +93,6 @@ def _step_seconds(num_stages: int, num_microbatches: int, size: int) -> float:
 def _waiting(num_devices: int) -> tuple[float, float, float]:
     """What a turn of a loop takes longer if a message to the next device ends it: seconds, and a part of the turn; and how
     many times as long as on one device alone it takes on all of them."""
-    from scipy import optimize  # as late as in `placement`
-
     width, num_matrices = 512, 4
     rows_and_turns = (16, 20), (64, 10), (256, 4)  # 0.6, 2 and 6 ms a turn on a core
     ring = [(d, (d + 1) % num_devices) for d in range(num_devices)]
@@ -222,7 +142,27 @@ def _waiting(num_devices: int) -> tuple[float, float, float]:
     together, waiting, alone = found[:, :3], found[:, 3:6], found[:, 6]
     turn = np.median(together, axis=0)
     longer = np.median(waiting - together, axis=0) / turn
-    (tick, jitter), _ = optimize.nnls(
+    tick, jitter = _fit_positive(
         np.stack([1 / turn, np.ones_like(turn)], axis=1), np.maximum(longer, 0)
     )
     return float(tick), float(jitter), float(np.median(together[:, 1] / alone))
+
+
+def _fit_positive(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Least squares of two unknowns that must not be negative.
+
+    The best pair is either the unconstrained one or has one unknown at 0.
+
+    Example:
+      >>> rows = np.array([[1.0, 1.0], [2.0, 1.0], [4.0, 1.0]])
+      >>> _fit_positive(rows, np.array([3.0, 5.0, 9.0])).round(6).tolist()
+      [2.0, 1.0]
+      >>> _fit_positive(rows, np.array([0.0, 1.0, 3.0])).round(6).tolist()  # not -1
+      [0.666667, 0.0]
+    """
+    pairs = [np.linalg.lstsq(rows, values)[0]]
+    for n in range(2):
+        pairs.append(np.zeros(2))
+        pairs[-1][n] = max(rows[:, n] @ values / (rows[:, n] @ rows[:, n]), 0.0)
+    feasible = [pair for pair in pairs if (pair >= 0).all()]
+    return min(feasible, key=lambda pair: np.sum((rows @ pair - values) ** 2))

@@ -5,18 +5,19 @@ import math
 
 import numpy as np
 
-from jpipe.plan.graph import Graph, Solution
-from jpipe.plan.linearised import best_along_order
-from jpipe.plan.placement import (
+from jpipe.solvers._linearised import best_along_order
+from jpipe.solvers._merge import merge
+from jpipe.solvers._placement import (
     Problem,
     Split,
     lower_bound,
-    merge,
     placement,
     reach,
     regroup,
     work_on_hosts,
 )
+from jpipe.solvers._scipy import import_scipy
+from jpipe.solvers.graph import Graph, Solution
 
 _TOLERANCE = 1e-6
 
@@ -34,31 +35,32 @@ def throughput_ip(
 ) -> Solution:
     """Splits a graph for throughput by integer programming (HiGHS).
 
-    The model of cost is that of `ideals`. Other than there, time does not depend on how many ideals there are,
-    and stages need not be contiguous: a device may work on a minibatch more than once, with other devices in
-    between, which can be a few percent faster.
+    The cost model is that of `ideals`. The run time does not depend on the number of ideals, and
+    stages need not be contiguous: one device may work on a minibatch several times, with other
+    devices in between, which can be a few percent faster.
 
     Args:
-      graph: what to split.
-      num_devices: k, at most so many stages on devices; None: the graph's.
-      num_hosts: at most so many stages on the host's processors, one each; None: the graph's.
-      memory_limit: bytes of a device; None: the graph's, or no limit; math.inf: none.
-      bandwidth: bytes a unit of time, for nodes without a `transfer`.
-      contiguous: whether stages can be put in an order that no edge of the forward pass goes against.
+      graph, num_devices, num_hosts, memory_limit, bandwidth: as of `ideals`.
+      contiguous: whether the stages must have an order that no edge of the forward pass goes
+        against.
       time_limit: seconds, after which the best split known is returned.
-      gap: stops when `objective` exceeds `bound` by no more than this part of it. Below 1e-6, the tolerance
-        that HiGHS keeps to, it's that.
+      gap: stops when `objective` exceeds `bound` by at most this fraction. A value below 1e-6,
+        the tolerance of HiGHS, counts as 1e-6.
 
-    Returns: The split; that of `linearised` if none better was found. `bound` is what was proved, and `optimal`
-      whether it's within `gap` of the objective. Stages that aren't contiguous are in the order of their first
-      nodes.
+    Returns:
+      The split, or the split of `linearised` if none better was found. `bound` is proved, and
+      `optimal` says whether the objective is within `gap` of it. Stages that are not contiguous
+      are in the order of their first nodes.
 
     Raises:
-      ValueError: if something is missing or can't be, no split fits the memory, or none was found in time.
+      ValueError: if an argument is missing or wrong, no split fits the memory, or none was found
+        in time.
+      ImportError: if SciPy is not installed.
 
     Example:
-      >>> from jpipe.plan.graph import Node
-      >>> chain = Graph(tuple(Node(v, forward=t) for v, t in zip("abc", (2.0, 4.0, 2.0))), ((0, 1), (1, 2)))
+      >>> from jpipe.solvers import Node
+      >>> times = {"a": 2.0, "b": 4.0, "c": 2.0}
+      >>> chain = Graph(tuple(Node(v, forward=t) for v, t in times.items()), ((0, 1), (1, 2)))
       >>> throughput_ip(chain, 2).objective
       6.0
       >>> solution = throughput_ip(chain, 2, contiguous=False)
@@ -66,9 +68,10 @@ def throughput_ip(
       (4.0, [('a', 'c'), ('b',)])
 
     References:
-      Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators", NeurIPS 2020,
-      arXiv:2006.16423, section 5.1.2. There each contiguous stage is so by itself, and stages can still be in
-      each other's way; here they're numbered in order, which also leaves fewer equal solutions.
+      Tarnawski et al., "Efficient Algorithms for Device Placement of DNN Graph Operators",
+      NeurIPS 2020, arXiv:2006.16423, section 5.1.2. There each contiguous stage is constrained by
+      itself, and two stages can still wait for each other. Here the stages are numbered in order,
+      which also leaves fewer equal solutions.
     """
     if not time_limit > 0:
         raise ValueError(f"`time_limit` must be above 0 seconds, got {time_limit}.")
@@ -190,8 +193,7 @@ class _Program:
 
     def solve(self, time_limit: float, gap: float) -> tuple[Split | None, float, bool]:
         """The stages, a lower bound, whether there is no split."""
-        from scipy import optimize, sparse  # as late as in `placement`
-
+        optimize, sparse = import_scipy("optimize"), import_scipy("sparse")
         cost = np.zeros(len(self.lows))
         cost[self.slowest] = 1.0
         rows = sparse.csr_array(

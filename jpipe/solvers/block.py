@@ -1,32 +1,34 @@
-"""The block partition of a chain, as in torchgpipe, to compare with."""
+"""The block partition of a chain, torchgpipe's algorithm, for comparison."""
 
 import itertools
 from collections.abc import Sequence
 
-from jpipe.solvers.min_max import checked_costs
+from jpipe.solvers._min_max import checked_costs
 
 
 def block_partition(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Evens out a chain of layers as torchgpipe does; `min_max` is never worse.
+    """Balances a chain of layers as torchgpipe does; `min_max` is never worse.
 
-    Costs are counted from the cheapest layer's. The chain begins in stages of equal numbers
-    of layers; then the dearest stage hands a layer towards the cheapest, those between pass
-    one on, and so again, until no stage is above another by more than the dearest layer.
-    That bounds the difference of two stages, and not the dearest stage.
+    Costs are counted from the cost of the cheapest layer. The chain begins in stages of equal
+    numbers of layers. Then, again and again, the most expensive stage hands a layer towards the
+    cheapest, and the stages between pass one on, until no stage exceeds another by more than the
+    most expensive layer. That bounds the difference of two stages, not the most expensive stage.
 
     Args:
-      costs: one non-negative cost a layer.
+      costs: one non-negative cost per layer.
       num_stages: S, at most the number of layers.
 
-    Returns: The S - 1 boundaries: the layer at which each stage after the first begins.
+    Returns:
+      The S - 1 boundaries: the layer at which each stage after the first begins.
 
     Raises:
-      ValueError: if S is below 1 or above the number of layers, or a cost is negative or not finite.
+      ValueError: if S is below 1 or above the number of layers, or a cost is negative or not
+        finite.
 
     Example:
       >>> block_partition([1, 2, 3, 4, 5, 6], 2)
       [4]
-      >>> block_partition([6, 1, 1, 1, 1, 6], 3)  # 7, 2, 7 where 6, 4, 6 could be
+      >>> block_partition([6, 1, 1, 1, 1, 6], 3)  # 7, 2, 7; the best is 6, 4, 6
       [2, 4]
 
     References:
@@ -35,9 +37,11 @@ def block_partition(costs: Sequence[float], num_stages: int) -> list[int]:
     """
     values = checked_costs(costs, num_stages)
     num_layers = len(values)
-    # Rounding could make two stages hand a layer to each other for ever; whole numbers don't.
+    # With rounding, two stages could hand a layer to each other for ever. Integers are exact.
     ratios = [cost.as_integer_ratio() for cost in values.tolist()]
-    unit = max(denominator for _, denominator in ratios)  # all are powers of 2
+    unit = max(
+        denominator for _, denominator in ratios
+    )  # all denominators are powers of 2
     whole = [numerator * (unit // denominator) for numerator, denominator in ratios]
     least = min(whole)
     dearest_layer = max(whole) - least
@@ -52,8 +56,8 @@ def block_partition(costs: Sequence[float], num_stages: int) -> list[int]:
             stages = _costs(before, ends)
             if stages[dearest] <= min(stages) + dearest_layer:
                 return ends[1:-1]
-            # The nearest of the cheapest, as in the paper: so no giver is empty. torchgpipe
-            # takes the first of them, and does not return from [0, 0, 0, 0, 1, 1] in 5.
+            # The nearest of the cheapest stages, as in the paper, so that no giver is empty.
+            # torchgpipe takes the first, and never returns for [0, 0, 0, 0, 1, 1] in 5 stages.
             cheapest = min(
                 (cost, abs(s - dearest), s) for s, cost in enumerate(stages)
             )[-1]

@@ -7,7 +7,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from jpipe.plan.graph import Graph, Node, read_graph
+from jpipe.solvers import Graph, Node, read_graph
 
 PIPEDREAM = """\
 node1 -- Input0 -- forward_compute_time=0.0, backward_compute_time=0.0, activation_size=0.0, parameter_size=0.0

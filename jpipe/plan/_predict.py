@@ -9,10 +9,10 @@ import numpy as np
 from jpipe.costs import Memory
 from jpipe.lowering.lower import STASHES, Route, lower
 from jpipe.packing import Leaf, Packing
-from jpipe.plan.machine import Machine
-from jpipe.plan.profile import LayerProfile, Profile
+from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
+from jpipe.solvers import Machine
 from jpipe.stages.cut import check_boundaries, group
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
 from jpipe.stages.optimizer import read_delays

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from jpipe.schedule import check_counts
+from jpipe.solvers.machine import Machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,23 +27,6 @@ class Blocks:
     parameter_bytes: float
     activation_bytes: float
     boundary_bytes: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Machine:
-    """Equal servers of equal devices.
-
-    Attributes:
-      num_devices: of all servers.
-      memory_limit: bytes of one device.
-      devices_per_server: how many share the fast links.
-      bandwidth: bytes a second, inside a server and between servers.
-    """
-
-    num_devices: int
-    memory_limit: float
-    devices_per_server: int
-    bandwidth: tuple[float, float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +92,7 @@ def two_bw(
 
     Example: eight blocks on four devices with little memory are cut
       >>> blocks = Blocks(8, {1: 0.01, 2: 0.018}, 10e6, 2e6, 1e5)
-      >>> machine = Machine(4, 100e6, 4, (1e10, 1e9))
+      >>> machine = Machine(4, memory_limit=100e6, bandwidth=(1e10, 1e9))
       >>> best = two_bw(blocks, machine, batch_size=16)[0]
       >>> best.width, best.depth, best.microbatch_size
       (1, 4, 2)
@@ -119,7 +103,7 @@ def two_bw(
     check_counts(
         num_blocks=blocks.num_blocks,
         num_devices=machine.num_devices,
-        devices_per_server=machine.devices_per_server,
+        devices_per_server=machine.server_size,
         batch_size=batch_size,
     )
     if schedule not in _VERSIONS:
@@ -181,7 +165,7 @@ def _configuration(
     """The configuration's price; `recompute_factor=None` does not recompute."""
 
     def bandwidth(dimension: int) -> float:
-        return machine.bandwidth[dimension >= machine.devices_per_server]
+        return machine.bandwidth[dimension >= machine.server_size]
 
     per_stage = blocks.num_blocks // depth
     weights = per_stage * blocks.parameter_bytes

@@ -8,9 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from jpipe.plan.block import block_partition
-from jpipe.plan.graph import read_graph
-from jpipe.solvers.min_max import min_max
+from jpipe.solvers import block_partition, min_max, read_graph
 
 
 def dearest(costs, boundaries):

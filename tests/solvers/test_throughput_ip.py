@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from plan.splits import (
+from solvers.splits import (
     assert_same_digits,
     best_by_brute_force,
     branches,
@@ -14,10 +14,7 @@ from plan.splits import (
     read,
 )
 
-from jpipe.plan.graph import Graph, Node
-from jpipe.plan.ideals import ideals
-from jpipe.plan.linearised import linearised
-from jpipe.plan.throughput_ip import throughput_ip
+from jpipe.solvers import Graph, Node, ideals, linearised, throughput_ip
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

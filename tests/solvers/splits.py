@@ -10,7 +10,7 @@ import random
 import numpy as np
 import pytest
 
-from jpipe.plan.graph import Graph, Node, read_graph
+from jpipe.solvers import Graph, Node, read_graph
 
 
 def random_graph(rng: np.random.Generator, *, most_nodes: int = 6) -> Graph:

@@ -7,40 +7,15 @@ layers ── traced ──> kinds ── measured among each other ──> Prof
 
 import dataclasses
 import functools
-import hashlib
 import json
-import math
 import os
-import re
 import tempfile
-import types
-import typing
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 
-from jpipe.layers.avals import shapes_text
-from jpipe.layers.backward import LayerProgram
-from jpipe.layers.trace import Traced
-from jpipe.plan.graph import Graph, Node
-from jpipe.plan.measure import (
-    PROGRAMS,
-    Measured,
-    Progress,
-    Seconds,
-    count_cores,
-    measure_layers,
-    measure_updates,
-    num_bytes,
-    outputs,
-    trace_updates,
-)
-from jpipe.solvers.min_max import min_max
+from jpipe.plan._loops import PROGRAMS, Seconds, num_bytes
+from jpipe.plan._profile_file import WrongField, decode, text_of
+from jpipe.solvers import Graph, Node, min_max
 
 _FORMAT = "jpipe profile 2"
 
@@ -212,6 +187,28 @@ class Profile:
         costs[-1] += of(self.loss)
         return costs
 
+    def with_updates_of(self, other: "Profile") -> "Profile":
+        """Takes the seconds of the updates from a profile at another microbatch size, on which they do not depend.
+
+        Args:
+          other: a profile of the same model and optimizer on the same devices, in which updates were measured.
+
+        Raises:
+          ValueError: if `other` is of another model, optimizer or machine.
+        """
+        for name in ("optimizer", "device_kind", "num_devices", "num_cores"):
+            mine, its = getattr(self, name), getattr(other, name)
+            if mine != its:
+                raise ValueError(
+                    f"`other` must be a profile with the same `{name}`, {mine!r}, got {its!r}. Measure the updates again."
+                )
+        layers = tuple(
+            dataclasses.replace(layer, update=its.update)
+            for layer, its in zip(self.layers, other.layers, strict=True)
+        )
+        loss = dataclasses.replace(self.loss, update=other.loss.update)
+        return dataclasses.replace(self, layers=layers, loss=loss)
+
     def layer_bytes(self, in_flight: int = 1) -> list[int]:
         """What each layer keeps on its device, the last with the loss: `LayerProfile.weight_bytes`, and stashes.
 
@@ -260,7 +257,7 @@ class Profile:
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes it as JSON, one layer a line; a file that is there is replaced whole or not at all."""
-        to_json = functools.partial(json.dumps, default=_text)
+        to_json = functools.partial(json.dumps, default=text_of)
         lines = []
         for name, value in {"format": _FORMAT, **dataclasses.asdict(self)}.items():
             text = to_json(value)
@@ -302,248 +299,14 @@ class Profile:
                 "profile again."
             )
         try:
-            found = _decoded(cls, content, "")
+            found = decode(cls, content, "")
             if not found.layers:
-                raise _Wrong("layers", "a list of at least one layer", [])
-        except _Wrong as error:
+                raise WrongField("layers", "a list of at least one layer", [])
+        except WrongField as error:
             raise ValueError(
                 f"{path}: {error}. Delete the file to profile again."
             ) from None
         return found
-
-
-def _text(aval: jax.ShapeDtypeStruct) -> str:
-    return f"{np.dtype(aval.dtype)}{list(aval.shape)}"
-
-
-class _Wrong(ValueError):
-    """A field of a file is not what it must be."""
-
-    def __init__(self, field: str, want: str, got: Any):
-        super().__init__(f"`{field}` must be {want}, got {json.dumps(got)[:80]}")
-
-
-def _decoded(kind: Any, value: Any, field: str) -> Any:
-    """`value`, as JSON has it, as what a dataclass declares a field to be."""
-    if isinstance(kind, types.UnionType):
-        (inner,) = (one for one in kind.__args__ if one is not types.NoneType)
-        return None if value is None else _decoded(inner, value, field)
-    if typing.get_origin(kind) is tuple:
-        if not isinstance(value, list):
-            raise _Wrong(field, "a list", value)
-        of = kind.__args__[0]
-        return tuple(_decoded(of, v, f"{field}[{i}]") for i, v in enumerate(value))
-    if kind is jax.ShapeDtypeStruct:
-        match = re.fullmatch(r"(\w+)\[((\d+, )*\d+)?\]", str(value))
-        try:
-            dims = (match[2] or "").split(", ")
-            shape = tuple(int(n) for n in dims if n)
-            return jax.ShapeDtypeStruct(shape, jnp.dtype(match[1]))
-        except TypeError:  # no match, or no such dtype
-            raise _Wrong(field, "an array, such as 'float32[2, 3]'", value) from None
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, dict):
-            raise _Wrong(field, "an object", value)
-        dot = f"{field}." if field else ""
-        names = typing.get_type_hints(kind)
-        for name in value:
-            if name not in names:
-                raise _Wrong(
-                    dot + name,
-                    f"absent: {kind.__name__} has no such field",
-                    value[name],
-                )
-        for name in names:
-            if name not in value:
-                raise _Wrong(dot + name, "there", "nothing")
-        return kind(**{n: _decoded(t, value[n], dot + n) for n, t in names.items()})
-    number = kind in (int, float)
-    fits = isinstance(value, (int, float) if kind is float else kind)
-    if not fits or isinstance(value, bool) or (number and not 0 <= value < math.inf):
-        want = "a finite number, at least 0" if kind is float else f"{kind.__name__}"
-        raise _Wrong(
-            field, "a whole number, at least 0" if kind is int else want, value
-        )
-    return kind(value)
-
-
-# -- Measuring
-
-
-def profile(
-    traced: Traced,
-    optimizer: optax.GradientTransformation,
-    microbatch: Any,
-    *,
-    recompute: str = "none",
-    compute_dtype: Any = None,
-    reads: Sequence[str] = (),
-    ties: Sequence[Sequence[int]] = (),
-    programs: Sequence[str] = PROGRAMS,
-    min_seconds: float = 0.5,
-    devices: Sequence[jax.Device] | None = None,
-    cache: str | os.PathLike | None = None,
-) -> Profile:
-    """Measures layers, the loss and the optimizer. `Pipeline.profile` calls it.
-
-    Each program of each kind of layer is compiled, run to warm up, and then called until `min_seconds` have passed, at
-    least 5 times. A call runs as many microbatches as take a tenth of a second. Layers run on what the layers before
-    them make of `microbatch`, with freshly initialised weights.
-
-    On several devices all of them run the same at the same time, so that what they share is measured as they share it:
-    memory, and on devices faked on CPU the cores, which XLA's threads work on for all devices. `Profile.num_devices` says
-    on how many it was measured, `Profile.num_cores` how many cores there were.
-
-    Weights that a mesh splits over automatic axes are measured whole.
-
-    Args:
-      traced: the layers and the loss, traced for training.
-      optimizer: the Optax chain. A layer's update is measured by itself.
-      microbatch: arrays, or abstract arrays; for those, random numbers, and integers that are 0.
-      recompute: "none", "full" or the name of the policy that `traced` was made with; compute_dtype: of `traced`; reads,
-        ties: as of `Profile`; all for the record.
-      programs: what to measure, of `PROGRAMS`; bytes are always counted. Seconds of others are None.
-      min_seconds: how long each program is measured for, at the least.
-      devices: where, all at once; None is JAX's first device alone.
-      cache: a file. If it is there and holds the same layers, measured by the same version of JAX on the same kind of
-        devices and as many of them and of cores, it is read instead; else it is written, with a warning if it was there.
-
-    Returns: The `Profile`.
-
-    Raises:
-      ValueError: if `programs` names another, or the file is not a profile.
-      OSError: if the file can't be read or written.
-
-    References:
-      Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (the profiler); Kim et al., "torchgpipe", arXiv:2004.09910,
-      section 2.2, `torchgpipe.balance` (layers measured one at a time).
-    """
-    for name in programs:
-        if name not in PROGRAMS:
-            raise ValueError(
-                f"`programs` must be of {', '.join(map(repr, PROGRAMS))}, got {name!r}."
-            )
-    devices = jax.local_devices()[:1] if devices is None else list(devices)
-    updates, update_of_layer = trace_updates(traced, optimizer)
-    made_with = dict(
-        microbatch=shapes_text(microbatch),
-        microbatch_size=jax.tree.leaves(microbatch)[0].shape[0],
-        microbatch_bytes=num_bytes(jax.tree.leaves(microbatch)),
-        recompute=recompute,
-        compute_dtype=None if compute_dtype is None else np.dtype(compute_dtype).name,
-        reads=tuple(reads),
-        ties=tuple(map(tuple, ties)),
-        device_kind=devices[0].device_kind,
-        num_devices=len(devices),
-        num_cores=count_cores(),
-        jax_version=jax.__version__,
-        model=_hash(_model_texts(traced)),
-        optimizer=_hash([updates[u].equations.text() for u in update_of_layer]),
-    )
-    if cache is not None and os.path.exists(cache):
-        found = Profile.load(cache)
-        why = _unfit(found, made_with, programs)
-        if not why:
-            return dataclasses.replace(found, recompute=recompute)
-        warnings.warn(f"{os.fspath(cache)}: {why}. Profiling again.", stacklevel=4)
-    with jax.default_device(devices[0]), Progress.of(programs) as progress:
-        given = programs, min_seconds, devices, progress
-        *of_kind, of_loss = measure_layers(traced, microbatch, *given)
-        of_update = measure_updates(updates, update_of_layer, *given)
-    layers = tuple(
-        _record(
-            traced.kinds[k],
-            {**of_kind[k], **of_update[u]},
-            outputs(traced.kinds[k]),
-            name=layer.name,
-            kind=k,
-            parameters=traced.kinds[k].parameters,
-            optimizer_state=_abstract(updates[u].state),
-            state=_abstract(traced.mutable[k].leaves),
-            stash=layer.stash,
-            pop=layer.pop,
-        )
-        for layer, k, u in zip(traced.layers, traced.kind_of_layer, update_of_layer)
-    )
-    if "update" in programs:
-        of_loss["update"] = Measured()
-    of_nothing = dict.fromkeys(("parameters", "optimizer_state", "state"), ())
-    of_nothing |= {"stash": (), "pop": ()}
-    number = len(traced.kinds)
-    loss = _record(traced.loss, of_loss, [()], name="loss", kind=number, **of_nothing)
-    found = Profile(layers, loss, **made_with)
-    if cache is not None:
-        found.save(cache)
-    return found
-
-
-def _record(
-    program: LayerProgram,
-    measured: Mapping[str, Measured],
-    outputs: Sequence,
-    **fields,
-) -> LayerProfile:
-    seconds = {p: measured[p].seconds if p in measured else None for p in PROGRAMS}
-    activations, *skips = (_abstract(jax.tree.leaves(y)) for y in outputs)
-    return LayerProfile(
-        **seconds,
-        activations=activations,
-        skips=tuple(skips),
-        input_stash=tuple(program.stash[j] for j in program.input_stash),
-        weight_stash=tuple(program.stash[j] for j in program.weight_stash),
-        crossing=program.crossing,
-        temporary_bytes=max((m.temporary_bytes for m in measured.values()), default=0),
-        **fields,
-    )
-
-
-def _abstract(leaves: Iterable) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
-
-
-# -- The cache
-
-
-def _model_texts(traced: Traced) -> list[str]:
-    layers = zip(traced.layers, traced.kind_of_layer)
-    return [
-        *(f"{layer.name} {k} {layer.stash} {layer.pop}" for layer, k in layers),
-        *(kind.text for kind in traced.kinds),
-        traced.loss.text,
-    ]
-
-
-def _hash(texts: Iterable[str]) -> str:
-    """Of what is computed; functions are named by their addresses in places, which tell nothing."""
-    found = hashlib.sha256()
-    for text in texts:
-        found.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
-    return found.hexdigest()[:16]
-
-
-def _unfit(
-    found: Profile, made_with: Mapping[str, Any], programs: Sequence[str]
-) -> str:
-    """Why a profile is not the one that is asked for; empty if it is."""
-
-    def same(name: str, was: Any, now: Any) -> bool:
-        if name == "recompute":  # "full" runs the same programs
-            was, now = ("none" if one == "full" else one for one in (was, now))
-        if name == "num_cores" and made_with["device_kind"] != "cpu":
-            return True  # other devices compute without them
-        return was == now
-
-    for name, now in made_with.items():
-        was = getattr(found, name)
-        if same(name, was, now):
-            continue
-        if name in ("model", "optimizer"):
-            return f"it was made for another {name}"
-        return f"its `{name}` is {was}, not {now}"
-    for program in programs:
-        if any(getattr(one, program) is None for one in (*found.layers, found.loss)):
-            return f"`{program}` was not measured"
-    return ""
 
 
 # -- Balancing

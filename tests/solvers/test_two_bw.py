@@ -6,7 +6,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jpipe.plan.two_bw import Blocks, Machine, two_bw
+from jpipe.solvers import Blocks, Machine, two_bw
 
 BLOCKS = Blocks(
     num_blocks=8,
@@ -75,7 +75,9 @@ def test_the_best_is_the_best_of_all():
             activation_bytes=float(rng.uniform(1, 20)),
             boundary_bytes=float(rng.uniform(0.1, 1)),
         )
-        machine = Machine(6, float(rng.uniform(50, 400)), 2, (1e4, 1e2))
+        machine = Machine(
+            6, float(rng.uniform(50, 400)), (1e4, 1e2), devices_per_server=2
+        )
         best = None
         for w, d, (b, t), again in itertools.product(
             range(1, 7), range(1, 7), blocks.seconds.items(), (1, 4 / 3)

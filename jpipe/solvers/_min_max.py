@@ -7,19 +7,21 @@ import numpy as np
 
 
 def min_max(costs: Sequence[float], num_stages: int) -> list[int]:
-    """Cuts a chain of layers into stages so that the dearest stage is as cheap as can be.
+    """Cuts a chain of layers into stages so that the most expensive stage costs least.
 
-    Among the splits with that cost, the one with the least sum of squared stage costs is taken, so stages
-    that need not be dear are even too. Every stage gets at least one layer.
+    Among the splits with that cost, the one with the least sum of squared stage costs is taken, so
+    the other stages are even too. Every stage gets at least one layer.
 
     Args:
-      costs: one non-negative cost a layer.
+      costs: one non-negative cost per layer.
       num_stages: S, at most the number of layers.
 
-    Returns: The S - 1 boundaries: the layer at which each stage after the first begins.
+    Returns:
+      The S - 1 boundaries: the layer at which each stage after the first begins.
 
     Raises:
-      ValueError: if S is below 1 or above the number of layers, or a cost is negative or not finite.
+      ValueError: if S is below 1 or above the number of layers, or a cost is negative or not
+        finite.
 
     Example:
       >>> min_max([1, 2, 3, 4, 5, 6], 2)
@@ -36,7 +38,7 @@ def min_max(costs: Sequence[float], num_stages: int) -> list[int]:
     dearest = stage_cost[0]
     for _ in range(num_stages - 1):
         dearest = np.maximum(dearest[:, None], stage_cost).min(axis=0)
-    # Rounding in the prefix sums must not rule the best split itself out.
+    # The tolerance keeps rounding in the prefix sums from excluding the best split itself.
     allowed = stage_cost <= dearest[num_layers] * (1 + 1e-12)
 
     squares = np.where(allowed, stage_cost**2, np.inf)
@@ -52,7 +54,7 @@ def min_max(costs: Sequence[float], num_stages: int) -> list[int]:
 
 
 def checked_costs(costs: Sequence[float], num_stages: int) -> np.ndarray:
-    """The costs of a chain that is to be cut into `num_stages`; raises ValueError if that can't be."""
+    """The costs as an array; raises ValueError if they cannot be cut into `num_stages`."""
     costs = np.asarray(costs, np.float64)
     if not 1 <= num_stages <= len(costs):
         raise ValueError(

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 import pytest
-from plan.splits import (
+from solvers.splits import (
     assert_same_digits,
     best_by_brute_force,
     check,
@@ -15,9 +15,7 @@ from plan.splits import (
     read,
 )
 
-from jpipe.plan.graph import Graph, Node
-from jpipe.plan.linearised import linearised
-from jpipe.solvers.min_max import min_max
+from jpipe.solvers import Graph, Node, linearised, min_max
 
 
 @pytest.mark.parametrize(

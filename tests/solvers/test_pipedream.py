@@ -1,7 +1,6 @@
 """PipeDream's plans against every configuration there is, and against the released planner's."""
 
 import functools
-import importlib
 import itertools
 import math
 import os
@@ -10,13 +9,9 @@ import pathlib
 import numpy as np
 import pytest
 
-from jpipe.plan.graph import Graph, Node, read_graph
-from jpipe.plan.pipedream import pipedream
-from jpipe.plan.states import states
-from jpipe.solvers.min_max import min_max
+from jpipe.solvers import Graph, Node, min_max, pipedream, pipedream_search, read_graph
+from jpipe.solvers._states import states
 
-# The function of that name hides the module.
-module = importlib.import_module("jpipe.plan.pipedream")
 MODELS = ["pipedream-repo", "sosp19"]
 
 
@@ -229,7 +224,9 @@ def check_stages(graph, solution, num_devices):
     ],
 )
 def test_equals_brute_force(monkeypatch, cost_model, levels, num_nodes, num_graphs):
-    monkeypatch.setattr(module, "_COARSE", 2)  # so that small graphs are bounded too
+    monkeypatch.setattr(
+        pipedream_search, "_COARSE", 2
+    )  # so that small graphs are bounded too
     sizes, bandwidths = zip(*levels, strict=True)
     rng = np.random.default_rng(num_nodes + sum(sizes))
     refused = 0
@@ -364,7 +361,7 @@ def test_families(monkeypatch, shape, cost_model):
     assert plan(8, 1e9, transfers=False).objective <= flat.objective
     assert flat.objective <= min(straight.objective, flat.data_parallel)
     assert plan((8, 1), (1e9, 1.0)).objective == flat.objective
-    monkeypatch.setattr(module, "_COARSE", 10**9)  # without a bound
+    monkeypatch.setattr(pipedream_search, "_COARSE", 10**9)  # without a bound
     assert plan((4, 2), (1e10, 1e9)).objective == deep.objective
 
 
@@ -383,7 +380,7 @@ def test_pipelines_inside_of_servers_and_replicas_of_those(monkeypatch):
     slowest = max(sum(costs[i:j]) for i, j in itertools.pairwise(starts))
     reduced = 4 * 1 * (300 * 5e8) / (1e9 * 2) / 4
     assert solution.objective == (slowest + reduced) / 2
-    monkeypatch.setattr(module, "_COARSE", 10**9)
+    monkeypatch.setattr(pipedream_search, "_COARSE", 10**9)
     assert pipedream(graph, *machine) == solution
 
 

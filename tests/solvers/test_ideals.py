@@ -7,7 +7,7 @@ import pathlib
 
 import numpy as np
 import pytest
-from plan.splits import (
+from solvers.splits import (
     assert_same_digits,
     best_by_brute_force,
     branches,
@@ -17,13 +17,11 @@ from plan.splits import (
     read,
 )
 
-from jpipe.plan import placement
-from jpipe.plan.graph import Graph, Node, read_graph
-from jpipe.plan.ideals import ideals
-from jpipe.plan.linearised import linearised
+from jpipe.solvers import Graph, Node, closed_sets, ideals, linearised, read_graph
+from jpipe.solvers._placement import TooLarge
 
 # The package's attribute of this name is the function.
-module = importlib.import_module("jpipe.plan.ideals")
+module = importlib.import_module("jpipe.solvers._ideals")
 
 
 @pytest.mark.parametrize("first", range(0, 600, 50))
@@ -70,8 +68,8 @@ def test_merging_changes_nothing(merged, monkeypatch):
         expected = ideals(graph)
         assert expected.objective <= linearised(graph).objective
         with monkeypatch.context() as patch:
-            patch.setattr(placement, "_ENDS", 3)
-            patch.setattr(placement, "_STARTS", 5)
+            patch.setattr(closed_sets, "_ENDS", 3)
+            patch.setattr(closed_sets, "_STARTS", 5)
             patch.setattr(module, "best_along_order", lambda problem: None)
             if not merged:
                 patch.setattr(module, "merge", lambda problem, **_: problem)
@@ -193,11 +191,11 @@ def test_memory_binds_where_nodes_would_be_merged():
 
 
 def test_memory_binds_and_there_are_too_many_ideals(monkeypatch):
-    merge = placement.merge
+    merge = module.merge
 
     def merge_unless_exact(problem, **memory):
         if not memory:
-            raise placement.TooLarge("too many")
+            raise TooLarge("too many")
         return merge(problem, **memory)
 
     monkeypatch.setattr(module, "merge", merge_unless_exact)
@@ -209,7 +207,7 @@ def test_memory_binds_and_there_are_too_many_ideals(monkeypatch):
             continue
         try:
             solution = ideals(graph)
-        except placement.TooLarge:
+        except TooLarge:
             continue
         check(graph, solution)
         assert solution.bound <= best * (1 + 1e-12)
