@@ -1,29 +1,59 @@
-"""Pipeline-parallel training for JAX and Flax."""
+"""Pipeline-parallel training for JAX and Flax.
 
-from jpipe import optim, plan, schedules
-from jpipe.layers import Function, InitApply, Linen, skip
-from jpipe.loss_scale import LossScale
-from jpipe.mesh import make_mesh
-from jpipe.pipeline import Memory, Pipeline, StageRecord
-from jpipe.schedule import IDLE, Schedule
-from jpipe.state import PipelineState
+Every public name is imported when it is first used, so `import jpipe.schedule` and `jpipe.draw` load no JAX.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Function",
-    "IDLE",
-    "InitApply",
-    "Linen",
-    "LossScale",
-    "Memory",
-    "Pipeline",
-    "PipelineState",
-    "Schedule",
-    "StageRecord",
-    "make_mesh",
-    "optim",
-    "plan",
-    "schedules",
-    "skip",
-]
+_MODULES = ("optim", "plan", "schedules")
+_MODULE_OF = {
+    "Function": "jpipe.layers.as_layers",
+    "IDLE": "jpipe.schedule",
+    "InitApply": "jpipe.layers.as_layers",
+    "Linen": "jpipe.layers.as_layers",
+    "LossScale": "jpipe.engine.loss_scale",
+    "Memory": "jpipe.pipeline",
+    "Pipeline": "jpipe.pipeline",
+    "PipelineState": "jpipe.state",
+    "Schedule": "jpipe.schedule",
+    "StageRecord": "jpipe.pipeline",
+    "make_mesh": "jpipe.mesh",
+    "skip": "jpipe.layers.as_layers",
+}
+
+__all__ = sorted([*_MODULES, *_MODULE_OF])  # pyright: ignore[reportUnsupportedDunderAll]
+
+if TYPE_CHECKING:
+    from jpipe import optim as optim
+    from jpipe import plan as plan
+    from jpipe import schedules as schedules
+    from jpipe.engine.loss_scale import LossScale as LossScale
+    from jpipe.layers.as_layers import Function as Function
+    from jpipe.layers.as_layers import InitApply as InitApply
+    from jpipe.layers.as_layers import Linen as Linen
+    from jpipe.layers.as_layers import skip as skip
+    from jpipe.mesh import make_mesh as make_mesh
+    from jpipe.pipeline import Memory as Memory
+    from jpipe.pipeline import Pipeline as Pipeline
+    from jpipe.pipeline import StageRecord as StageRecord
+    from jpipe.schedule import IDLE as IDLE
+    from jpipe.schedule import Schedule as Schedule
+    from jpipe.state import PipelineState as PipelineState
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULE_OF:
+        value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"jpipe.{name}")
+    else:
+        raise AttributeError(f"module 'jpipe' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -7,7 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-from jpipe.engine import AXIS, DATA
+STAGE, DATA, MODEL = "stage", "data", "model"
+"""Names of the axes of a mesh."""
 
 
 def make_mesh(
@@ -35,13 +36,13 @@ def make_mesh(
       ValueError: if there are too few devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = {DATA: data, AXIS: stage, "model": model}
+    sizes = {DATA: data, STAGE: stage, MODEL: model}
     for name, size in sizes.items():
         if not hasattr(size, "__index__") or size < 1:
             raise ValueError(
                 f"`{name}` must be a whole number of devices, at least 1, got {size!r}."
             )
-    axes = {name: size for name, size in sizes.items() if size > 1 or name == AXIS}
+    axes = {name: size for name, size in sizes.items() if size > 1 or name == STAGE}
     needed = math.prod(axes.values())
     if len(devices) < needed:
         platform = devices[0].platform if devices else "none"

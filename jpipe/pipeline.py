@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +15,21 @@ import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe import packing
-from jpipe.engine import AXIS, DATA, Engine
-from jpipe.layers import as_layers, shared_weights
-from jpipe.loss_scale import LossScale
-from jpipe.mesh import make_mesh
-from jpipe.plan.min_max import min_max
-from jpipe.plan.profile import (
-    PROGRAMS,
-    Profile,
-    balance_by_memory,
-    balance_by_time,
-    operations_of,
-    profile,
-    programs_of,
-)
+from jpipe.engine.engine import Engine
+from jpipe.engine.loss_scale import LossScale
+from jpipe.layers.as_layers import as_layers, shared_weights
+from jpipe.layers.trace import Traced, shapes_text, shared_jit, trace_layers
+from jpipe.mesh import DATA, STAGE, make_mesh
 from jpipe.schedule import Schedule
 from jpipe.schedules import forward_only
-from jpipe.stages import (
-    Stages,
-    Traced,
-    check_boundaries,
-    cut,
-    resolve_ties,
-    shapes_text,
-    shared_jit,
-    trace_layers,
-)
-from jpipe.state import PipelineState, Plan, rounds
-from jpipe.update import make_updates, stage_tree
+from jpipe.solvers.min_max import min_max
+from jpipe.stages.cut import Stages, check_boundaries, cut
+from jpipe.stages.optimizer import make_updates, stage_tree
+from jpipe.stages.ties import resolve_ties
+from jpipe.state import PipelineState, Program, rounds
+
+if TYPE_CHECKING:
+    from jpipe.plan.profile import Profile
 
 
 class StageRecord(NamedTuple):
@@ -219,7 +206,11 @@ class Pipeline:
             overlap = self.mesh.devices.flat[0].platform != "cpu"
         self.overlap = overlap
         self._plans: dict = {}
-        specs = Engine.held_spec, Engine.own_spec_on(self.mesh), PartitionSpec()
+        specs = (
+            Engine.replicated_spec,
+            Engine.per_device_spec_on(self.mesh),
+            PartitionSpec(),
+        )
         held, own, everywhere = (NamedSharding(self.mesh, spec) for spec in specs)
         if (
             self._automatic is not None
@@ -233,7 +224,7 @@ class Pipeline:
 
     # -- Plans
 
-    def _plan(self, microbatch: Any, key_impl: Any = None) -> Plan:
+    def _plan(self, microbatch: Any, key_impl: Any = None) -> Program:
         """The plan for an abstract microbatch, made once."""
         if key_impl is None:
             key_impl = jax.config.jax_default_prng_impl
@@ -258,14 +249,16 @@ class Pipeline:
                 key_impl=key_impl,
                 overlap=self.overlap,
             )
-            self._plans[key] = Plan(microbatch, traced, stages, engine, self.optimizer)
+            self._plans[key] = Program(
+                microbatch, traced, stages, engine, self.optimizer
+            )
         return self._plans[key]
 
     @property
     def _automatic(self) -> Mesh | None:
         """The mesh of the axes alone that are left to the compiler; None if there are none."""
         sizes = self.mesh.shape.items()
-        names = [name for name, n in sizes if name not in (AXIS, DATA) and n > 1]
+        names = [name for name, n in sizes if name not in (STAGE, DATA) and n > 1]
         if not names:
             return None
         at = tuple(slice(None) if name in names else 0 for name, _ in sizes)
@@ -286,6 +279,13 @@ class Pipeline:
 
     def _balanced(self, traced: Traced, microbatch: Any) -> list[int]:
         """The boundaries that balance what is to be balanced."""
+        from jpipe.plan.profile import (
+            balance_by_memory,
+            balance_by_time,
+            operations_of,
+            programs_of,
+        )
+
         num_stages, facts = self.schedule.num_stages, self.schedule.facts()
         if self._balance == "time":
             split = self.schedule.splits_backward
@@ -311,7 +311,9 @@ class Pipeline:
         programs: Sequence[str],
         devices: Sequence[jax.Device] | None = None,
         **options,
-    ) -> Profile:
+    ) -> "Profile":
+        from jpipe.plan.profile import profile
+
         if devices is None:
             here = jax.process_index()
             devices = [d for d in self.mesh.devices.flat if d.process_index == here][:1]
@@ -486,21 +488,21 @@ class Pipeline:
         return self._new_state(plan, of_stage, training_key, 0)
 
     def _new_state(
-        self, plan: Plan, of_stage: Callable, key: jax.Array, started: int
+        self, plan: Program, of_stage: Callable, key: jax.Array, started: int
     ) -> PipelineState:
         """A state with nothing in flight."""
         engine, num_devices = plan.engine, self.schedule.num_devices
         zeros = {
-            **engine.globally(engine.own_shapes(), engine.own_spec),
+            **engine.globally(engine.per_device_shapes(), engine.per_device_spec),
             "round": engine.globally(
-                jax.ShapeDtypeStruct((1,), jnp.int32), engine.held_spec
+                jax.ShapeDtypeStruct((1,), jnp.int32), engine.replicated_spec
             ),
         }
         empty = jax.jit(
             lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), zeros),
             out_shardings=jax.tree.map(lambda a: a.sharding, zeros),
         )
-        everywhere = NamedSharding(self.mesh, engine.held_spec)
+        everywhere = NamedSharding(self.mesh, engine.replicated_spec)
         started = jnp.full(num_devices, started, jnp.int32)
         return PipelineState(
             **plan.pack(of_stage),
@@ -587,16 +589,16 @@ class Pipeline:
         return self._joined(state, *self._step(state, self._placed(dict(batch))))
 
     def _run_step(self, state: PipelineState, batch):
-        fed = (state.round + 1) * self.schedule.num_microbatches
-        return self._parted(*self._pass(state, fed, self._cut_batch(batch)))
+        num_entered = (state.round + 1) * self.schedule.num_microbatches
+        return self._parted(*self._pass(state, num_entered, self._cut_batch(batch)))
 
-    def _pass(self, state: PipelineState, fed, batch):
+    def _pass(self, state: PipelineState, num_entered, batch):
         """One pass over the table: the new state and metrics."""
         plan, engine = state.plan, state.plan.engine
         held, own, results = engine.run(
-            state.held(), state.own(), state.clock(), fed, batch
+            state.replicated(), state.per_device(), state.counters(), num_entered, batch
         )
-        columns = [d * engine.lowered.num_chunks + chunk for d, chunk in plan.homes]
+        columns = [d * engine.lowered.num_chunks + chunk for d, chunk in plan.placement]
         count = results["count"].sum()
         aux = [_mean(a.sum(axis=0), count) for a in results["aux"]]
         metrics = {
@@ -614,7 +616,7 @@ class Pipeline:
 
     def _parted(self, state: PipelineState, metrics: dict):
         """What a compiled function returns: arrays apart by where they lie."""
-        held, own = {**state.held(), **state.clock()}, state.own()
+        held, own = {**state.replicated(), **state.counters()}, state.per_device()
         if self._automatic is not None:
             held, own = jax.tree.map(
                 lambda a, want: jax.lax.with_sharding_constraint(a, want.sharding),
@@ -657,10 +659,10 @@ class Pipeline:
 
     def _run_flush(self, state: PipelineState):
         lowered, newest = state.plan.engine.lowered, state.round[0]
-        fed = state.round * self.schedule.num_microbatches
+        num_entered = state.round * self.schedule.num_microbatches
 
         def drain(state, _):
-            return self._pass(state, fed, None)
+            return self._pass(state, num_entered, None)
 
         state, metrics = jax.lax.scan(drain, state, length=lowered.drain_rounds)
         V, D = lowered.num_versions, self.schedule.num_devices
@@ -686,7 +688,9 @@ class Pipeline:
             metrics["aux"] = jax.tree.map(mean, metrics["aux"])
         if self.loss_scale is not None:
             metrics["loss_scale"] = metrics["loss_scale"][-1]
-        empty = jax.tree.map(jnp.zeros_like, {**state.own(), "round": state.round})
+        empty = jax.tree.map(
+            jnp.zeros_like, {**state.per_device(), "round": state.round}
+        )
         started = state.started + newest * self.schedule.num_microbatches
         newest_of = {
             name: jax.tree.map(newest_everywhere, getattr(state, name))
@@ -755,7 +759,7 @@ class Pipeline:
 
     def _run_predict(self, state: PipelineState, batch):
         engine = self._predictor(self._microbatch(batch), state.plan.engine)
-        shapes = engine.globally(engine.buffer_shapes(), engine.own_spec)
+        shapes = engine.globally(engine.buffer_shapes(), engine.per_device_spec)
         buffers = jax.tree.map(
             lambda a: jax.lax.with_sharding_constraint(
                 jnp.zeros(a.shape, a.dtype), a.sharding
@@ -763,13 +767,17 @@ class Pipeline:
             shapes,
         )
         N, stages = self.schedule.num_microbatches, engine.stages
-        fed = (state.round + 1) * N
+        num_entered = (state.round + 1) * N
         held = {
             "parameters": state.parameters,
             "mutable_state": state.mutable_state,
         }
         outputs = engine.run(
-            held, {"buffers": buffers}, state.clock(), fed, self._cut_batch(batch)
+            held,
+            {"buffers": buffers},
+            state.counters(),
+            num_entered,
+            self._cut_batch(batch),
         )
         d = int(self.schedule.device[self.schedule.stage == stages.num_stages - 1][0])
         lead = self.num_replicas, self.schedule.num_devices, N
@@ -805,7 +813,7 @@ class Pipeline:
             records.append(
                 StageRecord(
                     stage=s,
-                    device=plan.homes[s][0],
+                    device=plan.placement[s][0],
                     layers=(layers.start, layers.stop),
                     names=tuple(self.layers[i].name for i in layers),
                     num_parameters=sum(math.prod(a.shape) for a in leaves),
@@ -823,17 +831,17 @@ class Pipeline:
         *,
         cache: str | os.PathLike | None = None,
         num_microbatches: int | None = None,
-        programs: Sequence[str] = PROGRAMS,
+        programs: Sequence[str] | None = None,
         min_seconds: float = 0.5,
         devices: Sequence[jax.Device] | None = None,
-    ) -> Profile:
+    ) -> "Profile":
         """Measures what each layer takes for one microbatch: see `jpipe.plan.profile`.
 
         Args:
           batch: a minibatch; the layers run on its first rows. Of abstract arrays the shapes alone are used.
           cache: a file that keeps the profile. If it fits this pipeline it is read and nothing is measured.
           num_microbatches: how many microbatches the minibatch makes; None: those of the schedule.
-          programs: what to measure, of `jpipe.plan.profile.PROGRAMS`.
+          programs: what to measure, of `jpipe.plan.profile.PROGRAMS`; None: all.
           min_seconds: how long each program is measured for, at the least.
           devices: where, all at once, as they share memory and cores in training; None: the mesh's first alone.
 
@@ -843,6 +851,8 @@ class Pipeline:
           ValueError: if the batch cannot be cut into microbatches, a layer cannot take its inputs, or the file is not a
             profile.
         """
+        from jpipe.plan.profile import PROGRAMS
+
         if num_microbatches is not None and (
             not hasattr(num_microbatches, "__index__") or num_microbatches < 1
         ):
@@ -861,7 +871,7 @@ class Pipeline:
         return self._measure(
             traced,
             rows,
-            programs,
+            PROGRAMS if programs is None else programs,
             devices,
             min_seconds=min_seconds,
             cache=cache,
@@ -911,8 +921,8 @@ class Pipeline:
             ),
         )
 
-    def compile(self, batch: Any) -> jax.stages.Compiled:
-        """The compiled step for minibatches shaped like `batch`: its memory, its cost, its text."""
+    def lower(self, batch: Any) -> jax.stages.Lowered:
+        """The step for minibatches shaped like `batch`, traced and lowered but not compiled."""
         plan = self._plan(self._microbatch(batch))
         engine, (held, own) = plan.engine, self._abstract_state(plan)
         state = PipelineState(**held, **own, plan=plan)
@@ -924,17 +934,21 @@ class Pipeline:
                 return a
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-        return self._step.lower(state, jax.tree.map(placed, dict(batch))).compile()
+        return self._step.lower(state, jax.tree.map(placed, dict(batch)))
 
-    def _abstract_state(self, plan: Plan) -> tuple[dict, dict]:
+    def compile(self, batch: Any) -> jax.stages.Compiled:
+        """The compiled step for minibatches shaped like `batch`: its memory, its cost, its text."""
+        return self.lower(batch).compile()
+
+    def _abstract_state(self, plan: Program) -> tuple[dict, dict]:
         """Abstract arrays of a state, with where they lie: what stages hold, and what is the devices' own."""
         engine, one = plan.engine, jax.ShapeDtypeStruct((1,), jnp.int32)
         impl = engine.key_impl
         key = jax.eval_shape(lambda: jax.random.key(0, impl=impl)[None])
-        held = {**engine.held_shapes(), "round": one, "started": one, "key": key}
+        held = {**engine.replicated_shapes(), "round": one, "started": one, "key": key}
         return (
-            engine.globally(held, engine.held_spec),
-            engine.globally(engine.own_shapes(), engine.own_spec),
+            engine.globally(held, engine.replicated_spec),
+            engine.globally(engine.per_device_shapes(), engine.per_device_spec),
         )
 
     # -- Odds and ends
@@ -1140,13 +1154,13 @@ def _check_mesh(mesh: Mesh, schedule: Schedule) -> Mesh:
             f"with `jpipe.make_mesh(stage={schedule.num_devices})`."
         )
     sizes = dict(mesh.shape)
-    if AXIS not in sizes:
+    if STAGE not in sizes:
         raise ValueError(
             f'`mesh` must have an axis "stage", got axes {sizes}. Make it with `jpipe.make_mesh`.'
         )
-    if sizes[AXIS] != schedule.num_devices:
+    if sizes[STAGE] != schedule.num_devices:
         raise ValueError(
             f'the axis "stage" of `mesh` must have the {schedule.num_devices} devices of schedule {schedule.name!r}, got '
-            f"{sizes[AXIS]}. Use `jpipe.make_mesh(stage={schedule.num_devices})`, or a schedule for {sizes[AXIS]} devices."
+            f"{sizes[STAGE]}. Use `jpipe.make_mesh(stage={schedule.num_devices})`, or a schedule for {sizes[STAGE]} devices."
         )
     return mesh

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 import optax
 
-from jpipe.backward import is_inexact
-from jpipe.layers import as_layers
+from jpipe.layers.as_layers import as_layers
+from jpipe.layers.backward import is_inexact
+from jpipe.layers.trace import trace_layers
 from jpipe.schedule import IDLE, Schedule
-from jpipe.stages import check_boundaries, cut, trace_layers
-from jpipe.update import stage_tree
+from jpipe.stages.cut import check_boundaries, cut
+from jpipe.stages.optimizer import stage_tree
 
 
 class Reference:

@@ -10,14 +10,16 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jpipe.engine import AXIS, Engine
+from jpipe.engine.engine import Engine
+from jpipe.layers.trace import Traced
+from jpipe.mesh import STAGE
 from jpipe.packing import Place
-from jpipe.stages import Stages, Traced
-from jpipe.update import stage_tree
+from jpipe.stages.cut import Stages
+from jpipe.stages.optimizer import stage_tree
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Plan:
+class Program:
     """Everything derived from the shapes of a microbatch: how a state of that shape is laid out and run.
 
     Attributes:
@@ -33,9 +35,9 @@ class Plan:
     optimizer: optax.GradientTransformation
 
     @property
-    def homes(self) -> Sequence[tuple[int, int]]:
+    def placement(self) -> Sequence[tuple[int, int]]:
         """Device and column of each stage."""
-        return self.engine.lowered.homes
+        return self.engine.lowered.placement
 
     def pack(self, of_stage: Callable[[int], tuple]) -> dict[str, Any]:
         """What stages hold, packed, each stage's on its own devices.
@@ -44,17 +46,17 @@ class Plan:
           of_stage: called with a stage, under the default device that runs it; gives the weights and the mutable
             state, lists with one entry a layer of the model, and the optimizer's state.
         """
-        shapes = self.engine.held_shapes()
+        shapes = self.engine.replicated_shapes()
         mesh, num_devices = self.engine.mesh, self.engine.schedule.num_devices
         local = [
             jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
             for _ in range(num_devices)
         ]
         for s in range(self.stages.num_stages):
-            d, chunk = self.homes[s]
+            d, chunk = self.placement[s]
             mine = [
                 device
-                for device in _devices_along(mesh, AXIS, d)
+                for device in _devices_along(mesh, STAGE, d)
                 if device.process_index == jax.process_index()
             ]
             if not mine:
@@ -85,7 +87,7 @@ class Plan:
         if self.engine.loss_scale is not None:
             for arrays in local:
                 arrays["loss_scale"] = self.engine.loss_scale.start()
-        whole = self.engine.globally(shapes, self.engine.held_spec)
+        whole = self.engine.globally(shapes, self.engine.replicated_spec)
 
         def joined(want: jax.ShapeDtypeStruct, *parts: np.ndarray) -> jax.Array:
             def shard(at):
@@ -102,7 +104,7 @@ class Plan:
         local = _by_device(state.parameters, self.engine.schedule.num_devices)
         per_layer: list = [None] * len(self.stages.layers)
         for s in range(self.stages.num_stages):
-            d, chunk = self.homes[s]
+            d, chunk = self.placement[s]
             for i, run, row in self.stages.layer_runs(s):
                 lead = (newest[s], chunk)
                 leaves = [_read(local, d, lead, p, row) for p in run.parameters]
@@ -115,7 +117,7 @@ class Plan:
         local = _by_device(state.mutable_state, self.engine.schedule.num_devices)
         per_layer: list = [None] * len(self.stages.layers)
         for s in range(self.stages.num_stages):
-            d, chunk = self.homes[s]
+            d, chunk = self.placement[s]
             for i, run, row in self.stages.layer_runs(s):
                 leaves = [_read(local, d, (chunk,), p, row) for p in run.state]
                 tree = jax.tree.structure(self.stages.layers[i].state)
@@ -130,7 +132,7 @@ class Plan:
         local = _by_device(state.optimizer_state, self.engine.schedule.num_devices)
         leaves = {}
         for s in range(self.stages.num_stages):
-            d, chunk = self.homes[s]
+            d, chunk = self.placement[s]
             for path, place in zip(
                 self.optimizer_paths(s), self._update(s).state, strict=True
             ):
@@ -184,9 +186,9 @@ class PipelineState:
     round: jax.Array
     started: jax.Array
     key: jax.Array
-    plan: Plan = dataclasses.field(metadata=dict(static=True))
+    plan: Program = dataclasses.field(metadata=dict(static=True))
 
-    def held(self) -> dict[str, Any]:
+    def replicated(self) -> dict[str, Any]:
         """What stages hold, by the engine's names."""
         names = (
             "parameters",
@@ -197,11 +199,11 @@ class PipelineState:
         )
         return {name: getattr(self, name) for name in names}
 
-    def own(self) -> dict[str, Any]:
+    def per_device(self) -> dict[str, Any]:
         """What is the devices' own, by the engine's names."""
         return {"gradients": self.gradients, "buffers": self.buffers}
 
-    def clock(self) -> dict[str, jax.Array]:
+    def counters(self) -> dict[str, jax.Array]:
         """When in training it is."""
         return {"round": self.round, "started": self.started, "key": self.key}
 

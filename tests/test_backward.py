@@ -10,7 +10,13 @@ from flax import nnx
 from jax import checkpoint_policies as policies
 from jax.ad_checkpoint import checkpoint_name
 
-from jpipe.backward import Equations, OffloadError, is_inexact, jaxpr_text, trace_layer
+from jpipe.layers.backward import (
+    Equations,
+    OffloadError,
+    is_inexact,
+    jaxpr_text,
+    trace_layer,
+)
 from models.mlp import Hidden
 from models.resnet import BasicBlock
 from models.transformer import Block, Embedding

@@ -12,7 +12,7 @@ from flax import nnx
 from test_transparency import assert_close
 
 import jpipe
-from jpipe.layers import as_layers
+from jpipe.layers.as_layers import as_layers
 
 KEY = jax.random.key(1)
 

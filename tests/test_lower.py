@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from families import HAND_WRITTEN, two_columns_a_device, v_placement
 
-from jpipe.lower import lower, neighbours
+from jpipe.lowering.lower import lower, neighbours
 from jpipe.schedule import IDLE, Schedule, newest_version
 from jpipe.schedules import forward_only, gpipe, one_f_one_b
 

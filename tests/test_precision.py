@@ -12,8 +12,8 @@ import pytest
 from families import FAMILIES, cross_entropy, schedule_named, slow
 
 import jpipe
-from jpipe.layers import as_layers
-from jpipe.stages import trace_layers
+from jpipe.layers.as_layers import as_layers
+from jpipe.layers.trace import trace_layers
 
 KEY = jax.random.key(0)
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from families import schedule_named
 
-from jpipe.lower import lower
-from jpipe.scalars import columns_of
+from jpipe.lowering.lower import lower
+from jpipe.lowering.scalars import columns_of
 
 NEWEST = np.array([0, -1, -2, -1])
 

@@ -281,7 +281,7 @@ def test_a_mesh_without_the_axis_stores_the_leaves_whole():
             mesh=jpipe.make_mesh(stage=2, data=2),
         )
         state = pipe.init(KEY, rows(1)[0])
-        arrays = {**state.held(), **state.own()}
+        arrays = {**state.replicated(), **state.per_device()}
         states.append(jax.tree.map(lambda a: (a.shape, a.sharding), arrays))
     assert states[0] == states[1]
 

@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 from jpipe import optim
-from jpipe.layers import as_layers
-from jpipe.stages import cut, trace_layers
-from jpipe.update import make_updates, stage_tree
+from jpipe.layers.as_layers import as_layers
+from jpipe.layers.trace import trace_layers
+from jpipe.stages.cut import cut
+from jpipe.stages.optimizer import make_updates, stage_tree
 
 WIDTHS = [3, 4, 4, 4, 2]
 LAYERS = [

@@ -7,7 +7,6 @@ from jpipe.plan.graph import Graph, Node, Solution, Stage, read_graph
 from jpipe.plan.ideals import ideals
 from jpipe.plan.linearised import linearised
 from jpipe.plan.machine import Machine, measure_machine
-from jpipe.plan.min_max import min_max
 from jpipe.plan.pipedream import pipedream
 from jpipe.plan.predict import Prediction, predict
 from jpipe.plan.profile import (
@@ -19,6 +18,7 @@ from jpipe.plan.profile import (
 )
 from jpipe.plan.throughput_ip import throughput_ip
 from jpipe.plan.two_bw import Blocks, Configuration, two_bw
+from jpipe.solvers.min_max import min_max
 
 __all__ = [
     "Blocks",

@@ -6,7 +6,7 @@ from typing import Literal
 
 from jpipe.plan.block import block_partition
 from jpipe.plan.graph import Graph, Solution, Stage
-from jpipe.plan.min_max import min_max
+from jpipe.solvers.min_max import min_max
 
 _SOLVERS: dict[str, Callable] = {"min-max": min_max, "block": block_partition}
 

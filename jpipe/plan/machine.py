@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.layers import InitApply
+from jpipe.layers.as_layers import InitApply
 from jpipe.mesh import make_mesh
 from jpipe.pipeline import Pipeline
 from jpipe.schedules import gpipe

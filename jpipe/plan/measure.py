@@ -32,10 +32,10 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import packing
-from jpipe.backward import Equations, LayerProgram, is_inexact
+from jpipe.layers.backward import Equations, LayerProgram, is_inexact
+from jpipe.layers.trace import Traced, shared_jit
 from jpipe.packing import Leaf, Packing
-from jpipe.stages import Traced, shared_jit
-from jpipe.update import GIVEN
+from jpipe.stages.optimizer import GIVEN
 
 PROGRAMS = (
     "forward",

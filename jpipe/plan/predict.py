@@ -6,21 +6,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpipe.lower import STASHES, Route, lower
+from jpipe.lowering.lower import STASHES, Route, lower
 from jpipe.packing import Leaf, Packing
 from jpipe.pipeline import Memory
 from jpipe.plan.machine import Machine
 from jpipe.plan.profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
-from jpipe.stages import (
-    check_boundaries,
-    find_portals,
-    find_routes,
-    group,
-    pack_messages,
-)
-from jpipe.update import read_delays
+from jpipe.stages.cut import check_boundaries, group
+from jpipe.stages.messages import find_portals, find_routes, pack_messages
+from jpipe.stages.optimizer import read_delays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -24,7 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe.backward import LayerProgram
+from jpipe.layers.backward import LayerProgram
+from jpipe.layers.trace import Traced, shapes_text
 from jpipe.plan.graph import Graph, Node
 from jpipe.plan.measure import (
     PROGRAMS,
@@ -38,8 +39,7 @@ from jpipe.plan.measure import (
     outputs,
     trace_updates,
 )
-from jpipe.plan.min_max import min_max
-from jpipe.stages import Traced, shapes_text
+from jpipe.solvers.min_max import min_max
 
 _FORMAT = "jpipe profile 2"
 

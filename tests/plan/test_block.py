@@ -10,7 +10,7 @@ import pytest
 
 from jpipe.plan.block import block_partition
 from jpipe.plan.graph import read_graph
-from jpipe.plan.min_max import min_max
+from jpipe.solvers.min_max import min_max
 
 
 def dearest(costs, boundaries):

@@ -17,7 +17,7 @@ from plan.splits import (
 
 from jpipe.plan.graph import Graph, Node
 from jpipe.plan.linearised import linearised
-from jpipe.plan.min_max import min_max
+from jpipe.solvers.min_max import min_max
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jpipe.plan.min_max import min_max
+from jpipe.solvers.min_max import min_max
 
 
 def stage_costs(costs, boundaries):

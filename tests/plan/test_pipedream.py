@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from jpipe.plan.graph import Graph, Node, read_graph
-from jpipe.plan.min_max import min_max
 from jpipe.plan.pipedream import pipedream
 from jpipe.plan.states import states
+from jpipe.solvers.min_max import min_max
 
 # The function of that name hides the module.
 module = importlib.import_module("jpipe.plan.pipedream")

@@ -29,16 +29,16 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import packing
-from jpipe.backward import is_inexact
-from jpipe.loss_scale import LossScale
-from jpipe.lower import STASHES, Lowered, Route, lower
-from jpipe.scalars import Columns, columns_of
+from jpipe.engine.loss_scale import LossScale
+from jpipe.layers.backward import is_inexact
+from jpipe.lowering.lower import STASHES, Lowered, Route, lower
+from jpipe.lowering.scalars import Columns, columns_of
+from jpipe.mesh import DATA, STAGE
 from jpipe.schedule import Schedule
-from jpipe.stages import Program, Stages, find_routes
-from jpipe.update import READERS, Slot, Updates, read_delays
+from jpipe.stages.cut import StageProgram, Stages
+from jpipe.stages.messages import find_routes
+from jpipe.stages.optimizer import READERS, Slot, Updates, read_delays
 
-AXIS = "stage"
-DATA = "data"
 _BIN = 1  # inboxes have a last slot that takes what nobody reads
 
 
@@ -117,7 +117,7 @@ class Engine:
         """The copies of each tied weight."""
         stages = self.stages
         at = {
-            (layer, j): _Copy(*self.lowered.homes[s], place, row)
+            (layer, j): _Copy(*self.lowered.placement[s], place, row)
             for s in range(stages.num_stages)
             for layer, run, row in stages.layer_runs(s)
             for j, place in enumerate(run.parameters)
@@ -166,7 +166,7 @@ class Engine:
         """Local shapes of the layers' mutable state, `[R, ...]`."""
         return _leading(self.stages.state, self.lowered.num_chunks)
 
-    def held_shapes(self) -> dict:
+    def replicated_shapes(self) -> dict:
         """Local shapes of what a stage holds."""
         scale = {} if self.loss_scale is None else self.loss_scale.shapes()
         return {
@@ -177,7 +177,7 @@ class Engine:
             "loss_scale": scale,
         }
 
-    def own_shapes(self) -> dict:
+    def per_device_shapes(self) -> dict:
         """Local shapes of what is a device's own."""
         return {"gradients": self.gradient_shapes(), "buffers": self.buffer_shapes()}
 
@@ -242,17 +242,17 @@ class Engine:
             for place in places
         )
 
-    held_spec = PartitionSpec(AXIS)
+    replicated_spec = PartitionSpec(STAGE)
     """How arrays that a stage holds are split along their first axis."""
 
     @staticmethod
-    def own_spec_on(mesh: Mesh) -> PartitionSpec:
+    def per_device_spec_on(mesh: Mesh) -> PartitionSpec:
         """The same of arrays that are a device's own."""
-        return PartitionSpec((DATA, AXIS) if DATA in mesh.shape else AXIS)
+        return PartitionSpec((DATA, STAGE) if DATA in mesh.shape else STAGE)
 
     @property
-    def own_spec(self) -> PartitionSpec:
-        return self.own_spec_on(self.mesh)
+    def per_device_spec(self) -> PartitionSpec:
+        return self.per_device_spec_on(self.mesh)
 
     @property
     def batch_spec(self) -> PartitionSpec:
@@ -262,7 +262,7 @@ class Engine:
     def globally(self, shapes, spec: PartitionSpec):
         """Global abstract arrays, split along their first axis as `spec` says, whose local shapes are `shapes`."""
         parts = self.schedule.num_devices
-        if spec == self.own_spec:
+        if spec == self.per_device_spec:
             parts *= self.num_replicas if DATA in self.mesh.shape else 1
 
         def whole(a):
@@ -275,33 +275,45 @@ class Engine:
 
     # -- The step
 
-    def run(self, held, own, clock, fed, batch):
+    def run(self, held, own, counters, num_entered, batch):
         """One pass over the table.
 
         Args:
-          held, own: global arrays shaped as `held_shapes` and `own_shapes` say.
-          clock: "round", int32 `[D]`: passes so far; "started", int32 `[D]`: microbatches before round 0; "key":
+          held, own: global arrays shaped as `replicated_shapes` and `per_device_shapes` say.
+          counters: "round", int32 `[D]`: passes so far; "started", int32 `[D]`: microbatches before round 0; "key":
             `[D]`, the random key of training.
-          fed: int32 `[D]`: microbatches that have entered the pipe since round 0, this round's included. Cells of
+          num_entered: int32 `[D]`: microbatches that have entered the pipe since round 0, this round's included. Cells of
             others, before the first or after the last, do nothing.
           batch: pytree of `[replicas, N, microbatch, ...]` arrays; None if nothing enters.
 
         Returns: held and own, updated, and a dict of `[devices, ...]` results: "loss" and "aux" (sums), "count",
         "skipped" and "gradient_norm"; or `[devices * N, microbatch, ...]` outputs if the table is forward-only.
         """
-        held_spec, own_spec = self.held_spec, self.own_spec
-        results = own_spec if self.schedule.forward_only else (held_spec, own_spec)
+        replicated_spec, per_device_spec = self.replicated_spec, self.per_device_spec
+        results = (
+            per_device_spec
+            if self.schedule.forward_only
+            else (replicated_spec, per_device_spec)
+        )
         body = jax.shard_map(
-            lambda held, own, clock, fed, batch: _Device(self, clock, fed[0]).run(
-                held, own, batch
-            ),
+            lambda held, own, counters, num_entered, batch: _Device(
+                self, counters, num_entered[0]
+            ).run(held, own, batch),
             mesh=self.mesh,
-            in_specs=(held_spec, own_spec, held_spec, held_spec, self.batch_spec),
-            out_specs=results if self.schedule.forward_only else (*results, own_spec),
-            axis_names={AXIS, DATA} & set(self.mesh.axis_names),
+            in_specs=(
+                replicated_spec,
+                per_device_spec,
+                replicated_spec,
+                replicated_spec,
+                self.batch_spec,
+            ),
+            out_specs=results
+            if self.schedule.forward_only
+            else (*results, per_device_spec),
+            axis_names={STAGE, DATA} & set(self.mesh.axis_names),
             check_vma=False,
         )
-        return body(held, own, clock, fed, batch)
+        return body(held, own, counters, num_entered, batch)
 
 
 class _Copy(NamedTuple):
@@ -341,15 +353,15 @@ def _sent(j: int) -> str:
 class _Device:
     """What one device does: the body of the shard_map."""
 
-    def __init__(self, engine: Engine, clock, fed):
+    def __init__(self, engine: Engine, counters, num_entered):
         self.engine, self.stages, self.lowered = engine, engine.stages, engine.lowered
         self.schedule = engine.schedule
-        round_ = clock["round"][0]
-        self.round, self.fed = round_, fed
-        self.started, self.key = clock["started"][0], clock["key"][0]
+        round_ = counters["round"][0]
+        self.round, self.num_entered = round_, num_entered
+        self.started, self.key = counters["started"][0], counters["key"][0]
         self.shard = lax.axis_index(DATA) if DATA in engine.mesh.shape else 0
         self.last = self.stages.num_stages - 1
-        self.me = lax.axis_index(AXIS)
+        self.me = lax.axis_index(STAGE)
         self.tied = engine.tied
         self.columns = engine.columns
 
@@ -414,7 +426,9 @@ class _Device:
             return {**carry, "received": activations | move(carry, after=None)}, None
 
         N = self.schedule.num_microbatches
-        rows = self.columns.of_device(self.me, self.round, self.started, self.fed, N)
+        rows = self.columns.of_device(
+            self.me, self.round, self.started, self.num_entered, N
+        )
         carry, _ = lax.scan(tick, carry, (rows, jax.tree.map(jnp.asarray, uniform)))
         if self.schedule.forward_only:
             return carry["outputs"]
@@ -502,7 +516,7 @@ class _Device:
             def move(message, pairs=channel.pairs):
                 if pairs is None:
                     return message
-                return jax.tree.map(lambda a: lax.ppermute(a, AXIS, pairs), message)
+                return jax.tree.map(lambda a: lax.ppermute(a, STAGE, pairs), message)
 
             if after is None:
                 # Sent in the middle of a tick, all devices would wait for each other twice.
@@ -535,7 +549,7 @@ class _Device:
         ]
 
     def _stage_inputs(
-        self, program: Program, carry: dict, get: Callable
+        self, program: StageProgram, carry: dict, get: Callable
     ) -> list[jax.Array]:
         """The stage's inputs: from the batch on the first stage, from the inbox on others."""
 
@@ -554,7 +568,12 @@ class _Device:
         )
 
     def _by_end(
-        self, program: Program, end: int, is_end, at_end: Callable, elsewhere: Callable
+        self,
+        program: StageProgram,
+        end: int,
+        is_end,
+        at_end: Callable,
+        elsewhere: Callable,
     ):
         """`at_end()` if the stage is stage `end`, else `elsewhere()`; decided here where the program allows."""
         if end not in program.stages:
@@ -563,7 +582,9 @@ class _Device:
             return at_end()
         return lax.cond(is_end == 1, at_end, elsewhere)
 
-    def _message_places(self, program: Program, step: int, messages: packing.Packing):
+    def _message_places(
+        self, program: StageProgram, step: int, messages: packing.Packing
+    ):
         """Places of the message from the stage before (step -1) or to the stage after (step 0)."""
         owners = [s + step for s in program.stages if 0 <= s + step < self.last]
         return messages.places[owners[0]]
@@ -590,7 +611,7 @@ class _Device:
 
     def _run_layers(
         self,
-        program: Program,
+        program: StageProgram,
         carry: dict,
         get: Callable,
         x: list,
@@ -638,7 +659,7 @@ class _Device:
             live |= {name: values for (name, _), values in zip(run.stash, kept)}
         return x, live, rings, statistics
 
-    def _commit(self, program: Program, get: Callable, buffers: dict) -> dict:
+    def _commit(self, program: StageProgram, get: Callable, buffers: dict) -> dict:
         """Moves mutable state by the statistics of the minibatch that has just run forward whole."""
 
         def commit(buffers):
@@ -675,13 +696,13 @@ class _Device:
 
     # -- Skips
 
-    def _portals(self, program: Program, end: str):
+    def _portals(self, program: StageProgram, end: str):
         """Number and record of the portals that start ("source") or end ("target") in the program's one stage."""
         for i, portal in enumerate(self.stages.portals):
             if getattr(portal, end) in program.stages:
                 yield i, portal
 
-    def _arrived_skips(self, program: Program, carry: dict, get: Callable) -> dict:
+    def _arrived_skips(self, program: StageProgram, carry: dict, get: Callable) -> dict:
         """Name -> leaves of the skips that reach the stage from earlier ones."""
         found = {}
         for i, portal in self._portals(program, "target"):
@@ -691,7 +712,12 @@ class _Device:
         return found
 
     def _send_skips(
-        self, program: Program, buffers: dict, lane: int, live: dict, gradients: bool
+        self,
+        program: StageProgram,
+        buffers: dict,
+        lane: int,
+        live: dict,
+        gradients: bool,
     ) -> dict:
         """The buffers with the stage's skips, or with the gradients of those it popped, among what is sent."""
         for i, portal in self._portals(program, "target" if gradients else "source"):
@@ -729,7 +755,9 @@ class _Device:
                 stash[j] = packing.read(rings[ring], place, [get(ring)], i)
         return stash
 
-    def _repeat(self, program: Program, r: int, get: Callable, layer: Callable, state):
+    def _repeat(
+        self, program: StageProgram, r: int, get: Callable, layer: Callable, state
+    ):
         """`layer(i, state)` for each layer of a run."""
         lengths = {self.stages.lengths[s][r] for s in program.stages}
         if lengths == {1}:
@@ -738,7 +766,9 @@ class _Device:
             0, lengths.pop() if len(lengths) == 1 else get(f"length{r}"), layer, state
         )
 
-    def _reverse(self, program: Program, r: int, get: Callable, layer: Callable, state):
+    def _reverse(
+        self, program: StageProgram, r: int, get: Callable, layer: Callable, state
+    ):
         """`layer(i, state)` for each layer of a run, the last first."""
         lengths = {self.stages.lengths[s][r] for s in program.stages}
         length = lengths.pop() if len(lengths) == 1 else get(f"length{r}")
@@ -746,7 +776,7 @@ class _Device:
             program, r, get, lambda i, state: layer(length - 1 - i, state), state
         )
 
-    def _forward(self, program: Program, get: Callable, lane: int, carry: dict):
+    def _forward(self, program: StageProgram, get: Callable, lane: int, carry: dict):
         collect = self.schedule.forward_only
         has_state = any(run.state for run in program.runs) and not collect
         writes = ["outputs"] if collect else ["rings", "loss", "aux", "count"]
@@ -801,7 +831,9 @@ class _Device:
 
         return writes, run
 
-    def _loss(self, program: Program, rings: dict, get: Callable, y: list, stash: bool):
+    def _loss(
+        self, program: StageProgram, rings: dict, get: Callable, y: list, stash: bool
+    ):
         """Value, aux, and the rings with the loss's stash."""
         batch = self._microbatch(self.batch, get)
         if not stash:
@@ -810,7 +842,7 @@ class _Device:
         rings = self._write_stash(rings, "input_stash", program.loss_stash, get, kept)
         return value, aux, rings
 
-    def _backward(self, program: Program, get: Callable, lane: int, carry: dict):
+    def _backward(self, program: StageProgram, get: Callable, lane: int, carry: dict):
         split = self.schedule.splits_backward
         writes = ["gradients", "rings"] if not split else ["rings"]
         writes += self._writes_sent("backward")
@@ -901,7 +933,9 @@ class _Device:
 
         return writes, run
 
-    def _weight_grad(self, program: Program, get: Callable, lane: int, carry: dict):
+    def _weight_grad(
+        self, program: StageProgram, get: Callable, lane: int, carry: dict
+    ):
         def run(buffers):
             gradients = buffers["gradients"]
             for r, layer_run in enumerate(program.runs):
@@ -976,7 +1010,7 @@ class _Device:
             mine = (chunks == get(lane, "chunk")) & (get(lane, "program") >= 0)
             version = jnp.where(mine, get(lane, "absolute_version"), version)
         latest = jnp.where(version >= 0, squares, carry["squared_norm"])
-        all_latest, all_versions = lax.all_gather((latest, version), AXIS)
+        all_latest, all_versions = lax.all_gather((latest, version), STAGE)
         broken = ~jnp.isfinite(all_latest) & (all_versions >= 0)
         global_norm = jnp.sqrt(jnp.sum(all_latest))
         scale = self._scale(carry)
@@ -1023,7 +1057,7 @@ class _Device:
             mine = packing.read(*at, copy.row)
             total += jnp.where(self.me == copy.device, mine, 0)
         if len({copy.device for copy in copies}) > 1:
-            total = lax.psum(total, AXIS)
+            total = lax.psum(total, STAGE)
         for copy in copies:
             at = copy.place, [copy.chunk]
             value = total if copy is copies[0] else jnp.zeros_like(total)
@@ -1040,7 +1074,7 @@ class _Device:
         parameters, first = carry["parameters"], copies[0]
         at = [0, first.chunk]  # schedules that tie stages have one version
         value = packing.read(parameters, first.place, at, first.row)
-        value = lax.psum(jnp.where(self.me == first.device, value, 0), AXIS)
+        value = lax.psum(jnp.where(self.me == first.device, value, 0), STAGE)
         for copy in others:
             at = copy.place, [0, copy.chunk]
             old = packing.read(parameters, *at, copy.row)

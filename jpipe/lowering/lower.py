@@ -107,7 +107,7 @@ class Lowered:
       offset: ring -> int `[S]`: its first slot among its device's.
       num_slots: ring -> slots that every device holds.
       num_chunks: columns a device, at most.
-      homes: for each stage its device, and which of the device's columns it is.
+      placement: for each stage its device, and which of the device's columns it is.
       num_versions: V, weight versions that every device holds; version v lies in slot v modulo V.
       newest: int `[S]`: the newest version of a stage between rounds, relative to the next round.
       num_batches: how many of the latest minibatches are read, the one of this round included.
@@ -122,7 +122,7 @@ class Lowered:
     offset: Mapping[str, np.ndarray]
     num_slots: Mapping[str, int]
     num_chunks: int
-    homes: tuple[tuple[int, int], ...]
+    placement: tuple[tuple[int, int], ...]
     num_versions: int
     newest: np.ndarray
     num_batches: int
@@ -206,7 +206,7 @@ def lower(
         offset=offset,
         num_slots=num_slots,
         num_chunks=num_chunks,
-        homes=tuple((int(schedule.device[c]), int(chunk[c])) for c in column_of),
+        placement=tuple((int(schedule.device[c]), int(chunk[c])) for c in column_of),
         num_versions=_num_versions(schedule),
         newest=newest[column_of],
         num_batches=_num_batches(schedule, column_of, recompute),

@@ -20,7 +20,7 @@ from flax.core import meta
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
-from jpipe.backward import is_inexact
+from jpipe.layers.backward import is_inexact
 
 
 class Function:

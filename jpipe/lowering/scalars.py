@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpipe.lower import Lowered, Operations
+from jpipe.lowering.lower import Lowered, Operations
 
 _LEAST = np.iinfo(np.int32).min
 
@@ -55,13 +55,15 @@ class Columns:
         fields = [np.broadcast_to(c[j], self._shape).T for c in columns.values()]
         return np.stack(fields, axis=-1).astype(np.int32)
 
-    def of_device(self, me, round_, started, fed, num_microbatches: int) -> jax.Array:
+    def of_device(
+        self, me, round_, started, num_entered, num_microbatches: int
+    ) -> jax.Array:
         """All scalars of all ticks, int32 `[T, columns]`.
 
         Args:
           me: the device.
           round_: r; started: s.
-          fed: microbatches that have entered the pipe since round 0.
+          num_entered: microbatches that have entered the pipe since round 0.
           num_microbatches: N.
         """
 
@@ -83,7 +85,7 @@ class Columns:
         first, last = (
             mine(self._guarded, j) + num_microbatches * round_ for j in (1, 2)
         )
-        inside = (first >= 0) & (last < fed)
+        inside = (first >= 0) & (last < num_entered)
         return jnp.concatenate(
             [
                 grown(self._plain),

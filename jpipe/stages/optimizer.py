@@ -14,10 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe.backward import Equations, Part
+from jpipe.layers.backward import Equations, Part
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.schedule import Schedule
-from jpipe.stages import Stages
+from jpipe.stages.cut import Stages
 
 GIVEN = ("delay", "backward_delay", "global_norm")
 """What an optimizer gets as extra arguments: the stage's delays in updates, float32, and the norm of the gradient."""

@@ -1,0 +1,56 @@
+"""Tied weights: which leaves of which layers are one parameter."""
+
+import difflib
+from collections.abc import Sequence
+
+import jax
+
+from jpipe.layers.as_layers import Layer
+
+
+def resolve_ties(
+    layers: Sequence[Layer], ties: Sequence
+) -> list[tuple[tuple[int, int], ...]]:
+    """Ties as `(layer, leaf)` pairs, in order of layers.
+
+    Args:
+      layers: bound layers.
+      ties: each a sequence of `(layer, "dotted.path")` pairs; checked here.
+    """
+    resolved, owner = [], {}
+    for t, tie in enumerate(ties):
+        copies = []
+        for layer, path in tie:
+            name = f"`ties[{t}]`: layer {layer}"
+            if not -len(layers) <= layer < len(layers):
+                raise ValueError(f"{name}, but there are {len(layers)} layers.")
+            layer %= len(layers)
+            leaves = {
+                ".".join(str(key.key) for key in keys): leaf
+                for keys, leaf in jax.tree.leaves_with_path(layers[layer].parameters)
+            }
+            if path not in leaves:
+                close = difflib.get_close_matches(path, leaves, 1, cutoff=0)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ValueError(
+                    f"{name} ({layers[layer].name}) has no parameter {path!r}, only {', '.join(leaves) or 'none'}.{hint}"
+                )
+            copy = layer, list(leaves).index(path)
+            if copy in owner:
+                raise ValueError(
+                    f"{name}: {path!r} is in `ties[{owner[copy]}]` already. Make one tie of the two."
+                )
+            owner[copy] = t
+            copies.append((copy, leaves[path], f"layer {layer}: {path!r}"))
+        if len(copies) < 2:
+            raise ValueError(
+                f"`ties[{t}]` must name at least two parameters, got {list(tie)}."
+            )
+        texts = [f"{text} is {a.dtype}{list(a.shape)}" for _, a, text in copies]
+        if len({(a.shape, a.dtype) for _, a, _ in copies}) > 1:
+            raise ValueError(
+                f"`ties[{t}]`: tied parameters must have one shape and dtype, got {', '.join(texts)}. A layer that "
+                "needs it transposed transposes it in its call."
+            )
+        resolved.append(tuple(sorted(copy for copy, _, _ in copies)))
+    return resolved
