@@ -1,5 +1,6 @@
 """What the pages say is so: programs run, commands print what stands below them, links lead somewhere, facts hold."""
 
+import functools
 import os
 import pathlib
 import re
@@ -8,8 +9,12 @@ import subprocess
 import sys
 import tomllib
 
+import jax
+import jax.numpy as jnp
+import optax
 import pages
 import pytest
+from flax import nnx
 from pages import PAGES, ROOT
 
 import jpipe
@@ -200,6 +205,94 @@ def test_every_page_is_in_the_navigation():
     for page in DOCS.glob("**/*.md"):
         path = page.relative_to(DOCS).with_suffix("").as_posix()
         assert path == "index" or {path, path.removeprefix("api/")} & listed, path
+
+
+def layers(num_layers):
+    return [functools.partial(nnx.Linear, 4, 4)] * num_layers
+
+
+def small_pipeline(**options):
+    defaults = dict(
+        loss=lambda outputs, batch: jnp.mean((outputs - batch["targets"]) ** 2),
+        optimizer=optax.sgd(0.1),
+        schedule=jpipe.schedules.gpipe(2, 4),
+    )
+    given = options.pop("layers", layers(4))
+    return jpipe.Pipeline(given, **defaults | options)
+
+
+def small_batch(num_rows, dim=4):
+    return {"inputs": jnp.ones((num_rows, dim)), "targets": jnp.zeros((num_rows, 4))}
+
+
+def start(pipe, batch):
+    return pipe.init(jax.random.key(0), batch)
+
+
+def too_few_devices():
+    devices = jax.devices()[:4]
+    jpipe.make_mesh(stage=8, devices=devices)
+
+
+def donated():
+    pipe, batch = small_pipeline(), small_batch(8)
+    state = start(pipe, batch)
+    pipe.step(state, batch)
+    pipe.step(state, batch)
+
+
+def another_shape():
+    pipe = small_pipeline()
+    pipe.step(start(pipe, small_batch(8)), small_batch(16))
+
+
+def in_flight():
+    pipe = small_pipeline(schedule=jpipe.schedules.pipemare(2, 4))
+    state, _ = pipe.step(start(pipe, small_batch(8)), small_batch(8))
+    small_pipeline().adopt(state)
+
+
+def tied():
+    shared, other = (nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2))
+    pipe = small_pipeline(
+        layers=[shared, other, shared], schedule=jpipe.schedules.pipemare(2, 4)
+    )
+    start(pipe, small_batch(8))
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
+MESSAGES = {
+    "needs 8 devices, got 4": too_few_devices,
+    "cannot be cut into 4 equal microbatches": lambda: start(
+        small_pipeline(), small_batch(10)
+    ),
+    "layer 0 (Linear) cannot take": lambda: start(
+        small_pipeline(), small_batch(8, dim=5)
+    ),
+    "was donated to an earlier": donated,
+    "was made for microbatches of": another_shape,
+    "has microbatches in flight": in_flight,
+    "lets the update of one layer depend on others": lambda: start(
+        small_pipeline(optimizer=CLIPPED), small_batch(8)
+    ),
+    "share weights but lie on stages": tied,
+    "must return a floating-point scalar": lambda: start(
+        small_pipeline(loss=lambda outputs, batch: outputs), small_batch(8)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_messages_are_what_the_library_says(message):
+    assert f"### `{message}`" in (DOCS / "faq.md").read_text()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MESSAGES[message]()
+
+
+def test_the_warning_is_what_the_library_says():
+    assert "### `is 60% bubble`" in (DOCS / "faq.md").read_text()
+    with pytest.warns(UserWarning, match="is 60% bubble"):
+        jpipe.schedules.gpipe(4, 2)
 
 
 def test_the_facts_of_every_schedule():
