@@ -10,6 +10,7 @@ round after round; figures are medians over the rounds. Results are saved in `--
 program that cannot run, because its environment is missing or the workload is nothing it can do, is a row that says so.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -17,6 +18,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import time
 from typing import NamedTuple
 
 import throughput
@@ -89,6 +91,7 @@ PROGRAMS = {
     },
     "deepspeed": Program("peers/bench_deepspeed.py", "peer", "deepspeed"),
     "unpipelined": _also("unpipelined", "unpipelined"),
+    "whole-batch": _also("whole-batch", "unpipelined"),
     "torch-unpipelined": Program("peers/bench_torch_ref.py", "unpipelined", "torch"),
     "limit": _also("limit", "limit"),
 }
@@ -135,8 +138,9 @@ def run(name: str, workload: str, steps: int) -> dict:
         python = ENVIRONMENTS / program.environment / "bin" / "python"
         if not python.exists():
             return {"failed": f"no environment `{program.environment}`: run --setup"}
+    when = {"commit": _commit(), "started": time.strftime("%Y-%m-%d %H:%M")}
     try:
-        return throughput.measure(
+        report = throughput.measure(
             program.command,
             WORKLOADS[workload],
             steps,
@@ -145,6 +149,29 @@ def run(name: str, workload: str, steps: int) -> dict:
         )
     except throughput.Failed as error:
         return {"failed": str(error)}
+    return report | when
+
+
+@functools.cache
+def _commit() -> str:
+    """The commit that is raced."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
+    found = subprocess.run(command, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def sittings(results: dict) -> str:
+    """Markdown: the commits and dates of each workload's rounds, because rounds can be added later."""
+    lines = []
+    for workload, of_workload in results.items():
+        runs = [run for runs in of_workload.values() for run in runs]
+        commits = sorted(
+            {run.get("commit", "unknown") for run in runs if "failed" not in run}
+        )
+        dates = sorted(run["started"] for run in runs if "started" in run)
+        when = f"{dates[0]} to {dates[-1]}" if dates else "unknown"
+        lines.append(f"- {workload}: commit {', '.join(commits)}; {when}")
+    return "\n".join(lines)
 
 
 def table(results: dict) -> str:
@@ -183,6 +210,7 @@ def table(results: dict) -> str:
         for name, runs in of_workload.items()
         if "failed" in runs[0]
     }
+    lines += ["", "Measured:", "", sittings(results)]
     return "\n".join([*lines, "", *(f"- {failure}" for failure in failures)]) + "\n"
 
 
@@ -220,7 +248,7 @@ def _ratio(medians: dict, one: str, other: str) -> str:
 
 
 def plot(results: dict, path: pathlib.Path) -> None:
-    """Bars of samples a second, one panel a workload, with the spread of the rounds."""
+    """Samples per second, one panel per workload, the fastest program on top; a line marks the limit."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -231,41 +259,75 @@ def plot(results: dict, path: pathlib.Path) -> None:
         "asynchronous": "#2a9d6f",
         "peer": "#c0743a",
         "unpipelined": "#8a8a8a",
-        "limit": "#444444",
     }
-    names = [n for n in PROGRAMS if any(n in r for r in results.values())][::-1]
-    height = 0.24 * len(names) + 1.4
-    width = max(2.2 + 2.5 * len(results), 6.5)
-    figure, axes = plt.subplots(
-        1, len(results), figsize=(width, height), sharey=True, squeeze=False
+    labels = {
+        "jpipe": "jpipe, synchronous",
+        "asynchronous": "jpipe, asynchronous",
+        "peer": "another pipeline",
+        "unpipelined": "no pipeline",
+    }
+    columns = min(len(results), 3)
+    rows = -(-len(results) // columns)
+    most = max(len(of_workload) for of_workload in results.values())
+    figure, grid = plt.subplots(
+        rows,
+        columns,
+        figsize=(4.6 * columns, rows * (0.19 * most + 1.0)),
+        squeeze=False,
     )
-    for axis, (workload, of_workload) in zip(axes[0], results.items()):
-        for y, name in enumerate(names):
-            speeds = _speeds(of_workload.get(name, []))
-            if not speeds:
-                axis.text(
-                    0,
-                    y,
-                    " failed" if name in of_workload else " not run",
-                    va="center",
-                    size=7,
-                )
-                continue
-            median = statistics.median(speeds)
-            axis.barh(y, median, color=colours[PROGRAMS[name].kind])
-            axis.plot([min(speeds), max(speeds)], [y, y], color="black", lw=0.8)
-        axis.set_yticks(range(len(names)), names, size=8)
-        axis.set_title(workload)
-        axis.set_xlabel("samples / s", size=8)
-        axis.tick_params(axis="x", labelsize=7)
+    for axis in grid.flat[len(results) :]:
+        axis.set_visible(False)
+    for axis, (workload, of_workload) in zip(grid.flat, results.items()):
+        medians = {name: _median(runs) for name, runs in of_workload.items()}
+        limit = medians.pop("limit", None)
+        order = sorted((n for n in medians if medians[n]), key=lambda n: medians[n])
+        top = max([medians[n] for n in order] + [limit or 0])
+        for y, name in enumerate(order):
+            speeds = _speeds(of_workload[name])
+            axis.barh(y, medians[name], color=colours[PROGRAMS[name].kind], height=0.72)
+            axis.plot(
+                [min(speeds), max(speeds)], [y - 0.42] * 2, color="#555555", lw=1.2
+            )
+            text = f" {medians[name]:,.0f}"
+            axis.text(max(medians[name], max(speeds)), y, text, va="center", size=6.5)
+        if limit:
+            axis.axvline(limit, color="#444444", ls=":", lw=1)
+            axis.text(limit, len(order) - 0.3, "limit", ha="center", size=6.5)
+        axis.set_yticks(range(len(order)), order, size=7)
+        axis.set_ylim(-0.7, len(order))
+        axis.set_xlim(0, top * 1.15)
+        axis.set_title(f"{workload}: {_in_words(WORKLOADS[workload])}", size=8)
+        axis.set_xlabel("samples per second", size=7)
+        axis.tick_params(axis="x", labelsize=6.5)
         axis.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours.values()]
+    names = [labels[kind] for kind in colours]
     figure.legend(
-        handles, colours, loc="lower center", ncols=len(colours), frameon=False
+        handles,
+        names,
+        loc="lower center",
+        ncols=len(colours),
+        frameon=False,
+        fontsize=8,
     )
-    figure.tight_layout(rect=(0, 0.3 / height, 1, 1))
+    figure.tight_layout(rect=(0, 0.3 / figure.get_figheight(), 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _in_words(workload: str) -> str:
+    """A workload's flags as a title.
+
+    Example:
+      >>> _in_words("--model mlp --dim 256 --layers 8 --batch 256 --microbatches 8 --stages 2")
+      'mlp, dim 256, batch 256 in 8, 2 stages'
+    """
+    words = workload.split()
+    flags = dict(zip(words[::2], words[1::2]))
+    return (
+        f"{flags['--model']}, dim {flags['--dim']}, batch {flags['--batch']} in {flags['--microbatches']}, "
+        f"{flags['--stages']} stages"
+    )
 
 
 def main() -> None:

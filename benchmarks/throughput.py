@@ -37,6 +37,7 @@ PROGRAMS = {
     "1f1b-unit": "bench_jpipe.py --schedule one_f_one_b --ticks unit",
     "mpmd": "peers/bench_jax_mpmd.py --order 1f1b",
     "unpipelined": "peers/bench_jax_ref.py",
+    "whole-batch": "peers/bench_jax_ref.py --microbatches 1",
     "pipemare": "bench_jpipe.py --schedule pipemare --ticks paired",
     "pipemare-unit": "bench_jpipe.py --schedule pipemare --ticks unit",
     "pipedream": "bench_jpipe.py --schedule pipedream --ticks paired",
@@ -44,8 +45,15 @@ PROGRAMS = {
     "replicas": "bench_jpipe.py --schedule pipemare --ticks paired --stages 1 --data 2",
     "limit": "bench_jpipe.py --schedule pipemare --ticks paired --stages 1",
 }
-SYNCHRONOUS = ("gpipe", "1f1b-paired", "1f1b-unit", "mpmd", "unpipelined")
-COMPARED = ("mpmd", "unpipelined", "replicas", "limit")
+SYNCHRONOUS = (
+    "gpipe",
+    "1f1b-paired",
+    "1f1b-unit",
+    "mpmd",
+    "unpipelined",
+    "whole-batch",
+)
+COMPARED = ("mpmd", "unpipelined", "whole-batch", "replicas", "limit")
 
 
 class Failed(Exception):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jpipe.costs import Memory
 from jpipe.lowering.lower import STASHES, Route, lower
 from jpipe.packing import Leaf, Packing
-from jpipe.pipeline import Memory
 from jpipe.plan.machine import Machine
 from jpipe.plan.profile import LayerProfile, Profile
 from jpipe.schedule import Schedule

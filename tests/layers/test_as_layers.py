@@ -247,5 +247,5 @@ def test_layers_that_differ_in_momentum_are_two_kinds():
     assert len(as_layers(layers)) == 3
     pipe = pipeline(1, 1, layers)
     batch = {k: np.ones((4, 2), np.float32) for k in ("inputs", "targets")}
-    plan = pipe._plan(pipe._microbatch(batch))
-    assert plan.stages.kind_of_layer == [0, 1, 0]
+    program = pipe._program(batch)
+    assert program.stages.kind_of_layer == [0, 1, 0]
