@@ -23,7 +23,7 @@ STASHES = ("input_stash", "weight_stash", "crossing")
 """Rings that keep a stage's values from one of its operations to another."""
 
 GUARDS = ("cond",)
-"""Policies for operations that only some devices run in a tick, see `jpipe.engine.device.guarded`."""
+"""Policies for operations that only some devices run in a tick, see `jpipe.engine.guard.guarded`."""
 
 
 @dataclasses.dataclass(frozen=True)
