@@ -114,7 +114,9 @@ def resolve(name):
 def check_reference(app, env):
     """Fails the build if the reference lacks a public name. One page for an object that has two names is enough."""
     python = env.domaindata["py"]
-    documented = {id(resolve(name)) for name in (*python["objects"], *python["modules"])}
+    documented = {
+        id(resolve(name)) for name in (*python["objects"], *python["modules"])
+    }
     for name in public_names():
         if id(resolve(name)) not in documented and name not in python["objects"]:
             logging.getLogger(__name__).warning(

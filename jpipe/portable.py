@@ -18,7 +18,7 @@ from jpipe.layers.trace import shared_jit
 from jpipe.mesh import STAGE
 from jpipe.packing import Place
 from jpipe.program import Program
-from jpipe.stages.optimizer import Update, stage_tree
+from jpipe.stages.optimizer import StageUpdate, stage_tree
 from jpipe.state import PipelineState, num_rounds
 
 OfStage = Callable[[int], tuple[Sequence, Sequence, Any]]
@@ -142,7 +142,7 @@ def _pack(program: Program, of_stage: OfStage) -> dict[str, Any]:
             delay = float(engine.delays[reader][s])
             if delay:
                 with jax.default_device(addressable[0]):
-                    values = update.reads[reader](values, state_leaves, delay)
+                    values = update.param_hooks[reader](values, state_leaves, delay)
             for copies, value in zip(update.parameters, values, strict=True):
                 for place, row in copies:
                     _write(arrays, versions, place, row, value)
@@ -221,7 +221,7 @@ def optimizer_paths(program: Program, stage: int) -> dict[str, jax.ShapeDtypeStr
     return {jax.tree_util.keystr(p): a for p, a in jax.tree.leaves_with_path(shapes)}
 
 
-def _update(program: Program, stage: int) -> Update:
+def _update(program: Program, stage: int) -> StageUpdate:
     updates = program.engine.updates
     return updates.programs[updates.program_of_stage[stage]]
 
