@@ -29,6 +29,8 @@ class Device:
       position: int32 `[]`, position along the axis "stage".
       batch: leaves of the minibatches that are kept, `[num_batches * N, microbatch, ...]` each.
       inputs: the leaves of `batch["inputs"]` among them.
+      minibatch_weights: `[num_batches]`, the weight of each minibatch, which divides the sums of the loss, averaged over
+        replicas; None if the loss is a mean.
     """
 
     spec: PassSpec
@@ -40,6 +42,7 @@ class Device:
     position: jax.Array
     batch: tuple[jax.Array, ...] = ()
     inputs: tuple[jax.Array, ...] = ()
+    minibatch_weights: jax.Array | None = None
 
     @classmethod
     def here(
@@ -62,7 +65,28 @@ class Device:
     def with_batch(self, batch: Any) -> "Device":
         """The device with a batch, a tree with an entry "inputs"."""
         leaves, inputs = jax.tree.leaves(batch), jax.tree.leaves(batch["inputs"])
-        return dataclasses.replace(self, batch=tuple(leaves), inputs=tuple(inputs))
+        return dataclasses.replace(
+            self,
+            batch=tuple(leaves),
+            inputs=tuple(inputs),
+            minibatch_weights=self._minibatch_weights(leaves),
+        )
+
+    def _minibatch_weights(self, batch: list[jax.Array]) -> jax.Array | None:
+        """The weight of each minibatch that is kept: see `jpipe.layers.loss`."""
+        weight = self.spec.stages.loss_weight
+        if weight is None:
+            return None
+        # Before the first tick: the first backward of a minibatch needs the weight of the whole.
+        weights = lax.map(lambda microbatch: weight(*microbatch)[0], batch)
+        weights = weights.reshape(-1, self.spec.schedule.num_microbatches)
+        return self.mean_over_replicas(weights.sum(axis=1))
+
+    def random_key(self, number: Any, microbatch_number: jax.Array) -> jax.Array:
+        """The key that layer `number` draws from for a microbatch of this replica."""
+        key = jax.random.fold_in(self.key, number)
+        key = jax.random.fold_in(key, microbatch_number)
+        return jax.random.fold_in(key, self.replica)
 
     def mean_over_replicas(self, tree: Any) -> Any:
         """The mean over the replicas of a stage."""

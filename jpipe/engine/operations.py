@@ -6,7 +6,7 @@ it writes. Nothing here communicates with other devices, except for the mean of 
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -149,11 +149,11 @@ def _add_loss(
     stage: StageContext, written: Written, outputs: list[jax.Array], stashes: bool
 ) -> Written:
     """Adds the loss of the microbatch to the sums, and writes its stash if `stashes`."""
-    batch = _microbatch(stage, stage.device.batch)
     if stashes:
-        values, aux, rings = _loss_and_stash(stage, written, outputs, batch)
+        values, aux, rings = _loss_and_stash(stage, written, outputs)
     else:
-        values, aux = stage.stages.loss.forward([], outputs, batch)
+        extra = _loss_extra(stage)
+        values, aux = stage.stages.loss.forward([], outputs, extra)
         rings = written.rings
     (value,) = values
     return written.replace(
@@ -164,14 +164,22 @@ def _add_loss(
     )
 
 
+def _loss_extra(stage: StageContext) -> list[jax.Array]:
+    """What the loss gets beside outputs: the microbatch, and a random key if the loss takes one."""
+    batch = _microbatch(stage, stage.device.batch)
+    if len(stage.stages.loss.extra) == len(batch):
+        return batch
+    number = len(stage.stages.layers)  # layers draw by the numbers below
+    key = stage.device.random_key(number, stage.scalars.microbatch_number)
+    return [*batch, jax.random.key_data(key)]
+
+
 def _loss_and_stash(
-    stage: StageContext,
-    written: Written,
-    outputs: list[jax.Array],
-    batch: list[jax.Array],
+    stage: StageContext, written: Written, outputs: list[jax.Array]
 ) -> tuple:
     """Values and aux of the loss, and the rings with its stash."""
-    values, stash, aux = stage.stages.loss.forward_and_stash([], outputs, batch)
+    extra = _loss_extra(stage)
+    values, stash, aux = stage.stages.loss.forward_and_stash([], outputs, extra)
     places, slot_of = stage.program.loss_stash, stage.scalars.slot
     rings = write_stash(written.rings, "input_stash", places, stash, slot_of)
     return values, aux, rings
@@ -293,8 +301,7 @@ def _recompute(stage: StageContext, written: Written, read: ReadOnly) -> Written
     written = written.replace(rings=result.rings)
 
     def with_loss() -> dict:
-        batch = _microbatch(stage, stage.device.batch)
-        return _loss_and_stash(stage, written, result.outputs, batch)[-1]
+        return _loss_and_stash(stage, written, result.outputs)[-1]
 
     return written.replace(rings=stage.if_last(with_loss, lambda: written.rings))
 
@@ -302,12 +309,16 @@ def _recompute(stage: StageContext, written: Written, read: ReadOnly) -> Written
 def _loss_gradient(
     stage: StageContext, written: Written, read: ReadOnly
 ) -> list[jax.Array]:
-    """The gradient of the loss by the stage's outputs, of a minibatch's mean and times the loss scale."""
+    """The gradient of the minibatch's loss by the stage's outputs, times the loss scale."""
     loss, slot = stage.stages.loss, [stage.scalars.slot("input_stash")]
     places = stage.program.loss_stash
     stash = packing.read_all(written.rings["input_stash"], places, slot)
     num_microbatches = stage.spec.schedule.num_microbatches
-    gradient = jnp.ones((), loss.outputs[0].dtype) / num_microbatches
+    divisor: Any = num_microbatches
+    if stage.device.minibatch_weights is not None:
+        minibatch = stage.scalars.microbatch // num_microbatches
+        divisor = stage.device.minibatch_weights[minibatch]
+    gradient = jnp.ones((), loss.outputs[0].dtype) / divisor
     if stage.spec.loss_scale is not None:
         gradient *= read.loss_scale["scale"][0].astype(gradient.dtype)
     return loss.backward([], stash, [gradient])[1]

@@ -170,10 +170,9 @@ def _layer_extra(
     """What layer i gets beside parameters and inputs: its random key and its mutable state."""
     key = jax.random.key_data(stage.device.key)
     if kind.reads_extra[0]:
-        number = stage.scalars.first_layer(r) + i
-        key = jax.random.fold_in(stage.device.key, number)
-        key = jax.random.fold_in(key, stage.scalars.microbatch_number)
-        key = jax.random.key_data(jax.random.fold_in(key, stage.device.replica))
+        lane = stage.scalars
+        key = stage.device.random_key(lane.first_layer(r) + i, lane.microbatch_number)
+        key = jax.random.key_data(key)
     if not run.state:
         return [key]
     return [key, *packing.read_all(mutable_state, run.state, stage.column, i)]
