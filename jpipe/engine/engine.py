@@ -627,7 +627,7 @@ class _Device:
         """
         live = self._arrived_skips(program, carry, get)
         for r, run in enumerate(program.runs):
-            kind = self.stages.kinds[run.kind]
+            kind = self.stages.layer_kinds[run.kind]
             popped = [leaf for name, _ in run.pop for leaf in live.pop(name)]
 
             def layer(i, state, r=r, run=run, kind=kind, popped=popped):
@@ -635,9 +635,9 @@ class _Device:
                 parameters = self._parameters(carry, reader, run, get, i)
                 extra = self._extra(carry, run, kind, get, r, i)
                 if rings is None:
-                    y, told = kind.forward(parameters, [*x, *popped], extra)
+                    y, statistics = kind.forward(parameters, [*x, *popped], extra)
                 else:
-                    y, kept, told = kind.forward_and_stash(
+                    y, kept, statistics = kind.forward_and_stash(
                         parameters, [*x, *popped], extra
                     )
                     for ring, places, which in (
@@ -647,7 +647,7 @@ class _Device:
                         values = [kept[j] for j in which]
                         rings = self._write_stash(rings, ring, places, get, values, i)
                 if statistics is not None and run.state:
-                    for place, value in zip(run.state, told, strict=True):
+                    for place, value in zip(run.state, statistics, strict=True):
                         at = [get("chunk")]
                         statistics = packing.add(statistics, place, at, value, i)
                 return y, rings, statistics
@@ -895,7 +895,7 @@ class _Device:
                         else []
                     )
             for r, layer_run in reversed(list(enumerate(program.runs))):
-                kind = self.stages.kinds[layer_run.kind]
+                kind = self.stages.layer_kinds[layer_run.kind]
                 gy = [*gy, *(g for name, _ in layer_run.stash for g in live.pop(name))]
 
                 def layer(i, state, layer_run=layer_run, kind=kind):
@@ -903,9 +903,14 @@ class _Device:
                     parameters = self._parameters(carry, "backward", layer_run, get, i)
                     stash = self._read_stash(rings, layer_run, kind, get, i)
                     if split:
-                        gx, crossing = kind.input_grad(parameters, stash, gy)
+                        gx, split_residuals = kind.input_grad(parameters, stash, gy)
                         rings = self._write_stash(
-                            rings, "crossing", layer_run.crossing, get, crossing, i
+                            rings,
+                            "split_residuals",
+                            layer_run.split_residuals,
+                            get,
+                            split_residuals,
+                            i,
                         )
                     else:
                         gp, gx = kind.backward(parameters, stash, gy)
@@ -939,7 +944,7 @@ class _Device:
         def run(buffers):
             gradients = buffers["gradients"]
             for r, layer_run in enumerate(program.runs):
-                kind = self.stages.kinds[layer_run.kind]
+                kind = self.stages.layer_kinds[layer_run.kind]
 
                 def layer(i, gradients, layer_run=layer_run, kind=kind):
                     parameters = self._parameters(carry, "backward", layer_run, get, i)
@@ -951,21 +956,21 @@ class _Device:
                             [get("weight_stash")],
                             i,
                         )
-                    crossing = (
+                    split_residuals = (
                         packing.read_all(
-                            carry["rings"]["crossing"],
-                            layer_run.crossing,
-                            [get("crossing")],
+                            carry["rings"]["split_residuals"],
+                            layer_run.split_residuals,
+                            [get("split_residuals")],
                             i,
                         )
-                        if layer_run.crossing
+                        if layer_run.split_residuals
                         else []
                     )
                     return _accumulate(
                         gradients,
                         layer_run,
                         get,
-                        kind.weight_grad(parameters, stash, crossing),
+                        kind.weight_grad(parameters, stash, split_residuals),
                         i,
                     )
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from jpipe.schedule import IDLE, Schedule, newest_version
 
-STASHES = ("input_stash", "weight_stash", "crossing")
+STASHES = ("input_stash", "weight_stash", "split_residuals")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +330,7 @@ def _lifetimes(
         lifetimes["input_stash"] = (kept_from, backward)
         lifetimes["weight_stash"] = (kept_from, weight)
     if schedule.splits_backward:
-        lifetimes["crossing"] = (backward, weight)
+        lifetimes["split_residuals"] = (backward, weight)
     return lifetimes
 
 

@@ -42,7 +42,7 @@ from jpipe.plan.measure import (
 )
 from jpipe.solvers.min_max import min_max
 
-_FORMAT = "jpipe profile 2"
+_FORMAT = "jpipe profile 3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +60,7 @@ class LayerProfile:
       update: of the optimizer's update, with the norm of the gradient, once a minibatch.
       activations: abstract arrays that it hands to the next layer; skips: those of each skip that it stashes.
       input_stash: what it keeps from a forward for the input gradient alone; weight_stash: for the weight gradient, and
-        perhaps the input gradient before it; crossing: what the input gradient leaves for the weight gradient.
+        perhaps the input gradient before it; split_residuals: what the input gradient leaves for the weight gradient.
       parameters: its weights; optimizer_state: their part of the optimizer's state; state: its mutable state.
       temporary_bytes: the most that one of the programs measured needs beside all these.
       stash, pop: the names of the skips that start and end here.
@@ -78,7 +78,7 @@ class LayerProfile:
     skips: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
     input_stash: tuple[jax.ShapeDtypeStruct, ...]
     weight_stash: tuple[jax.ShapeDtypeStruct, ...]
-    crossing: tuple[jax.ShapeDtypeStruct, ...]
+    split_residuals: tuple[jax.ShapeDtypeStruct, ...]
     parameters: tuple[jax.ShapeDtypeStruct, ...]
     optimizer_state: tuple[jax.ShapeDtypeStruct, ...]
     state: tuple[jax.ShapeDtypeStruct, ...]
@@ -87,7 +87,7 @@ class LayerProfile:
     pop: tuple[str, ...]
 
     def avals(self, name: str) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The abstract arrays of an attribute: "parameters", "crossing" and so on."""
+        """The abstract arrays of an attribute: "parameters", "split_residuals" and so on."""
         return getattr(self, name)
 
     @property
@@ -452,12 +452,12 @@ def profile(
         of_update = measure_updates(updates, update_of_layer, *given)
     layers = tuple(
         _record(
-            traced.kinds[k],
+            traced.layer_kinds[k],
             {**of_kind[k], **of_update[u]},
-            outputs(traced.kinds[k]),
+            outputs(traced.layer_kinds[k]),
             name=layer.name,
             kind=k,
-            parameters=traced.kinds[k].parameters,
+            parameters=traced.layer_kinds[k].parameters,
             optimizer_state=_abstract(updates[u].state),
             state=_abstract(traced.mutable[k].leaves),
             stash=layer.stash,
@@ -469,7 +469,7 @@ def profile(
         of_loss["update"] = Measured()
     of_nothing = dict.fromkeys(("parameters", "optimizer_state", "state"), ())
     of_nothing |= {"stash": (), "pop": ()}
-    number = len(traced.kinds)
+    number = len(traced.layer_kinds)
     loss = _record(traced.loss, of_loss, [()], name="loss", kind=number, **of_nothing)
     found = Profile(layers, loss, **made_with)
     if cache is not None:
@@ -491,7 +491,7 @@ def _record(
         skips=tuple(skips),
         input_stash=tuple(program.stash[j] for j in program.input_stash),
         weight_stash=tuple(program.stash[j] for j in program.weight_stash),
-        crossing=program.crossing,
+        split_residuals=program.split_residuals,
         temporary_bytes=max((m.temporary_bytes for m in measured.values()), default=0),
         **fields,
     )
@@ -508,7 +508,7 @@ def _model_texts(traced: Traced) -> list[str]:
     layers = zip(traced.layers, traced.kind_of_layer)
     return [
         *(f"{layer.name} {k} {layer.stash} {layer.pop}" for layer, k in layers),
-        *(kind.text for kind in traced.kinds),
+        *(kind.text for kind in traced.layer_kinds),
         traced.loss.text,
     ]
 
