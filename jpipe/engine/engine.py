@@ -635,9 +635,9 @@ class _Device:
                 parameters = self._parameters(carry, reader, run, get, i)
                 extra = self._extra(carry, run, kind, get, r, i)
                 if rings is None:
-                    y, statistics = kind.forward(parameters, [*x, *popped], extra)
+                    y, changes = kind.forward(parameters, [*x, *popped], extra)
                 else:
-                    y, kept, statistics = kind.forward_and_stash(
+                    y, kept, changes = kind.forward_and_stash(
                         parameters, [*x, *popped], extra
                     )
                     for ring, places, which in (
@@ -647,7 +647,7 @@ class _Device:
                         values = [kept[j] for j in which]
                         rings = self._write_stash(rings, ring, places, get, values, i)
                 if statistics is not None and run.state:
-                    for place, value in zip(run.state, statistics, strict=True):
+                    for place, value in zip(run.state, changes, strict=True):
                         at = [get("chunk")]
                         statistics = packing.add(statistics, place, at, value, i)
                 return y, rings, statistics
