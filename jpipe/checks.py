@@ -346,7 +346,7 @@ def check_stages(stages: Stages, schedule: Schedule, recompute: Any) -> None:
             )
     if recompute == "full":
         for i, layer in enumerate(stages.layers):
-            kind = stages.kinds[stages.kind_of_layer[i]]
+            kind = stages.layer_kinds[stages.kind_of_layer[i]]
             if any(kind.outputs_read_extra[1:]):
                 raise ValueError(
                     f"layer {i} ({layer.name}) reads its mutable state in training, which "

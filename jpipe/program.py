@@ -223,7 +223,7 @@ class Program:
         traced, stages, updates = self.traced, self.stages, self.engine.updates
         layers = [
             (
-                traced.kinds[kind].text,
+                traced.layer_kinds[kind].text,
                 str(jax.tree.structure((layer.parameters, layer.state))),
                 layer.stash,
                 layer.pop,

@@ -62,7 +62,7 @@ class Reference:
         self.params, self.stages, self.batches = list(params), None, {}
         self.stash: dict = {}
         self.inbox: dict = {}
-        self.crossing: dict = {}
+        self.split_residuals: dict = {}
         self.gradients = [None] * S
         self.optimizer_state = [None] * S
 
@@ -138,7 +138,7 @@ class Reference:
             self._backward(s, m, cell("backward_version"), arriving)
         m = cell("weight_grad")
         if m is not None and m >= 0:
-            for i, weights, values in self.crossing.pop((s, m)):
+            for i, weights, values in self.split_residuals.pop((s, m)):
                 stash = self.stash[i, m]
                 self._accumulate(
                     s, i, self._kind(i).weight_grad(weights, stash, values)
@@ -160,7 +160,7 @@ class Reference:
         return float(weight(*jax.tree.leaves(self.batches[m]))[0])
 
     def _kind(self, layer: int):
-        return self.stages.kinds[self.stages.kind_of_layer[layer]]
+        return self.stages.layer_kinds[self.stages.kind_of_layer[layer]]
 
     def _forward(
         self, s: int, m: int, version: int, arriving: dict, losses: list
@@ -195,14 +195,16 @@ class Reference:
         for i in reversed(self.stages.layers_of(s)):
             weights = jax.tree.leaves(self.weights[s, version][i])
             if self.schedule.splits_backward:
-                gx, crossing = self._kind(i).input_grad(weights, self.stash[i, m], gy)
-                later.append((i, weights, crossing))
+                gx, split_residuals = self._kind(i).input_grad(
+                    weights, self.stash[i, m], gy
+                )
+                later.append((i, weights, split_residuals))
             else:
                 gp, gx = self._kind(i).backward(weights, self.stash.pop((i, m)), gy)
                 self._accumulate(s, i, gp)
             gy = gx
         if later:
-            self.crossing[s, m] = later
+            self.split_residuals[s, m] = later
         if s > 0:
             assert len(gy) == sum(
                 is_inexact(a) for a in self._kind(self.stages.starts[s]).inputs

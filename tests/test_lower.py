@@ -167,7 +167,7 @@ def replay(lowered, recompute, num_rounds):
             slots.read("input_stash", *what)
             slots.read("weight_stash", *what, last=not table.splits_backward)
             if table.splits_backward:
-                slots.write("crossing", *what)
+                slots.write("split_residuals", *what)
             if what[0] > 0:
                 sent[d, ops["forward"].num_lanes + lane] = (
                     "gradient",
@@ -176,7 +176,7 @@ def replay(lowered, recompute, num_rounds):
                 )
         for _, _, *what in operations_at(ops["weight_grad"], t, r, N):
             slots.read("weight_stash", *what)
-            slots.read("crossing", *what)
+            slots.read("split_residuals", *what)
         received = {}
         for i, channel in enumerate(lowered.channels):
             pairs = channel.pairs or [(d, d) for d in range(table.num_devices)]
@@ -326,7 +326,7 @@ def test_depths_of_unit_ticks():
     # F to W takes S - s microbatches, F to B as many, B to W one.
     depth = lower(one_f_one_b(3, 6, ticks="unit")).depth
     assert depth["weight_stash"].tolist() == depth["input_stash"].tolist() == [3, 2, 1]
-    assert depth["crossing"].tolist() == [1, 1, 1]
+    assert depth["split_residuals"].tolist() == [1, 1, 1]
     assert depth["gradient"].tolist() == [1, 1, 0]
 
 
@@ -340,7 +340,7 @@ def test_depths_of_gpipe_with_and_without_recomputation():
         assert keep[ring].tolist() == [5, 5, 5]
         assert again[ring].tolist() == [1, 1, 1]
     assert keep["gradient"].tolist() == again["gradient"].tolist() == [1, 1, 0]
-    assert not keep["crossing"].any()
+    assert not keep["split_residuals"].any()
 
 
 def test_columns_of_a_device_lie_one_after_the_other():

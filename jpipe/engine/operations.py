@@ -253,7 +253,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     lane = stage.scalars
     skip_gradients = arrived_skip_gradients(stage.spec, stage.program, read.inbox, lane)
     for r, run in reversed(list(enumerate(stage.program.runs))):
-        kind = stage.stages.kinds[run.kind]
+        kind = stage.stages.layer_kinds[run.kind]
         gy = [*gy, *(g for name, _ in run.stash for g in skip_gradients.pop(name))]
 
         def layer(i, state, run=run, kind=kind):
@@ -262,8 +262,10 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
             stash = read_layer_stash(rings, run, kind, lane.slot, i)
             if split:
                 gx, values = kind.input_grad(parameters, stash, gy)
-                places = run.crossing
-                rings = write_stash(rings, "crossing", places, values, lane.slot, i)
+                places = run.split_residuals
+                rings = write_stash(
+                    rings, "split_residuals", places, values, lane.slot, i
+                )
             else:
                 gp, gx = kind.backward(parameters, stash, gy)
                 gradients = add_gradients(gradients, run, gp, lambda: lane.chunk, i)
@@ -343,7 +345,7 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
     """The parameter gradients of one microbatch, after `backward` computed its input gradient."""
     gradients, lane = written.gradients, stage.scalars
     for r, run in enumerate(stage.program.runs):
-        kind = stage.stages.kinds[run.kind]
+        kind = stage.stages.layer_kinds[run.kind]
 
         def layer(i, gradients, run=run, kind=kind):
             parameters = layer_parameters(stage, read, "backward", run, i)
@@ -351,9 +353,11 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
                 read.rings, run, kind, lane.slot, i, only="weight_stash"
             )
             values = []
-            if run.crossing:
-                slot = [lane.slot("crossing")]
-                values = packing.read_all(read.rings["crossing"], run.crossing, slot, i)
+            if run.split_residuals:
+                slot = [lane.slot("split_residuals")]
+                values = packing.read_all(
+                    read.rings["split_residuals"], run.split_residuals, slot, i
+                )
             values = kind.weight_grad(parameters, stash, values)
             return add_gradients(gradients, run, values, lambda: lane.chunk, i)
 

@@ -219,7 +219,7 @@ def run_layers(
     """
     skips = arrived_skips(stage.spec, stage.program, read.inbox, stage.scalars)
     for r, run in enumerate(stage.program.runs):
-        kind = stage.stages.kinds[run.kind]
+        kind = stage.stages.layer_kinds[run.kind]
         popped = [leaf for name, _ in run.pop for leaf in skips.pop(name)]
 
         def layer(i, state, r=r, run=run, kind=kind, popped=popped):

@@ -53,11 +53,11 @@ class LayerProgram:
       forward_and_stash: `(parameters, inputs, extra) -> (outputs, stash, aux)`.
       backward: `(parameters, stash, output_grads) -> (parameter_grads, input_grads)`, the whole
         backward.
-      input_grad: `(parameters, stash, output_grads) -> (input_grads, crossing)`. Of the
+      input_grad: `(parameters, stash, output_grads) -> (input_grads, split_residuals)`. Of the
         stash it reads `input_stash` and perhaps `weight_stash`.
-      weight_grad: `(parameters, stash, crossing) -> parameter_grads`. Of the stash it reads
+      weight_grad: `(parameters, stash, split_residuals) -> parameter_grads`. Of the stash it reads
         only `weight_stash`.
-      parameters, inputs, extra, outputs, aux, stash, crossing: abstract values of those
+      parameters, inputs, extra, outputs, aux, stash, split_residuals: abstract values of those
         lists.
       input_stash, weight_stash: disjoint positions in the stash: the values that only `input_grad`
         reads, and the values that `weight_grad` reads.
@@ -78,7 +78,7 @@ class LayerProgram:
     outputs: tuple
     aux: tuple
     stash: tuple
-    crossing: tuple
+    split_residuals: tuple
     input_stash: tuple[int, ...]
     weight_stash: tuple[int, ...]
     reads_extra: tuple[bool, ...]
@@ -125,7 +125,7 @@ def trace_layer(
     backward = _trace_backward(forward)
     residuals = _Residuals.of(forward, backward, arguments)
     whole = residuals.reader(backward.slice(backward.inputs, backward.outputs))
-    for_inputs, for_weights, crossing = _split_backward(
+    for_inputs, for_weights, split_residuals = _split_backward(
         backward, residuals, num_parameters=len(arguments.parameters)
     )
     input_reader = residuals.reader(for_inputs)
@@ -136,7 +136,7 @@ def trace_layer(
         backward,
         residuals,
         _Readers(whole, input_reader, weight_reader),
-        crossing,
+        split_residuals,
     )
 
 
@@ -403,12 +403,12 @@ def _split_backward(
 
     rest = backward.slice((*residuals.inputs, *known), parameter_grads)
     needed = (v for eqn in rest.equations for v in variables(eqn.invars))
-    crossing = [
+    split_residuals = [
         v for v in dict.fromkeys((*needed, *variables(parameter_grads))) if v in known
     ]
-    for_inputs = backward.slice(backward.inputs, (*input_grads, *crossing))
-    for_weights = backward.slice((*residuals.inputs, *crossing), parameter_grads)
-    return for_inputs, for_weights, crossing
+    for_inputs = backward.slice(backward.inputs, (*input_grads, *split_residuals))
+    for_weights = backward.slice((*residuals.inputs, *split_residuals), parameter_grads)
+    return for_inputs, for_weights, split_residuals
 
 
 # -- The programs
@@ -420,7 +420,7 @@ def _layer_program(
     backward: Equations,
     residuals: _Residuals,
     readers: _Readers,
-    crossing: list,
+    split_residuals: list,
 ) -> LayerProgram:
     equations, stash = forward.equations, residuals.stash
     num_outputs, num_results = len(forward.outputs), forward.num_results
@@ -467,7 +467,7 @@ def _layer_program(
         outputs=tuple(forward.outputs),
         aux=tuple(_aval(v) for v in forward.aux),
         stash=tuple(_aval(v) for v in stash),
-        crossing=tuple(_aval(v) for v in crossing),
+        split_residuals=tuple(_aval(v) for v in split_residuals),
         input_stash=tuple(sorted(readers.inputs.reads - readers.weights.reads)),
         weight_stash=tuple(sorted(readers.weights.reads)),
         reads_extra=tuple(v in read for v in extra_inputs),

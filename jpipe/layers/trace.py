@@ -43,8 +43,8 @@ class Traced:
 
     Attributes:
       layers: the layers, bound to the shapes of their inputs.
-      kinds: the programs of each layer kind.
-      kind_of_layer: per layer, the position of its kind in `kinds`.
+      layer_kinds: the programs of each layer kind.
+      kind_of_layer: per layer, the position of its kind in `layer_kinds`.
       mutable: the mutable state of each layer kind.
       loss: the program of the loss: see `TracedLoss`; None in evaluation.
       loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
@@ -60,7 +60,7 @@ class Traced:
     """
 
     layers: Sequence[Layer]
-    kinds: Sequence[LayerProgram]
+    layer_kinds: Sequence[LayerProgram]
     kind_of_layer: Sequence[int]
     mutable: Sequence[Mutable]
     loss: LayerProgram | None
@@ -81,7 +81,7 @@ class Traced:
     @functools.cached_property
     def flops(self) -> list[float]:
         """FLOPs of each layer's forward and backward of one microbatch, as XLA counts them."""
-        of_kind = [_flops(kind) for kind in self.kinds]
+        of_kind = [_flops(kind) for kind in self.layer_kinds]
         return [of_kind[k] for k in self.kind_of_layer]
 
 
@@ -137,7 +137,7 @@ def trace_layers(
         )
     return Traced(
         tracer.layers,
-        tracer.kinds,
+        tracer.layer_kinds,
         tracer.kind_of_layer,
         tracer.mutable,
         program,
@@ -152,7 +152,7 @@ def trace_layers(
             [()] * len(kind.stash)
             if loss is None or automatic is None
             else stash_specs(kind, spec, automatic)
-            for kind, spec in zip(tracer.kinds, tracer.specs, strict=True)
+            for kind, spec in zip(tracer.layer_kinds, tracer.specs, strict=True)
         ],
         automatic,
     )
@@ -162,7 +162,7 @@ class _Tracer:
     """Traces layers in order, each for the outputs of the layer before it.
 
     Attributes:
-      layers, kinds, kind_of_layer, mutable, outputs, skips, specs: as in `Traced`, of the layers so
+      layers, layer_kinds, kind_of_layer, mutable, outputs, skips, specs: as in `Traced`, of the layers so
         far.
       axis_sizes: automatic axis of the mesh -> number of devices.
       reports: the values that layers hand on to the loss beside their outputs, by name. Every layer
@@ -180,7 +180,7 @@ class _Tracer:
         policy: Callable | None,
     ) -> None:
         self.layers = list(layers)
-        self.kinds: list[LayerProgram] = []
+        self.layer_kinds: list[LayerProgram] = []
         self.kind_of_layer: list[int] = []
         self.mutable: list[Mutable] = []
         self.outputs: list[tuple] = []
@@ -218,7 +218,7 @@ class _Tracer:
     def drop_input_grads(self, inputs: Any) -> None:
         """Traces the first layer without the gradient of the model's inputs, which nothing reads."""
         if self.kind_of_layer.count(0) == 1:
-            self.kinds[0] = self._trace(0, (inputs,), input_grads=False)
+            self.layer_kinds[0] = self._trace(0, (inputs,), input_grads=False)
 
     def _program(self, i: int, args: tuple) -> LayerProgram:
         """The programs of layer `i`: those of an earlier layer if both are surely the same."""
@@ -240,9 +240,9 @@ class _Tracer:
         mutable = _mutable(self.layers[i])
         spec = parameter_specs(self.layers[i], i, self.axis_sizes)
         text = f"{program.text}\n{_commit_text(mutable)}\n{spec}"
-        kind = self._kind_of_text.setdefault(text, len(self.kinds))
-        if kind == len(self.kinds):
-            self.kinds.append(program)
+        kind = self._kind_of_text.setdefault(text, len(self.layer_kinds))
+        if kind == len(self.layer_kinds):
+            self.layer_kinds.append(program)
             self.mutable.append(mutable)
             self.specs.append(spec)
         return kind

@@ -19,7 +19,7 @@ from jpipe.schedule import IDLE, Schedule, newest_version
 
 __all__ = ["GUARDS", "STASHES", "Lowered", "Operations", "Route", "lower", "neighbours"]
 
-STASHES = ("input_stash", "weight_stash", "crossing")
+STASHES = ("input_stash", "weight_stash", "split_residuals")
 """Rings that keep a stage's values from one of its operations to another."""
 
 GUARDS = ("cond",)
@@ -338,7 +338,7 @@ def _lifetimes(
         lifetimes["input_stash"] = (stashed, backward)
         lifetimes["weight_stash"] = (stashed, weight_grad)
     if schedule.splits_backward:
-        lifetimes["crossing"] = (backward, weight_grad)
+        lifetimes["split_residuals"] = (backward, weight_grad)
     return lifetimes
 
 

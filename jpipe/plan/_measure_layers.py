@@ -50,10 +50,10 @@ def measure_layers(
     names = needed_programs(programs)
     wanted = [name for name in names if name in programs]
     if not names:
-        return [{} for _ in (*traced.kinds, traced.loss)]
+        return [{} for _ in (*traced.layer_kinds, traced.loss)]
     progress(f"inputs of {len(traced.layers)} layers")
     subjects = _subjects(traced, microbatch, devices)
-    order = [*traced.kind_of_layer, len(traced.kinds)]
+    order = [*traced.kind_of_layer, len(traced.layer_kinds)]
     found: list[dict[str, Measured]] = [{} for _ in subjects]
     groups = groups_of([subject.size for subject in subjects])
     progress.total += (len(groups) - 1) * len(names)
@@ -97,11 +97,11 @@ def _subjects(
     key = jax.random.key(0)
     initialise = shared_jit(devices[0].platform)
     kind_of_layer = [*traced.kind_of_layer]
-    forward = [jax.jit(kind.forward) for kind in traced.kinds]
+    forward = [jax.jit(kind.forward) for kind in traced.layer_kinds]
     found: dict[int, _Subject] = {}
     x, live = _values(microbatch["inputs"]), {}
     for i, (layer, k) in enumerate(zip(traced.layers, kind_of_layer)):
-        kind = traced.kinds[k]
+        kind = traced.layer_kinds[k]
         args = jax.tree.leaves((x, [live.pop(name) for name in layer.pop]))
         if k not in found:
             fresh = layer.given
@@ -116,7 +116,7 @@ def _subjects(
         x, *kept = outputs(kind, made)
         live |= dict(zip(layer.stash, kept, strict=True))
     loss = _Subject(traced.loss, jax.tree.leaves(x), _values(microbatch))
-    return [*(found[k] for k in range(len(traced.kinds))), loss]
+    return [*(found[k] for k in range(len(traced.layer_kinds))), loss]
 
 
 _STASHES = ("input_stash", "weight_stash")
@@ -126,13 +126,13 @@ _READS = {
     "forward_and_stash": _FORWARD,
     "backward": ("parameters", *_STASHES, "output_grads"),
     "input_grad": ("parameters", *_STASHES, "output_grads"),
-    "weight_grad": ("parameters", "weight_stash", "crossing"),
+    "weight_grad": ("parameters", "weight_stash", "split_residuals"),
 }
 _WRITES = {
     "forward": ("outputs", "aux"),
     "forward_and_stash": ("outputs", "aux", *_STASHES),
     "backward": ("gradients", "input_grads"),
-    "input_grad": ("crossing", "input_grads"),
+    "input_grad": ("split_residuals", "input_grads"),
     "weight_grad": ("gradients",),
 }
 
@@ -153,7 +153,11 @@ class _Subject:
         self.inputs, self.extra = inputs, extra
         self.weights, self.state = weights, state
         leaves = {n: [kind.stash[j] for j in getattr(kind, n)] for n in _STASHES}
-        leaves |= {"parameters": weights, "state": state, "crossing": kind.crossing}
+        leaves |= {
+            "parameters": weights,
+            "state": state,
+            "split_residuals": kind.split_residuals,
+        }
         self.packs = {n: Packing.of([map(Leaf, own)]) for n, own in leaves.items()}
         self._output_grads = [y for y in kind.outputs if is_inexact(y)]
         lists = list(kind.parameters), list(kind.stash), self._output_grads
@@ -163,7 +167,7 @@ class _Subject:
     @property
     def size(self) -> int:
         """Bytes of the arrays that its largest program needs, about."""
-        moved = (*self.kind.stash, *self.kind.crossing, *self.kind.outputs)
+        moved = (*self.kind.stash, *self.kind.split_residuals, *self.kind.outputs)
         weights = 2 * self.num_rows * num_bytes(self.kind.parameters)
         return weights + SLOTS * num_bytes(moved)
 
@@ -192,7 +196,7 @@ class _Subject:
             "input_grads": lambda: zeros(self._input_grads),
             "gradients": lambda: self._empty("parameters", self.num_rows),
         }
-        for ring in (*_STASHES, "crossing"):
+        for ring in (*_STASHES, "split_residuals"):
             empty[ring] = functools.partial(self._empty, ring, SLOTS)
         reads = {n: held[n] if n in held else empty[n]() for n in _READS[name]}
         carry = {n: empty[n]() for n in _WRITES[name]}
@@ -200,7 +204,7 @@ class _Subject:
 
     def take(self, carry: dict) -> None:
         """What a program has left for others."""
-        names = (*_STASHES, "crossing")
+        names = (*_STASHES, "split_residuals")
         self._held |= {n: carry[n] for n in names if n in carry}
 
     def free(self) -> None:
@@ -265,13 +269,16 @@ class _Subject:
 
     def _input_grad(self, reads: dict, carry: dict, slot, row) -> dict:
         inputs, left = self._of_output_grads(self.kind.input_grad, reads, slot, row)
-        return {"input_grads": inputs, **self._write(carry, "crossing", left, slot)}
+        return {
+            "input_grads": inputs,
+            **self._write(carry, "split_residuals", left, slot),
+        }
 
     def _weight_grad(self, reads: dict, carry: dict, slot, row) -> dict:
         parameters = self._read(reads, "parameters", row)
-        crossing = self._read(reads, "crossing", slot)
+        split_residuals = self._read(reads, "split_residuals", slot)
         stash = self._stash(reads, slot)
-        gradients = self.kind.weight_grad(parameters, stash, crossing)
+        gradients = self.kind.weight_grad(parameters, stash, split_residuals)
         return self._accumulated(carry, gradients, row)
 
 

@@ -35,7 +35,7 @@ class LayerProfile:
       update: of the optimizer's update, with the norm of the gradient, once a minibatch.
       activations: abstract arrays that it hands to the next layer; skips: those of each skip that it stashes.
       input_stash: what it keeps from a forward for the input gradient alone; weight_stash: for the weight gradient, and
-        perhaps the input gradient before it; crossing: what the input gradient leaves for the weight gradient.
+        perhaps the input gradient before it; split_residuals: what the input gradient leaves for the weight gradient.
       parameters: its weights; optimizer_state: their part of the optimizer's state; state: its mutable state.
       temporary_bytes: the most that one of the programs measured needs beside all these.
       stash, pop: the names of the skips that start and end here.
@@ -53,7 +53,7 @@ class LayerProfile:
     skips: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
     input_stash: tuple[jax.ShapeDtypeStruct, ...]
     weight_stash: tuple[jax.ShapeDtypeStruct, ...]
-    crossing: tuple[jax.ShapeDtypeStruct, ...]
+    split_residuals: tuple[jax.ShapeDtypeStruct, ...]
     parameters: tuple[jax.ShapeDtypeStruct, ...]
     optimizer_state: tuple[jax.ShapeDtypeStruct, ...]
     state: tuple[jax.ShapeDtypeStruct, ...]
@@ -62,7 +62,7 @@ class LayerProfile:
     pop: tuple[str, ...]
 
     def avals(self, name: str) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The abstract arrays of an attribute: "parameters", "crossing" and so on."""
+        """The abstract arrays of an attribute: "parameters", "split_residuals" and so on."""
         return getattr(self, name)
 
     @property

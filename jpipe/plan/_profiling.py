@@ -103,12 +103,12 @@ def profile(
         of_update = measure_updates(updates, update_of_layer, *given)
     layers = tuple(
         _record(
-            traced.kinds[k],
+            traced.layer_kinds[k],
             {**of_kind[k], **of_update[u]},
-            outputs(traced.kinds[k]),
+            outputs(traced.layer_kinds[k]),
             name=layer.name,
             kind=k,
-            parameters=traced.kinds[k].parameters,
+            parameters=traced.layer_kinds[k].parameters,
             optimizer_state=_abstract(updates[u].state),
             state=_abstract(traced.mutable[k].leaves),
             stash=layer.stash,
@@ -120,7 +120,7 @@ def profile(
         of_loss["update"] = Measured()
     of_nothing = dict.fromkeys(("parameters", "optimizer_state", "state"), ())
     of_nothing |= {"stash": (), "pop": ()}
-    number = len(traced.kinds)
+    number = len(traced.layer_kinds)
     loss = _record(traced.loss, of_loss, [()], name="loss", kind=number, **of_nothing)
     found = Profile(layers, loss, **made_with)
     if cache is not None:
@@ -142,7 +142,7 @@ def _record(
         skips=tuple(skips),
         input_stash=tuple(program.stash[j] for j in program.input_stash),
         weight_stash=tuple(program.stash[j] for j in program.weight_stash),
-        crossing=program.crossing,
+        split_residuals=program.split_residuals,
         temporary_bytes=max((m.temporary_bytes for m in measured.values()), default=0),
         **fields,
     )
@@ -159,7 +159,7 @@ def _model_texts(traced: Traced) -> list[str]:
     layers = zip(traced.layers, traced.kind_of_layer)
     return [
         *(f"{layer.name} {k} {layer.stash} {layer.pop}" for layer, k in layers),
-        *(kind.text for kind in traced.kinds),
+        *(kind.text for kind in traced.layer_kinds),
         traced.loss.text,
     ]
 

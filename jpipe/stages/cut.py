@@ -27,10 +27,10 @@ class LayerRun:
     """Consecutive layers of one kind in a program.
 
     Attributes:
-      kind: position in `Stages.kinds`.
+      kind: position in `Stages.layer_kinds`.
       longest: the most layers that a stage of the program has here.
       stash, pop: `(name, leaves)` of the skips that start and end here; a run with any is one layer.
-      parameters, state, input_stash, weight_stash, crossing: places of one layer's leaves; leaf i of a place is
+      parameters, state, input_stash, weight_stash, split_residuals: places of one layer's leaves; leaf i of a place is
         layer i's.
     """
 
@@ -42,7 +42,7 @@ class LayerRun:
     state: tuple = ()
     input_stash: tuple = ()
     weight_stash: tuple = ()
-    crossing: tuple = ()
+    split_residuals: tuple = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Stages:
 
     Attributes:
       layers: the layers.
-      kinds: `LayerProgram` of each kind; kind_of_layer: which one a layer is.
+      layer_kinds: `LayerProgram` of each kind; kind_of_layer: which one a layer is.
       mutable: `Mutable` of each kind.
       loss: the program of the loss; loss_weight: the weight of a microbatch: see `Traced`.
       outputs: abstract values and tree structure of the model's outputs.
@@ -74,7 +74,7 @@ class Stages:
       starts: first layer of each stage, and the number of layers at the end.
       programs: the programs; program_of_stage: which one a stage runs.
       lengths: `[S][runs]`: how many layers a stage has in each run of its program.
-      parameters, state, input_stash, weight_stash, crossing: how programs' leaves are packed.
+      parameters, state, input_stash, weight_stash, split_residuals: how programs' leaves are packed.
       activations, gradients: how the messages between stages are packed; owner s is the message from stage s
         to stage s + 1, and its gradient.
       portals: the ways of skips between stages.
@@ -82,7 +82,7 @@ class Stages:
     """
 
     layers: Sequence[Layer]
-    kinds: Sequence[LayerProgram]
+    layer_kinds: Sequence[LayerProgram]
     kind_of_layer: Sequence[int]
     mutable: Sequence[Mutable]
     loss: LayerProgram | None
@@ -97,7 +97,7 @@ class Stages:
     state: Packing
     input_stash: Packing
     weight_stash: Packing
-    crossing: Packing
+    split_residuals: Packing
     activations: Packing
     gradients: Packing
     portals: Sequence[Portal] = ()
@@ -232,7 +232,7 @@ def cut(
     layers = traced.layers
     if starts is None:
         starts = [0, *min_max(traced.flops, num_stages), len(layers)]
-    kinds = traced.kinds
+    layer_kinds = traced.layer_kinds
     shared = [
         (k, layer.stash, layer.pop) for k, layer in zip(traced.kind_of_layer, layers)
     ]
@@ -240,20 +240,24 @@ def cut(
     signatures, stages_of, longest = groups.signatures, groups.stages_of, groups.longest
     # What a layer keeps, by the ring or array it is kept in: one kind's leaves.
     leaves_of: dict[str, Callable] = {
-        "parameters": lambda k: kinds[k].parameters,
+        "parameters": lambda k: layer_kinds[k].parameters,
         "state": lambda k: traced.mutable[k].leaves,
-        "input_stash": lambda k: [kinds[k].stash[i] for i in kinds[k].input_stash],
-        "weight_stash": lambda k: [kinds[k].stash[i] for i in kinds[k].weight_stash],
-        "crossing": lambda k: kinds[k].crossing,
+        "input_stash": lambda k: [
+            layer_kinds[k].stash[i] for i in layer_kinds[k].input_stash
+        ],
+        "weight_stash": lambda k: [
+            layer_kinds[k].stash[i] for i in layer_kinds[k].weight_stash
+        ],
+        "split_residuals": lambda k: layer_kinds[k].split_residuals,
     }
 
     specs_of: dict[str, Callable] = {
         "parameters": lambda k: traced.specs[k],
         "input_stash": lambda k: [
-            traced.stash_specs[k][i] for i in kinds[k].input_stash
+            traced.stash_specs[k][i] for i in layer_kinds[k].input_stash
         ],
         "weight_stash": lambda k: [
-            traced.stash_specs[k][i] for i in kinds[k].weight_stash
+            traced.stash_specs[k][i] for i in layer_kinds[k].weight_stash
         ],
     }
 
@@ -291,7 +295,7 @@ def cut(
     activations, gradients = pack_messages(messages)
     return Stages(
         layers=layers,
-        kinds=kinds,
+        layer_kinds=layer_kinds,
         kind_of_layer=traced.kind_of_layer,
         mutable=traced.mutable,
         loss=traced.loss,

@@ -67,7 +67,7 @@ def pipeline(S, N, layers=LAYERS, **options):
 
 def plain(params, state, x, microbatch, train):
     """The same layers, called by their own libraries."""
-    x, told = nn.Dense(4, use_bias=False).apply({"params": params[0]}, x), []
+    x, statistics = nn.Dense(4, use_bias=False).apply({"params": params[0]}, x), []
     for i in (1, 2):
         key = jax.random.fold_in(KEY, len(LAYERS))
         for number in (i, microbatch, 0, 0):
@@ -79,9 +79,9 @@ def plain(params, state, x, microbatch, train):
         x, new = Norm(5).apply(
             variables, x, train=True, mutable=["batch_stats"], rngs={"dropout": key}
         )
-        told.append(new)
+        statistics.append(new)
     x = x @ params[3]["w"]
-    return x @ params[4]["kernel"] + params[4]["bias"][None], told
+    return x @ params[4]["kernel"] + params[4]["bias"][None], statistics
 
 
 @pytest.mark.parametrize("S,N", [(1, 1), (3, 1)])
@@ -96,16 +96,16 @@ def test_linen_and_pairs_equal_their_libraries(S, N):
     @jax.jit
     def gradient(params, running, microbatch):
         def of(params):
-            y, told = plain(params, running, batch["inputs"], microbatch, True)
-            return loss_fn(y, batch), told
+            y, statistics = plain(params, running, batch["inputs"], microbatch, True)
+            return loss_fn(y, batch), statistics
 
         return jax.value_and_grad(of, has_aux=True)(params)
 
     for step in range(3):
-        (value, told), grads = gradient(params, running, step)
+        (value, statistics), grads = gradient(params, running, step)
         updates, inner = optimizer.update(grads, inner, params)
         params = optax.apply_updates(params, updates)
-        running = [{}, *told, {}, {}]
+        running = [{}, *statistics, {}, {}]
         state, metrics = pipe.step(state, batch)
         assert_close(metrics["loss"], np.asarray(value), "float32")
     want = jax.tree.map(np.asarray, (params, running))

@@ -190,9 +190,9 @@ def test_backward(name, input_grads, policy):
         _, stash, _ = kind.forward_and_stash(parameters, inputs)
         whole = kind.backward(parameters, stash, given)
         mine = [s if i in kind.weight_stash else None for i, s in enumerate(stash)]
-        first, crossing = kind.input_grad(parameters, stash, given)
-        assert shapes(kind.crossing) == shapes(crossing)
-        return whole, (kind.weight_grad(parameters, mine, crossing), first)
+        first, split_residuals = kind.input_grad(parameters, stash, given)
+        assert shapes(kind.split_residuals) == shapes(split_residuals)
+        return whole, (kind.weight_grad(parameters, mine, split_residuals), first)
 
     for got in jax.jit(gradients)(parameters, inputs, given):
         assert_equal(got[0], of_parameters)
@@ -233,7 +233,7 @@ def test_no_work_is_done_twice(make, shape, policy):
     gradients = [y for y in kind.outputs if is_inexact(y)]
     whole = flops(kind.backward, *avals, gradients)
     halves = flops(kind.input_grad, *avals, gradients) + flops(
-        kind.weight_grad, *avals, list(kind.crossing)
+        kind.weight_grad, *avals, list(kind.split_residuals)
     )
     np.testing.assert_allclose(halves, whole, rtol=0.01)
 
@@ -260,8 +260,8 @@ def test_residuals_of_parameters_alone_are_rebuilt_from_the_weights_given():
 
 
 def halves(kind, parameters, stash, output_grads):
-    of_inputs, crossing = kind.input_grad(parameters, stash, output_grads)
-    return kind.weight_grad(parameters, stash, crossing), of_inputs
+    of_inputs, split_residuals = kind.input_grad(parameters, stash, output_grads)
+    return kind.weight_grad(parameters, stash, split_residuals), of_inputs
 
 
 def test_each_variable_is_stashed_once():
@@ -280,16 +280,18 @@ def test_what_each_half_of_a_linear_layer_reads():
     shape_of = lambda which: sorted(kind.stash[i].shape for i in which)  # noqa: E731
     assert shape_of(kind.weight_stash) == [(2, 4)]  # x
     assert set(shape_of(kind.input_stash)) == {(2, 3)}  # of tanh
-    assert [c.shape for c in kind.crossing] == [(2, 3)]  # the gradient behind tanh
+    assert [c.shape for c in kind.split_residuals] == [
+        (2, 3)
+    ]  # the gradient behind tanh
 
 
 def test_an_embedding_has_an_empty_input_gradient():
     kind = traced("embedding")
     assert kind.input_stash == ()
-    of_inputs, crossing = kind.input_grad(
+    of_inputs, split_residuals = kind.input_grad(
         [None] * 2, [None] * len(kind.stash), [normal(1, 5, 4)]
     )
-    assert of_inputs == [] and len(crossing) == 1
+    assert of_inputs == [] and len(split_residuals) == 1
 
 
 def test_extra_inputs_are_not_differentiated():
@@ -406,7 +408,7 @@ def test_parameters_alone_are_rebuilt_under_every_policy(policy):
         return jnp.tanh(x @ weight) @ weight
 
     kind = trace_layer(layer, abstract(p), abstract(x), policy=POLICIES[policy])
-    assert (5, 5) not in {a.shape for a in (*kind.stash, *kind.crossing)}
+    assert (5, 5) not in {a.shape for a in (*kind.stash, *kind.split_residuals)}
     _, stash, _ = kind.forward_and_stash([p], [x])
     whole = kind.backward([p + 1], stash, [gy])
     assert_equal(
@@ -425,8 +427,8 @@ def test_a_checkpoint_inside_a_layer():
     )
     around = traced("two dots", policy="nothing_saveable")
     assert shapes(inside.stash) == shapes(around.stash) == [((3, 4), np.float32)]
-    assert shapes(inside.crossing) == shapes(around.crossing)
-    assert (4, 4) not in {a.shape for a in inside.crossing}
+    assert shapes(inside.split_residuals) == shapes(around.split_residuals)
+    assert (4, 4) not in {a.shape for a in inside.split_residuals}
 
 
 def test_extra_inputs_and_aux_under_a_policy():

@@ -91,7 +91,7 @@ def test_casts_are_not_stashed(family):
         for dtype in (None, jnp.bfloat16)
     )
     assert plain.kind_of_layer == cast.kind_of_layer
-    for a, b in zip(plain.kinds, cast.kinds, strict=True):
+    for a, b in zip(plain.layer_kinds, cast.layer_kinds, strict=True):
         shapes = [sorted(leaf.shape for leaf in kind.stash) for kind in (a, b)]
         assert shapes[0] == shapes[1]
         assert num_bytes(b.stash) <= num_bytes(a.stash)

@@ -105,7 +105,7 @@ def test_bytes_by_hand():
         assert layer.activation_bytes == (4 * B * n,)
         # The inputs, for the weight gradient, which gets the output's gradient too.
         assert (layer.input_stash, layer.stash_bytes) == ((), 4 * B * m)
-        assert sum(a.size for a in layer.crossing) == B * n
+        assert sum(a.size for a in layer.split_residuals) == B * n
         weights = 4 * (4 * m * n) + 4
         assert layer.weight_bytes == weights
         if i < 4:
