@@ -216,35 +216,35 @@ def test_an_asynchronous_figure_breaks_where_the_round_begins():
 
 def test_a_figure_says_what_the_facts_say():
     pytest.importorskip("matplotlib")
-    found = words(schedules.one_f_one_b(4, 8))
-    assert any("makespan 33; bubble 27.3%" in word for word in found)
-    assert {"forward", "backward", "update of the weights", "stage 3"} <= set(found)
-    assert any("numbers in cells are microbatches" in word for word in found)
+    texts = words(schedules.one_f_one_b(4, 8))
+    assert any("makespan 33; bubble 27.3%" in word for word in texts)
+    assert {"forward", "backward", "update of the weights", "stage 3"} <= set(texts)
+    assert any("numbers in cells are microbatches" in word for word in texts)
     assert any("the round after the dashed line repeats" in w for w in words(PIPEMARE))
 
 
 def test_facts_that_differ_are_columns_and_others_are_in_the_caption():
     pytest.importorskip("matplotlib")
-    found = words(schedules.one_f_one_b(4, 8))
-    assert "in\nflight" in found
-    assert not any("delay" in word or "versions" in word for word in found)
-    found = words(schedules.gpipe(4, 8))
-    assert "in\nflight" not in found
-    assert any("in flight 8 on all stages" in word for word in found)
-    found = words(schedules.pipemare(4, 1))
-    assert "forward\ndelay" in found
-    assert any("backward delay 0 on all stages; weight versions 1" in w for w in found)
-    found = words(schedules.pipedream(4, 1))
-    assert {"delay", "weight\nversions"} <= set(found)
+    texts = words(schedules.one_f_one_b(4, 8))
+    assert "in\nflight" in texts
+    assert not any("delay" in word or "versions" in word for word in texts)
+    texts = words(schedules.gpipe(4, 8))
+    assert "in\nflight" not in texts
+    assert any("in flight 8 on all stages" in word for word in texts)
+    texts = words(schedules.pipemare(4, 1))
+    assert "forward\ndelay" in texts
+    assert any("backward delay 0 on all stages; weight versions 1" in w for w in texts)
+    texts = words(schedules.pipedream(4, 1))
+    assert {"delay", "weight\nversions"} <= set(texts)
 
 
 def test_a_figure_of_two_stages_per_device_names_them():
     pytest.importorskip("matplotlib")
-    found = words(schedules.interleaved(8, 8))
-    assert {"device 0: stages 0, 4", "8, 4", "in\nflight\nby stage"} <= set(found)
-    assert "lighter: later stages of the device" in found
-    assert any("makespan 28.5" in word for word in found)  # of the device's share
-    assert any("a device's whole share" in word for word in found)
+    texts = words(schedules.interleaved(8, 8))
+    assert {"device 0: stages 0, 4", "8, 4", "in\nflight\nby stage"} <= set(texts)
+    assert "lighter: later stages of the device" in texts
+    assert any("makespan 28.5" in word for word in texts)  # of the device's share
+    assert any("a device's whole share" in word for word in texts)
 
 
 def test_an_svg_has_a_title(tmp_path):

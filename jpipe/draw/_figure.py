@@ -37,6 +37,8 @@ _PANEL, _ROW = 36 * _UNIT, 0.36
 _LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 1.35, 1.75, 0.92, 0.5, 0.3
 _COLUMN = 0.56  # of a fact at the right
 
+_DIGIT = 0.64  # width of a digit, in font sizes
+
 
 def figure(schedule: Schedule) -> "Figure":
     """The picture as a Matplotlib figure, with ticks as wide as they cost.
@@ -222,13 +224,13 @@ def _draw_panel(
             size = dict(width=length, height=0.84)
             axes.add_patch(Rectangle((start, row - 0.42), **size, fc=fill, ec="white"))
             dark = np.dot(fill, (0.299, 0.587, 0.114)) <= 0.5
-            narrow = layout.unit * length < 0.075 * len(word) + 0.03
+            room = 0.85 * 72 * layout.unit * length  # points
             axes.text(
                 start + length / 2,
                 row,
                 word,
                 color="white" if dark else "black",
-                fontsize=5 if narrow else 7,
+                fontsize=min(7, room / (_DIGIT * len(word))),
                 ha="center",
                 va="center_baseline",
                 clip_on=True,
