@@ -166,6 +166,7 @@ COMMANDS = sorted(
     {c for text in TEXTS for c in re.findall(r"python (train/plan\.py --.*)", text)}
 )
 OF_MODELS = [c for c in COMMANDS if "--config " in c]
+GPT = next(c for c in OF_MODELS if "gpt_1f1b" in c)
 OF_GRAPHS = [c for c in COMMANDS if "--graph " in c]
 
 
@@ -182,8 +183,11 @@ def test_there_are_commands():
     assert any("quickstart" in c for c in OF_MODELS) and len(OF_GRAPHS) >= 3
 
 
-@pytest.mark.parametrize("more", ["", " --asynchronous", " --json --asynchronous"])
-@pytest.mark.parametrize("command", OF_MODELS)
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [(command, "") for command in OF_MODELS]
+    + [(GPT, "--asynchronous"), (GPT, "--json --asynchronous")],
+)
 def test_printed_commands_plan_a_model(capsys, clone, monkeypatch, command, more):
     """Everything but the measuring: layers take as long as they have FLOPs, and nothing is timed."""
     profile = jpipe.Pipeline.profile
@@ -204,7 +208,6 @@ def test_printed_commands_plan_a_model(capsys, clone, monkeypatch, command, more
         best, *others = json.loads(out)
         skipped = [plan for plan in others if "seconds" not in plan]
         assert best["fits"] and not best["why"] and all(plan["why"] for plan in others)
-        assert {plan["schedule"] for plan in skipped} == {"pipedream_2bw"}
         refused = rf"at least {2 * devices - 1} for {devices} stages in paired ticks"
         assert any(re.search(refused, plan["why"]) for plan in skipped)
     else:
@@ -262,7 +265,8 @@ def test_a_model_is_planned_and_the_plan_runs(tmp_path):
     for words in (
         "profile of a microbatch of 4",
         "machine: 2 devices",
-        "why not",
+        "plans, as predicted",
+        "x the time",
         "s0 ",
     ):
         assert words in result.stdout

@@ -31,7 +31,11 @@ from jpipe.update import GIVEN
 
 
 class LayerUpdate(NamedTuple):
-    """The update of a layer: `(*parameters, *gradients, *state, *given) -> [*parameters, *state]`; see `update.GIVEN`."""
+    """The optimizer's update of one layer.
+
+    `equations` computes `(*parameters, *gradients, *state, *extra) -> [*parameters, *state]`, where
+    `extra` are the arguments that `jpipe.update.GIVEN` names.
+    """
 
     equations: Equations
     parameters: Sequence
@@ -40,7 +44,7 @@ class LayerUpdate(NamedTuple):
 
 
 def trace_updates(traced: Traced, optimizer) -> tuple[list[LayerUpdate], list[int]]:
-    """The updates that differ, and which one each layer has."""
+    """The distinct updates of the layers, and the number of each layer's update."""
     optimizer = optax.with_extra_args_support(optimizer)
     everything = [layer.parameters for layer in traced.layers]
     dtypes = [a.dtype for a in jax.tree.leaves(everything)]
@@ -87,7 +91,7 @@ def measure_updates(
     devices: Sequence[jax.Device],
     progress: Progress,
 ) -> list[dict[str, Measured]]:
-    """Measures each update, if "update" is among `programs`; arguments and result as of `measure_layers`."""
+    """Measures each update if "update" is among `programs`. Arguments and result as of `measure_layers`."""
     if "update" not in programs:
         return [{} for _ in updates]
     found = [{"update": Measured()} for _ in updates]
@@ -128,12 +132,14 @@ def _update(update: LayerUpdate, num_rows: int) -> Member:
             for a in leaves["gradients"]
         ]
         norm = jnp.sqrt(functools.reduce(jnp.add, squares))
-        delay = lax.min(row, np.int32(0)).astype(np.float32)  # not known to be 0
+        delay = lax.min(row, np.int32(0)).astype(
+            np.float32
+        )  # 0, which the compiler does not know
         flat = list(itertools.chain(*leaves.values()))
         num_weights = len(update.parameters)
 
         def compute():
-            """In a branch of its own, or what it reads would be read again, from copies, behind the writes."""
+            """The new values. As a branch: otherwise XLA reads inputs again, from copies, after the writes."""
             return update.equations(*flat, delay, delay, norm)
 
         before = [*leaves["parameters"], *leaves["state"]]

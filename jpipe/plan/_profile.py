@@ -1,4 +1,4 @@
-"""What layers cost: seconds measured, and bytes counted, once for each kind of layer.
+"""The costs of layers: seconds measured and bytes counted, once per kind of layer.
 
 layers ── traced ──> kinds ── measured among each other ──> Profile ──> file
                                                                ├──> graph, for the solvers
