@@ -1,4 +1,7 @@
-"""`train/plan.py`, as it is typed: graphs through every solver, a model through to a run, and wrong words."""
+"""`train/plan.py`, as it is typed.
+
+Graphs through every solver, a model through to a run, and wrong words.
+"""
 
 import argparse
 import dataclasses
@@ -127,7 +130,7 @@ def test_published_configuration(capsys):
             "has 4 devices, `--devices` says 3",
         ),
         ("--graph chain.json --solver ideals --config.x=1", "option of a config"),
-        ("--config configs/quickstart.py", "how many devices"),
+        ("--config configs/quickstart.py", "number of devices is missing"),
         ("--config configs/quick.py --devices 2", "Did you mean"),
         ("--config configs/quickstart.py --devices 2 --microbatches 7", "must divide"),
         ("--config configs/quickstart.py --devices 2 --save planned", "Python file"),
@@ -189,7 +192,10 @@ def test_there_are_commands():
     + [(GPT, "--asynchronous"), (GPT, "--json --asynchronous")],
 )
 def test_printed_commands_plan_a_model(capsys, clone, monkeypatch, command, more):
-    """Everything but the measuring: layers take as long as they have FLOPs, and nothing is timed."""
+    """Everything but the measuring.
+
+    Layers take as long as they have FLOPs, and nothing is timed.
+    """
     profile = jpipe.Pipeline.profile
 
     def unmeasured(self, batch, *, num_microbatches, **_):

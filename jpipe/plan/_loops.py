@@ -237,7 +237,14 @@ class Loop:
         return (time.perf_counter() - start) / num_rounds
 
     def measure(self, min_seconds: float) -> list[Measured]:
-        """Times a turn of each member in model order: `min_seconds` for each member, and for the order."""
+        """Times a turn of each member, scaled to model order.
+
+        Args:
+          min_seconds: seconds to measure each member, and the model's order, at least.
+
+        Returns:
+          The results by member.
+        """
         orders = [*self._alone, self._order]
         each_call = min(_CALL_SECONDS, min_seconds / _FEWEST)
         rounds = [

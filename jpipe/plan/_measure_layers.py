@@ -95,7 +95,10 @@ def outputs(kind: LayerProgram, leaves: Sequence | None = None) -> tuple:
 def _subjects(
     traced: Traced, microbatch: Any, devices: Sequence[jax.Device]
 ) -> list["_Subject"]:
-    """Every kind of layer, and last the loss, with fresh weights and with the outputs of the layers before."""
+    """Every kind of layer, and last the loss.
+
+    Each gets fresh weights, and as inputs the outputs of the layers before.
+    """
     key = jax.random.key(0)
     initialise = shared_jit(devices[0].platform)
     kind_of_layer = [*traced.kind_of_layer]
@@ -279,7 +282,7 @@ class _Subject:
 
 
 def _values(tree: Any) -> list:
-    """Concrete arrays unchanged; for abstract ones, random numbers, or zeros if they are integers."""
+    """Concrete arrays unchanged; abstract ones as random numbers, or zeros for integers."""
     rng = np.random.default_rng(0)
 
     def values(a):

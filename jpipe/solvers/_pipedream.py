@@ -286,7 +286,7 @@ def _most_states(levels: list[Level], limit: float) -> int:
 
 
 def _placed(graph: Graph, kept: list[int], found: States) -> np.ndarray:
-    """[nodes of the graph, S] bool: whether a node is in the state; nodes that were left out too."""
+    """[nodes of the graph, S] bool: whether a node is in the state, for left out nodes too."""
     placed = np.zeros((len(graph.nodes), found.num_states), bool)
     placed[kept] = found.members
     row = {v: n for n, v in enumerate(kept)}

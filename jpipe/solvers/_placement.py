@@ -284,7 +284,10 @@ def _order(graph: Graph, group_of: np.ndarray, num_groups: int) -> set[tuple[int
 
 
 def work_on_hosts(problem: Problem, seconds: float) -> float:
-    """An upper bound of the work, in time on devices, that hosts can do in `seconds`: groups are taken as divisible."""
+    """An upper bound of the work, in time on devices, that hosts can do in `seconds`.
+
+    Groups are taken as divisible.
+    """
     both = np.isfinite(problem.device) & np.isfinite(problem.host)
     device, host = problem.device[both], problem.host[both]
     ratio = np.divide(device, host, out=np.full(len(host), math.inf), where=host > 0)
@@ -324,7 +327,10 @@ def lower_bound(problem: Problem) -> float:
 
 
 def topological(problem: Problem) -> list[int]:
-    """The groups in a depth-first topological order: a group that has just become free comes next."""
+    """The groups in a depth-first topological order.
+
+    A group that has just become free comes next.
+    """
     waits = [len(before) for before in problem.predecessors]
     free = [g for g in reversed(range(len(waits))) if not waits[g]]
     order = []

@@ -264,7 +264,10 @@ class _Ordered(_Program):
                     self.row([(used[p + 1], 1.0), (used[p], -1.0)], high=0.0)
 
     def _is_by(self, upper: float) -> list[list[int]]:
-        """The columns `is_by`. Some are fixed: the groups before and after a group need devices within `upper`."""
+        """The columns `is_by`.
+
+        Some are fixed, because the groups before and after a group need devices within `upper`.
+        """
         problem = self.problem
         work = np.where(np.isfinite(problem.device), problem.device, 0.0)
         on_hosts = work_on_hosts(problem, upper * problem.num_hosts)

@@ -1,4 +1,4 @@
-"""PipeDream-2BW's planner: width, depth, microbatch and recomputation for a model of equal blocks."""
+"""PipeDream-2BW's planner: width, depth, microbatch and recomputation of equal blocks."""
 
 import dataclasses
 import math

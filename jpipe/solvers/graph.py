@@ -185,7 +185,10 @@ class Graph:
 
     @functools.cached_property
     def topological_order(self) -> tuple[int, ...]:
-        """Every node after its predecessors. Of the nodes that may come next, the first in `nodes` does."""
+        """Every node after its predecessors.
+
+        Of the nodes that may come next, the first in `nodes` does.
+        """
         waits = [len(before) for before in self.predecessors]
         free = [v for v, count in enumerate(waits) if not count]
         order = []

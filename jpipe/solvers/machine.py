@@ -77,7 +77,10 @@ class Machine:
         return self.latency + num_bytes / self.bandwidth[len(servers) > 1]
 
     def reduce_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
-        """Seconds to add up `num_bytes` over n devices in a ring: 2 (n - 1) turns of 1 / n of the bytes."""
+        """Seconds to add up `num_bytes` over n devices in a ring.
+
+        The ring makes 2 (n - 1) turns, each with 1 / n of the bytes.
+        """
         n = len(devices)
         if n == 1:
             return 0.0

@@ -89,7 +89,13 @@ class StageCosts:
         return np.maximum(sums[j] - sums[i], 0.0)
 
     def device(self, i, j, behind: int) -> np.ndarray:
-        """Seconds on one device with `behind` devices behind it; infinite for an impossible stage."""
+        """Seconds of the stage from i to j on one device; infinite if the stage is impossible.
+
+        Args:
+          i: state at which the stage begins.
+          j: state at which the stage ends.
+          behind: number of devices in later stages.
+        """
         seconds = np.where(
             self.contains[i, j], self.between(self.seconds, i, j), np.inf
         )
@@ -101,7 +107,16 @@ class StageCosts:
     def replicated(
         self, seconds: np.ndarray, i, j, level: Level, m: int, first: bool
     ) -> np.ndarray:
-        """Seconds of m replicas of a component that takes `seconds`; `first`: in the first stage."""
+        """Seconds of m replicas of a component that takes `seconds`.
+
+        Args:
+          seconds: time of one component for a minibatch.
+          i: state at which the stage begins.
+          j: state at which the stage ends.
+          level: the level of the components.
+          m: number of replicas.
+          first: whether the stage is the first.
+        """
         raise NotImplementedError
 
     def moving(self, i, j, level: Level, m: int) -> np.ndarray:
