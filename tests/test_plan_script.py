@@ -163,10 +163,10 @@ def test_sizes():
 
 # -- The printed commands, word for word
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 TEXTS = [plan.__doc__, *(page.read_text() for page in PAGES)]
 COMMANDS = sorted(
-    {c for text in TEXTS for c in re.findall(r"python (train/plan\.py --.*)", text)}
+    {c for t in TEXTS for c in re.findall(r"python (train/plan\.py --[^`\n]+)", t)}
 )
 OF_MODELS = [c for c in COMMANDS if "--config " in c]
 GPT = next(c for c in OF_MODELS if "gpt_1f1b" in c)

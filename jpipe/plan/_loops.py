@@ -87,12 +87,12 @@ def needed_programs(programs: Sequence[str]) -> list[str]:
       >>> needed_programs(["weight_grad", "update"])
       ['forward_and_stash', 'input_grad', 'weight_grad']
     """
-    found = {*programs} - {"update"}
-    if "weight_grad" in found:
-        found.add("input_grad")
-    if found - {"forward"}:
-        found.add("forward_and_stash")
-    return [name for name in PROGRAMS if name in found]
+    needed = {*programs} - {"update"}
+    if "weight_grad" in needed:
+        needed.add("input_grad")
+    if needed - {"forward"}:
+        needed.add("forward_and_stash")
+    return [name for name in PROGRAMS if name in needed]
 
 
 class Progress:
@@ -250,15 +250,15 @@ class Loop:
         rounds = [
             max(math.ceil(each_call / self._seconds(order, 1)), 1) for order in orders
         ]
-        found: list[np.ndarray] = []
+        samples: list[np.ndarray] = []
         end = time.perf_counter() + min_seconds * len(orders)
-        while len(found) < _FEWEST or time.perf_counter() < end:
+        while len(samples) < _FEWEST or time.perf_counter() < end:
             *alone, together = map(self._seconds, orders, rounds)
             slower = together / sum(alone[m] for m in self._order)
-            found.append(slower * np.array(alone))
+            samples.append(slower * np.array(alone))
         analysis = self._run.memory_analysis()
         temporary = 0 if analysis is None else int(analysis.temp_size_in_bytes)
-        of_members = np.transpose(found).tolist()
+        of_members = np.transpose(samples).tolist()
         return [Measured(Seconds.of(own), temporary) for own in of_members]
 
 
@@ -269,15 +269,15 @@ def groups_of(sizes: Sequence[int]) -> list[list[int]]:
       >>> groups_of([2**27, 2**26, 2**27, 2**30, 8, 8])
       [[0, 1], [2], [3], [4, 5]]
     """
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     total = math.inf
     for i, size in enumerate(sizes):
         total += size
         if total > _TOGETHER:
-            found.append([])
+            groups.append([])
             total = size
-        found[-1].append(i)
-    return found
+        groups[-1].append(i)
+    return groups
 
 
 def num_rows_of(count: int, devices: Sequence, parameters: Sequence) -> int:

@@ -180,9 +180,7 @@ def _hash(texts: Iterable[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _unfit(
-    found: Profile, made_with: Mapping[str, Any], programs: Sequence[str]
-) -> str:
+def _unfit(kept: Profile, made_with: Mapping[str, Any], programs: Sequence[str]) -> str:
     """Why a profile does not fit the request; empty if it fits."""
 
     def same(name: str, was: Any, now: Any) -> bool:
@@ -193,13 +191,13 @@ def _unfit(
         return was == now
 
     for name, now in made_with.items():
-        was = getattr(found, name)
+        was = getattr(kept, name)
         if same(name, was, now):
             continue
         if name in ("model", "optimizer"):
             return f"it was made for another {name}"
         return f"its `{name}` is {was}, not {now}"
     for program in programs:
-        if any(getattr(one, program) is None for one in (*found.layers, found.loss)):
+        if any(getattr(r, program) is None for r in (*kept.layers, kept.loss)):
             return f"`{program}` was not measured"
     return ""

@@ -362,12 +362,12 @@ Split = list[tuple[list[int], bool]]
 
 
 def regroup(
-    problem: Problem, merged: Problem, found: tuple[float, Split]
+    problem: Problem, merged: Problem, split: tuple[float, Split]
 ) -> tuple[float, Split]:
     """A split of merged groups as a split of the problem's groups."""
     group_of = {v: g for g, nodes in enumerate(problem.groups) for v in nodes}
     stages = [
         (sorted({group_of[v] for g in groups for v in merged.groups[g]}), on_host)
-        for groups, on_host in found[1]
+        for groups, on_host in split[1]
     ]
-    return found[0], stages
+    return split[0], stages

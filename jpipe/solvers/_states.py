@@ -107,21 +107,21 @@ def states(
         return old & ~new | sum(1 << v for v in free)
 
     start = sources[:1] if from_first_source else sources
-    found = [(0, 0, sum(1 << v for v in start))]  # state, antichain, frontier
+    entries = [(0, 0, sum(1 << v for v in start))]  # state, antichain, frontier
     position = {0: 0}
     following: list[list[int]] = []
-    for state, antichain, candidates in found:  # grows while it is read
+    for state, antichain, candidates in entries:  # grows while it is read
         following.append([])
         for v in _positions(candidates):
             grown = state | needed[v]
             if grown not in position:
-                if len(found) >= max_states:
+                if len(entries) >= max_states:
                     raise ValueError(
                         f"the graph has more than {max_states:,} states (ways to cut it in two): there are as many "
                         f"with up to {grown.bit_count()} of its {num_nodes} nodes. Parallel branches multiply them."
                     )
-                position[grown] = len(found)
-                found.append(
+                position[grown] = len(entries)
+                entries.append(
                     (
                         grown,
                         antichain & ~needed[v] | 1 << v,
@@ -130,11 +130,11 @@ def states(
                 )
             following[-1].append(position[grown])
 
-    order = sorted(range(len(found)), key=lambda s: found[s][0].bit_count())
+    order = sorted(range(len(entries)), key=lambda s: entries[s][0].bit_count())
     rank = {s: r for r, s in enumerate(order)}
     return States(
-        members=_bits([found[s][0] for s in order], num_nodes),
-        antichain=_bits([found[s][1] for s in order], num_nodes),
+        members=_bits([entries[s][0] for s in order], num_nodes),
+        antichain=_bits([entries[s][1] for s in order], num_nodes),
         next=tuple(tuple(rank[s] for s in following[o]) for o in order),
     )
 

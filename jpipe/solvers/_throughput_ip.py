@@ -86,12 +86,12 @@ def throughput_ip(
     program = (_Ordered if contiguous else _Unordered)(
         small, bound, best[0] if best else math.inf
     )
-    found, proved, is_infeasible = program.solve(time_limit, gap)
+    split, proved, is_infeasible = program.solve(time_limit, gap)
     bound = max(bound, proved)
-    if found is not None:
-        slowest = max(small.stage_load(*stage) for stage in found)
+    if split is not None:
+        slowest = max(small.stage_load(*stage) for stage in split)
         if best is None or slowest < best[0]:
-            best = regroup(problem, small, (slowest, found))
+            best = regroup(problem, small, (slowest, split))
     if best is None:
         sizes = f"{problem.num_devices} devices of {problem.memory_limit:g} bytes and {problem.num_hosts} hosts"
         if is_infeasible:
@@ -110,8 +110,8 @@ def _linearised(graph, limits, problem: Problem) -> tuple[float, Split] | None:
         in_order = placement(graph, *limits)
     except ValueError:  # a cycle of groups fits stages in any order, but not in order
         return None
-    found = best_along_order(in_order)
-    return found and regroup(problem, in_order, found)
+    split = best_along_order(in_order)
+    return split and regroup(problem, in_order, split)
 
 
 class _Program:
@@ -212,13 +212,13 @@ class _Program:
         proved = 0.0 if proved is None or not math.isfinite(proved) else proved
         if result.x is None:
             return None, proved * self.unit, result.status == 2
-        found = self.split(result.x)
+        split = self.split(result.x)
         # Within the tolerances of HiGHS, a stage can exceed the memory.
         fits = all(
             on_host or self.problem.stage_memory(groups) <= self.problem.most_memory
-            for groups, on_host in found
+            for groups, on_host in split
         )
-        return found if fits else None, proved * self.unit, False
+        return split if fits else None, proved * self.unit, False
 
 
 class _Ordered(_Program):
@@ -304,11 +304,11 @@ class _Ordered(_Program):
     def split(self, values):
         by = values[np.array(self.is_by)].round()
         stage = (by == 0).sum(axis=1)
-        found = [
+        split = [
             (np.flatnonzero(stage == p).tolist(), on_host)
             for p, on_host in enumerate(self.on_host)
         ]
-        return [(groups, on_host) for groups, on_host in found if groups]
+        return [(groups, on_host) for groups, on_host in split if groups]
 
 
 class _Unordered(_Program):
@@ -346,7 +346,7 @@ class _Unordered(_Program):
     def split(self, values):
         stage = values[np.array(self.at)].argmax(axis=1)
         place = {v: p for p, v in enumerate(self.problem.graph.topological_order)}
-        found = [
+        split = [
             (np.flatnonzero(stage == p).tolist(), on_host)
             for p, on_host in enumerate(self.on_host)
         ]
@@ -354,4 +354,4 @@ class _Unordered(_Program):
         def first(of):
             return min(place[v] for g in of[0] for v in self.problem.groups[g])
 
-        return sorted((of for of in found if of[0]), key=first)
+        return sorted((of for of in split if of[0]), key=first)

@@ -113,7 +113,7 @@ def two_bw(
         raise ValueError(
             f"`schedule` must be one of {', '.join(_VERSIONS)}, got {schedule!r}."
         )
-    found, least = [], math.inf
+    fitting, least = [], math.inf
     for width in range(1, machine.num_devices + 1):
         for depth in range(1, machine.num_devices // width + 1):
             if blocks.num_blocks % depth:
@@ -124,7 +124,7 @@ def two_bw(
                 if schedule == "2bw" and batch_size // (width * size) < depth:
                     continue
                 for recompute in (False, True):
-                    one = _configuration(
+                    configuration = _configuration(
                         blocks,
                         machine,
                         batch_size // (width * size),
@@ -134,10 +134,10 @@ def two_bw(
                         depth,
                         size,
                     )
-                    least = min(least, one.memory_bytes)
-                    if one.memory_bytes <= machine.memory_limit:
-                        found.append(one)
-    if not found:
+                    least = min(least, configuration.memory_bytes)
+                    if configuration.memory_bytes <= machine.memory_limit:
+                        fitting.append(configuration)
+    if not fitting:
         what = (
             f"the least memory that suffices is {least:.4g} bytes per device, the limit is {machine.memory_limit:.4g}. Use "
             "more devices or smaller microbatches."
@@ -147,7 +147,7 @@ def two_bw(
         )
         raise ValueError(f"no configuration fits: {what}")
     return sorted(
-        found,
+        fitting,
         key=lambda c: (-c.samples_per_second, c.width * c.depth, c.memory_bytes),
     )
 

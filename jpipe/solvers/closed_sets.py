@@ -169,10 +169,10 @@ class _SplitSearch:
                 some = columns[i : i + 64]
                 lacks = _words(~has[:, some])
                 is_stage &= (lacks[:, None] & _words(inside[:, some])[None, :]) == 0
-        found = []
+        kinds = []
         for on_host in range(2):
             if not (self.h if on_host else self.k):
-                found.append(None)
+                kinds.append(None)
                 continue
             if on_host:
                 load = sets.host[ends][:, None] - sets.host[starts][None, :]
@@ -196,8 +196,8 @@ class _SplitSearch:
                 taken = sets.memory[ends][:, None] - sets.memory[starts][None, :]
                 fits &= taken <= problem.most_memory
             e, s = np.nonzero(fits)
-            found.append((e, starts[s], load[e, s]))
-        return found
+            kinds.append((e, starts[s], load[e, s]))
+        return kinds
 
     def _extend(self, states, ends: np.ndarray, pairs) -> None:
         """Fills in `best` for a block of ends.
@@ -205,13 +205,13 @@ class _SplitSearch:
         A state has one stage more than the states it comes from, so pairs may be in any order.
         """
         groups = [
-            [None if p is None or not len(p[0]) else _runs(p) for p in found]
-            for found in pairs
+            [None if p is None or not len(p[0]) else _runs(p) for p in kinds]
+            for kinds in pairs
         ]
         for j, h in states:
             values = np.full(len(ends), math.inf)
-            for found in groups:
-                for on_host, of in enumerate(found):
+            for kinds in groups:
+                for on_host, of in enumerate(kinds):
                     if of is None or not (h if on_host else j):
                         continue
                     heads, which, starts, load = of
@@ -245,9 +245,9 @@ class _SplitSearch:
         sets, end = self.sets, len(self.sets) - 1
         stages: Split = []
         while end:
-            found = self._stages(np.arange(end), np.array([end]))
+            kinds = self._stages(np.arange(end), np.array([end]))
             options = []
-            for on_host, of in enumerate(found):
+            for on_host, of in enumerate(kinds):
                 if of is not None and (h if on_host else j):
                     _, starts, load = of
                     before = self.best[j - 1 + on_host, h - on_host, starts]
