@@ -122,30 +122,35 @@ def machine(machine: Machine) -> str:
 def plans(ranking: Ranking, batch_size: int, top: int) -> str:
     """Two lines for each of the first plans; then the plans that were skipped, with the reasons."""
     head = "schedule stages replicas microbatches size recompute ms/step samples/s bubble bytes"
-    delayed = any(c.prediction.delay for c in ranking[:top])
-    rows = [["", *head.split(), *["delay"] * delayed]]
+    rows = [["", *head.split()]]
     notes = []
     for rank, c in enumerate(ranking[:top], 1):
         prediction = c.prediction
-        row = [
-            str(rank),
-            c.label,
-            str(c.num_stages),
-            str(c.num_replicas),
-            str(c.num_microbatches),
-            str(c.microbatch_size),
-            c.recompute,
-            f"{prediction.seconds * 1e3:.1f}",
-            f"{batch_size / prediction.seconds:,.0f}",
-            f"{prediction.timing.bubble:z.0%}",
-            size_text(prediction.num_bytes),
-        ]
-        rows.append(row + [str(prediction.delay)] * delayed)
+        rows.append(
+            [
+                str(rank),
+                c.label,
+                str(c.num_stages),
+                str(c.num_replicas),
+                str(c.num_microbatches),
+                str(c.microbatch_size),
+                c.recompute,
+                f"{prediction.seconds * 1e3:.1f}",
+                f"{batch_size / prediction.seconds:,.0f}",
+                f"{prediction.timing.bubble:z.0%}",
+                size_text(prediction.num_bytes),
+            ]
+        )
         cut = "cut at " + ",".join(map(str, c.boundaries)) if c.boundaries else ""
-        notes.append("; ".join(filter(None, [cut, c.why])))
+        delay = (
+            f"gradients up to {count(prediction.delay, 'update')} late"
+            if prediction.delay
+            else ""
+        )
+        notes.append("; ".join(filter(None, [cut, delay, c.why])))
     header, *lines = _table(rows, left={1}).splitlines()
     text = [
-        "plans, as predicted (size: samples per microbatch; bytes: per device; cut at: first layers of the stages):",
+        "plans, as predicted (size: samples per microbatch; bytes: per device; cut at: first layers of later stages):",
         header,
     ]
     for line, note in zip(lines, notes):
