@@ -1,4 +1,7 @@
-"""`train/plan.py`, as it is typed: graphs through every solver, a model through to a run, and wrong words."""
+"""`train/plan.py`, as it is typed.
+
+Graphs through every solver, a model through to a run, and wrong words.
+"""
 
 import argparse
 import dataclasses
@@ -127,7 +130,7 @@ def test_published_configuration(capsys):
             "has 4 devices, `--devices` says 3",
         ),
         ("--graph chain.json --solver ideals --config.x=1", "option of a config"),
-        ("--config configs/quickstart.py", "how many devices"),
+        ("--config configs/quickstart.py", "number of devices is missing"),
         ("--config configs/quick.py --devices 2", "Did you mean"),
         ("--config configs/quickstart.py --devices 2 --microbatches 7", "must divide"),
         ("--config configs/quickstart.py --devices 2 --save planned", "Python file"),
@@ -160,12 +163,13 @@ def test_sizes():
 
 # -- The printed commands, word for word
 
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 TEXTS = [plan.__doc__, *(page.read_text() for page in PAGES)]
 COMMANDS = sorted(
-    {c for text in TEXTS for c in re.findall(r"python (train/plan\.py --.*)", text)}
+    {c for t in TEXTS for c in re.findall(r"python (train/plan\.py --[^`\n]+)", t)}
 )
 OF_MODELS = [c for c in COMMANDS if "--config " in c]
+GPT = next(c for c in OF_MODELS if "gpt_1f1b" in c)
 OF_GRAPHS = [c for c in COMMANDS if "--graph " in c]
 
 
@@ -182,10 +186,16 @@ def test_there_are_commands():
     assert any("quickstart" in c for c in OF_MODELS) and len(OF_GRAPHS) >= 3
 
 
-@pytest.mark.parametrize("more", ["", " --asynchronous", " --json --asynchronous"])
-@pytest.mark.parametrize("command", OF_MODELS)
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [(command, "") for command in OF_MODELS]
+    + [(GPT, "--asynchronous"), (GPT, "--json --asynchronous")],
+)
 def test_printed_commands_plan_a_model(capsys, clone, monkeypatch, command, more):
-    """Everything but the measuring: layers take as long as they have FLOPs, and nothing is timed."""
+    """Everything but the measuring.
+
+    Layers take as long as they have FLOPs, and nothing is timed.
+    """
     profile = jpipe.Pipeline.profile
 
     def unmeasured(self, batch, *, num_microbatches, **_):
@@ -204,14 +214,14 @@ def test_printed_commands_plan_a_model(capsys, clone, monkeypatch, command, more
         best, *others = json.loads(out)
         skipped = [plan for plan in others if "seconds" not in plan]
         assert best["fits"] and not best["why"] and all(plan["why"] for plan in others)
-        assert {plan["schedule"] for plan in skipped} == {"pipedream_2bw"}
         refused = rf"at least {2 * devices - 1} for {devices} stages in paired ticks"
         assert any(re.search(refused, plan["why"]) for plan in skipped)
     else:
         assert max(map(len, out.splitlines())) <= 120
         assert not re.search(r"\b1 (devices|stages|cores|microbatches)\b", out)
-        assert ("skipped" in out) == bool(more)
-        assert ("pipedream_2bw paired: `num_microbatches` of" in out) == bool(more)
+        refused = "pipedream_2bw paired: `num_microbatches` of PipeDream-2BW must be"
+        assert (refused in out) == bool(more)
+        assert "skipped (" in out or refused not in out
     if "--save" in words:
         saved = words[words.index("--save") + 1]
         flags.load(saved, TrainConfig)
@@ -262,7 +272,8 @@ def test_a_model_is_planned_and_the_plan_runs(tmp_path):
     for words in (
         "profile of a microbatch of 4",
         "machine: 2 devices",
-        "why not",
+        "plans, as predicted",
+        "x the time",
         "s0 ",
     ):
         assert words in result.stdout

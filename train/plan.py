@@ -1,4 +1,4 @@
-"""Plans how to train a model, or where to cut a graph that somebody has profiled.
+"""Plans how to train a model, or where to cut a profiled graph.
 
     python train/plan.py --config configs/quickstart.py --devices 4
     python train/plan.py --config configs/gpt_1f1b.py --devices 2 --memory 2GiB --save configs/planned.py
@@ -6,15 +6,16 @@
     python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --hierarchy 4x4 --bandwidths 1e10,1.25e9
     python train/plan.py --graph bert.json --format placement --solver ideals --json
 
-With `--config`, measures every kind of layer, prices every schedule, number of stages and
-replicas and size of microbatch, and prints the best plans, why the others lost, and a
-picture of the winner. `--save` writes a configuration that `train/train.py` runs as it is.
-Options of the configuration can be changed as `--config.section.field=value`. Profiles
-are kept in `--profiles`, and measured again only if something has changed.
+With `--config`, the program measures every kind of layer and predicts the time and memory of
+every schedule, number of stages and replicas, and microbatch size. It prints the best plans, why
+the others lost, which plans a schedule refused, and a picture of the winner. `--save` writes a
+configuration that `train/train.py` runs. Options of the configuration can be changed by
+`--config.section.field=value`. Profiles are kept in `--profiles`, and measured again only if
+something has changed.
 
-With `--graph`, runs one solver: `pipedream`, `ideals`, `linearised`, `ip`, `min-max` or
-`block`. Sizes and bandwidths may have units: 2GiB, 500MB, 1.25e9. The exit code is 0, or
-2 if an option or a file is wrong or nothing fits.
+With `--graph`, the program runs one solver; `docs/planning.md` describes the solvers. Sizes and
+bandwidths may have units: 2GiB, 500MB, 1.25e9. The exit code is 0, or 2 if an option or a file is
+wrong or no plan fits.
 """
 
 import argparse
@@ -41,7 +42,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def size(text: str) -> float:
-    """A number of bytes, with or without a unit.
+    """Reads a number of bytes, with or without a unit.
 
     Example:
       >>> size("2GiB"), size("1.25e9"), size("500 MB")
@@ -61,12 +62,12 @@ def size(text: str) -> float:
 
 
 def sizes(text: str) -> tuple[float, ...]:
-    """Sizes, with commas between."""
-    return tuple(size(one) for one in text.split(","))
+    """Reads sizes separated by commas."""
+    return tuple(map(size, text.split(",")))
 
 
 def count(text: str) -> int:
-    """A whole number, at least 1."""
+    """Reads a whole number of at least 1."""
     if not (text.isdecimal() and int(text) >= 1):
         raise argparse.ArgumentTypeError(
             f"must be a whole number of at least 1, got {text!r}."
@@ -75,8 +76,8 @@ def count(text: str) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers, with commas or an x between."""
-    return tuple(count(one) for one in re.split("[x,]", text))
+    """Reads whole numbers separated by commas or an x."""
+    return tuple(map(count, re.split("[x,]", text)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -86,43 +87,62 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    result.add_argument("--devices", type=count, help="how many there are")
-    result.add_argument("--memory", type=size, help="of each device, such as 2GiB")
-    result.add_argument("--json", action="store_true", help="the result as JSON")
+    result.add_argument("--devices", type=count, help="number of devices")
+    result.add_argument("--memory", type=size, help="memory per device, such as 2GiB")
+    result.add_argument("--json", action="store_true", help="print the result as JSON")
     model = result.add_argument_group("a model")
     model.add_argument("--config", help="a configuration; see train/train.py")
-    model.add_argument("--save", metavar="FILE", help="writes the best plan as one")
     model.add_argument(
-        "--microbatches", type=counts, help="the numbers of them to try, as 4,8,16"
+        "--save", metavar="FILE", help="write the best plan as a configuration"
     )
     model.add_argument(
-        "--asynchronous", action="store_true", help="allows delayed gradients"
+        "--microbatches", type=counts, help="numbers of microbatches to try, as 4,8,16"
     )
     model.add_argument(
-        "--profiles", default="profiles", metavar="DIR", help="where they are kept"
+        "--asynchronous",
+        action="store_true",
+        help="allow schedules with delayed gradients",
     )
     model.add_argument(
-        "--cores", type=count, help="that devices faked on CPU share; by default all"
+        "--profiles",
+        default="profiles",
+        metavar="DIR",
+        help="folder that keeps the profiles",
     )
-    model.add_argument("--top", type=count, default=10, help="how many plans to print")
+    model.add_argument(
+        "--cores",
+        type=count,
+        help="number of cores that CPU devices share; default: all",
+    )
+    model.add_argument("--top", type=count, default=10, help="number of plans to print")
     graph = result.add_argument_group("a graph")
     graph.add_argument("--graph", metavar="FILE")
     graph.add_argument("--format", choices=("jpipe", "pipedream", "placement"))
     graph.add_argument("--solver", choices=solvers.names())
-    graph.add_argument("--bandwidth", type=size, help="bytes a second")
-    graph.add_argument("--hierarchy", type=counts, help="as 4x4, the inner level first")
-    graph.add_argument("--bandwidths", type=sizes, help="of its levels, as 1e10,1.25e9")
+    graph.add_argument("--bandwidth", type=size, help="bytes per second")
     graph.add_argument(
-        "--cost-model", choices=("pipedream-repo", "sosp19"), help="of `pipedream`"
+        "--hierarchy",
+        type=counts,
+        help="devices per level, as 4x4, the inner level first",
     )
     graph.add_argument(
-        "--straight", action="store_true", help="no replicas; `pipedream`"
+        "--bandwidths",
+        type=sizes,
+        help="bytes per second of the levels, as 1e10,1.25e9",
     )
-    graph.add_argument("--hosts", type=count, help="processors of the host")
     graph.add_argument(
-        "--non-contiguous", action="store_true", help="stages may be split up; `ip`"
+        "--cost-model", choices=("pipedream-repo", "sosp19"), help="for `pipedream`"
     )
-    graph.add_argument("--time-limit", type=float, help="seconds; `ip`")
+    graph.add_argument(
+        "--straight", action="store_true", help="no replicas; for `pipedream`"
+    )
+    graph.add_argument("--hosts", type=count, help="number of host processors")
+    graph.add_argument(
+        "--non-contiguous",
+        action="store_true",
+        help="stages need not be contiguous; for `ip`",
+    )
+    graph.add_argument("--time-limit", type=float, help="seconds; for `ip`")
     return result
 
 
@@ -249,9 +269,9 @@ _MIN_SECONDS = 0.25
 
 
 def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> int:
-    """Profiles a model, prices every plan, prints the best and saves it."""
+    """Profiles a model, ranks every plan, prints the best plans and saves the winner."""
     if args.devices is None:
-        raise ValueError("how many devices are there? Add `--devices N`.")
+        raise ValueError("the number of devices is missing: add `--devices N`.")
     if args.save is not None:
         _check_saves(pathlib.Path(args.save))
     import jax
@@ -270,18 +290,18 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
             )
     if args.asynchronous and config.pipeline.loss_scale == "dynamic":
         raise ValueError(
-            "a loss scale that moves needs all stages to update at once. Leave out `--asynchronous`, or add "
+            "a dynamic loss scale needs all stages to update at the same time. Leave out `--asynchronous`, or add "
             "`--config.pipeline.loss_scale=none`."
         )
     prepare_cpu(args.devices)
     check_devices(args.devices)
     profiles = _profiles(name, config, numbers, args)
-    fakes = jax.default_backend() == "cpu"  # which share its cores
     cores = args.cores or profiles[0].num_cores
+    shares_cores = jax.default_backend() == "cpu"
     machine = plan.measure_machine(
         args.devices,
         memory_limit=args.memory or math.inf,
-        num_cores=cores if fakes else None,
+        num_cores=cores if shares_cores else None,
     )
     ranking = plan.choose(
         profiles, machine, config.batch_size, asynchronous=args.asynchronous
@@ -326,21 +346,21 @@ def _check_saves(path: pathlib.Path) -> None:
 
 
 def _numbers_of_microbatches(config, devices: int) -> list[int]:
-    """Those to try if none are named: about 1, 2, 4 and 8 a device, and the configuration's own."""
+    """The default numbers to try: 1, 2, 4 and 8 per device, and the configuration's own number."""
     pipeline = config.pipeline
     wanted = {devices * n for n in (1, 2, 4, 8)}
     wanted.add(pipeline.num_microbatches * pipeline.data)
     fitting = [n for n in sorted(wanted) if config.batch_size % n == 0]
     if not fitting:
         raise ValueError(
-            f"no number of microbatches of {sorted(wanted)} divides the batch size, {config.batch_size}. Name others: "
+            f"none of the numbers of microbatches {sorted(wanted)} divides the batch size, {config.batch_size}. Name others: "
             "`--microbatches 5,10`."
         )
     return fitting
 
 
 def _profiles(name: str, config, numbers, args) -> list:
-    """A profile for each number of microbatches, measured on all devices at once."""
+    """One profile per number of microbatches, measured on all devices at the same time."""
     import jax
 
     import jpipe
@@ -377,7 +397,7 @@ def _profiles(name: str, config, numbers, args) -> list:
 
 
 def _planned(config, best):
-    """The configuration that runs a plan."""
+    """The configuration that trains by a plan."""
     pipeline = dataclasses.replace(
         config.pipeline,
         schedule=best.schedule,

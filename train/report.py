@@ -82,7 +82,7 @@ def memory(memory: jpipe.Memory) -> str:
 
 
 def profile(profile: Profile) -> str:
-    """A line for each run of equal layers: what one of them takes, and keeps."""
+    """A line per run of equal layers: seconds and bytes of one of them."""
     rows = [("layers", "", "forward", "backward", "update", "weights", "stash")]
     seconds = zip(*(profile.seconds(o) for o in ("forward", "backward", "update")))
     layers = list(zip(itertools.count(), profile.layers, seconds))
@@ -106,7 +106,7 @@ def profile(profile: Profile) -> str:
 
 
 def machine(machine: Machine) -> str:
-    """What a machine is taken to be, in a line."""
+    """A machine, in a line."""
     words = [count(machine.num_devices, "device")]
     if machine.num_cores is not None:
         words.append(f"on {count(machine.num_cores, 'core')}")
@@ -114,7 +114,7 @@ def machine(machine: Machine) -> str:
         words.append(f"of {size_text(machine.memory_limit)}")
     words.append(f"{size_text(machine.bandwidth[0])}/s between two")
     words.append(
-        f"{machine.tick * 1e6:.0f} us and {machine.jitter:.1%} a tick, {machine.step * 1e3:.2f} ms a step"
+        f"{machine.tick * 1e6:.0f} us and {machine.jitter:.1%} per tick, {machine.step * 1e3:.2f} ms per step"
     )
     return "machine: " + ", ".join(words)
 
@@ -122,30 +122,35 @@ def machine(machine: Machine) -> str:
 def plans(ranking: Ranking, batch_size: int, top: int) -> str:
     """Two lines for each of the first plans; then the plans that were skipped, with the reasons."""
     head = "schedule stages replicas microbatches size recompute ms/step samples/s bubble bytes"
-    delayed = any(c.prediction.delay for c in ranking[:top])
-    rows = [["", *head.split(), *["delay"] * delayed]]
+    rows = [["", *head.split()]]
     notes = []
     for rank, c in enumerate(ranking[:top], 1):
         prediction = c.prediction
-        row = [
-            str(rank),
-            c.label,
-            str(c.num_stages),
-            str(c.num_replicas),
-            str(c.num_microbatches),
-            str(c.microbatch_size),
-            c.recompute,
-            f"{prediction.seconds * 1e3:.1f}",
-            f"{batch_size / prediction.seconds:,.0f}",
-            f"{prediction.timing.bubble:z.0%}",
-            size_text(prediction.num_bytes),
-        ]
-        rows.append(row + [str(prediction.delay)] * delayed)
+        rows.append(
+            [
+                str(rank),
+                c.label,
+                str(c.num_stages),
+                str(c.num_replicas),
+                str(c.num_microbatches),
+                str(c.microbatch_size),
+                c.recompute,
+                f"{prediction.seconds * 1e3:.1f}",
+                f"{batch_size / prediction.seconds:,.0f}",
+                f"{prediction.timing.bubble:z.0%}",
+                size_text(prediction.num_bytes),
+            ]
+        )
         cut = "cut at " + ",".join(map(str, c.boundaries)) if c.boundaries else ""
-        notes.append("; ".join(filter(None, [cut, c.why])))
+        delay = (
+            f"gradients up to {count(prediction.delay, 'update')} late"
+            if prediction.delay
+            else ""
+        )
+        notes.append("; ".join(filter(None, [cut, delay, c.why])))
     header, *lines = _table(rows, left={1}).splitlines()
     text = [
-        "plans, as predicted (size: samples per microbatch; bytes: per device; cut at: first layers of the stages):",
+        "plans, as predicted (size: samples per microbatch; bytes: per device; cut at: first layers of later stages):",
         header,
     ]
     for line, note in zip(lines, notes):
@@ -157,7 +162,10 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
 
 
 def _skipped(skipped: Sequence[Skipped]) -> list[str]:
-    """Lines of the plans that were not priced; plans with one schedule and one reason share theirs."""
+    """Lines of the plans that were not priced.
+
+    Plans with one schedule and one reason share theirs.
+    """
     if not skipped:
         return []
     labels: dict[tuple[str, str], dict[str, None]] = {}
@@ -205,29 +213,31 @@ def plan_record(plan: Candidate | Skipped) -> dict[str, Any]:
 
 
 def solution(solution: Solution, graph: Graph, seconds: float) -> str:
-    """What a solver found: a line for each stage, and what is proved."""
+    """The solution of a solver: a line per stage, and what is proved."""
     nodes = {node.id: node for node in graph.nodes}
     rows = [("stage", "on", "nodes", "", "compute", "bytes")]
     for s, stage in enumerate(solution.stages):
-        mine = [nodes[id] for id in stage.nodes]
+        stage_nodes = [nodes[id] for id in stage.nodes]
         on = "host" if stage.on_host else count(stage.replicas, "device")
         first, last = stage.nodes[0], stage.nodes[-1]
-        compute = sum((n.host or 0.0) if stage.on_host else n.seconds for n in mine)
+        compute = sum(
+            (n.host or 0.0) if stage.on_host else n.seconds for n in stage_nodes
+        )
         rows.append(
             (
                 str(s),
                 on,
-                str(len(mine)),
-                f"{first} .. {last}" if len(mine) > 1 else str(first),
+                str(len(stage_nodes)),
+                f"{first} .. {last}" if len(stage_nodes) > 1 else str(first),
                 f"{compute:.6g}",
-                size_text(sum(node.device_bytes for node in mine)),
+                size_text(sum(node.device_bytes for node in stage_nodes)),
             )
         )
     proof = "optimal" if solution.optimal else f"at least {solution.bound:.9g}"
     lines = [
         _table(rows, left={1, 3}),
         "",
-        f"{solution.solver}: {solution.objective:.9g} a stage ({proof}), found in {seconds:.3g} s",
+        f"{solution.solver}: {solution.objective:.9g} per stage ({proof}), found in {seconds:.3g} s",
     ]
     if solution.data_parallel is not None:
         ratio = solution.data_parallel / solution.objective

@@ -350,8 +350,8 @@ def _why(c: Candidate, best: Candidate, memory_limit: float) -> str:
     more = {name: parts[name] - best_parts[name] for name in parts}
     largest = max(more, key=more.__getitem__)
     words = (
-        f"{ratio:.2f} x the time: {largest} {parts[largest] * 1e3:.3g} ms, not "
-        f"{best_parts[largest] * 1e3:.3g}"
+        f"{ratio:.2f} x the time: {largest} {parts[largest] * 1e3:.4g} ms, not "
+        f"{best_parts[largest] * 1e3:.4g}"
     )
     if largest == _WAITING:
         bubbles = prediction.timing.bubble, best.prediction.timing.bubble

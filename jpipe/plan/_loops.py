@@ -1,16 +1,18 @@
-"""How long layers and updates take among each other: loops that run them as the engine does.
+"""Compiled loops that time programs of layers and updates as the engine runs them.
 
     subjects: kinds of layer, the loss ──┐
-    updates ─────────────────────────────┴─> members ── one loop for all of them ──> Measured, of each
+    updates ─────────────────────────────┴─> members ── one loop over all members ──> Measured, per member
 
-A layer is measured as the engine runs it: in a compiled loop over microbatches, in which its weights are read out of
-packed arrays, what it stashes is written into rings, and gradients are added to accumulators, all in place. So neither
-the start of a program nor the copying of its results is measured, and what the rings cost is.
+The engine runs a layer in a compiled loop over microbatches. The loop reads weights from packed
+arrays, writes stashes into rings, and adds gradients to accumulators, all in place. A layer is
+measured in a loop of the same kind: the start of a program and the copying of its results are then
+not part of the time, and the cost of the rings is.
 
-How long something takes also depends on what ran before it: by itself, a layer finds all that it works with in the
-nearest cache, where in training it finds what the others have left. So a loop holds all kinds of layer, and an order
-that is given when it runs says whose turn it is: each kind's by itself, and in between the model's own order. What a
-round of that takes longer, it takes longer for all in the same proportion.
+The time of a program also depends on the program before it. A layer in a loop of its own finds its
+data in the nearest cache; in training the caches hold other layers' data. So one loop contains all
+kinds of layer, and an argument of the loop gives the order of their turns. The loop runs each kind
+alone, and in between all layers in model order. If a round in model order takes longer than the sum
+of its turns, every layer's time is scaled by that factor.
 """
 
 import dataclasses
@@ -39,17 +41,21 @@ PROGRAMS = (
     "weight_grad",
     "update",
 )
-"""What can be measured of a layer; see `LayerProfile`."""
+"""The programs of a layer that can be measured; see `LayerProfile`."""
 
-SLOTS = 4  # of a ring: what is written and read moves through memory, as in training
-_TOGETHER = 2**28  # bytes, more than caches hold; more are measured in several loops
-_FEWEST = 3  # calls that a median is taken of
-_CALL_SECONDS = 0.1  # of a call: it starts with memory that it has not touched yet
+SLOTS = (
+    4  # slots of a ring: what is written and read moves through memory, as in training
+)
+_TOGETHER = (
+    2**28
+)  # bytes of one loop, more than caches hold; more layers need more loops
+_FEWEST = 3  # calls per median, at least
+_CALL_SECONDS = 0.1  # of a call: long, because a call starts with cold caches
 
 
 @dataclasses.dataclass(frozen=True)
 class Seconds:
-    """What something takes: the median of several calls, and the quartiles on both sides of it."""
+    """The seconds of a program: the median of several calls, and the quartiles."""
 
     median: float = 0.0
     lower_quartile: float = 0.0
@@ -57,7 +63,7 @@ class Seconds:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "Seconds":
-        """Of what each of several calls took.
+        """The quartiles of the seconds of several calls.
 
         Example:
           >>> Seconds.of([5, 1, 2, 4, 3])
@@ -68,32 +74,32 @@ class Seconds:
 
 
 class Measured(NamedTuple):
-    """What is known of a program: what it takes, and bytes beside its arguments and results."""
+    """The measured seconds of a program, and its bytes beside arguments and results."""
 
     seconds: Seconds = Seconds()
     temporary_bytes: int = 0
 
 
 def needed_programs(programs: Sequence[str]) -> list[str]:
-    """Those programs that are of layers, and those whose results they read.
+    """The programs of layers among `programs`, and the programs whose results they read.
 
     Example:
       >>> needed_programs(["weight_grad", "update"])
       ['forward_and_stash', 'input_grad', 'weight_grad']
     """
-    found = {*programs} - {"update"}
-    if "weight_grad" in found:
-        found.add("input_grad")
-    if found - {"forward"}:
-        found.add("forward_and_stash")
-    return [name for name in PROGRAMS if name in found]
+    needed = {*programs} - {"update"}
+    if "weight_grad" in needed:
+        needed.add("input_grad")
+    if needed - {"forward"}:
+        needed.add("forward_and_stash")
+    return [name for name in PROGRAMS if name in needed]
 
 
 class Progress:
-    """A line in the terminal, if there is one.
+    """A progress bar on standard error, if that is a terminal.
 
     Attributes:
-      total: how often it will have been called at the end, as far as is known.
+      total: the number of calls until the end, as far as it is known.
     """
 
     def __init__(self, total: int):
@@ -101,7 +107,7 @@ class Progress:
 
     @classmethod
     def of(cls, programs: Sequence[str]) -> "Progress":
-        """For what `measure_layers` and `measure_updates` call it, if each needs one loop a program."""
+        """A bar for `measure_layers` and `measure_updates`, if each program needs one loop."""
         names = needed_programs(programs)
         return cls(bool(names) + len(names) + ("update" in programs))
 
@@ -113,7 +119,7 @@ class Progress:
             self._write("")
 
     def __call__(self, what: str) -> None:
-        """What comes next."""
+        """Shows the next piece of work."""
         filled = 20 * self._count // max(self.total, 1)
         self._count += 1
         bar = "#" * filled + "." * (20 - filled)
@@ -125,12 +131,12 @@ class Progress:
 
 
 def num_bytes(avals: Iterable) -> int:
-    """Of arrays, abstract or not."""
+    """Bytes of arrays, abstract or not."""
     return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in avals)
 
 
 def count_cores() -> int:
-    """Cores that this process may run on."""
+    """The number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -140,12 +146,13 @@ def count_cores() -> int:
 
 
 class Member(NamedTuple):
-    """What has its turns in a loop.
+    """A program in a loop, with its arrays.
 
     Attributes:
-      body: `(reads, carry, slot, row) -> carry`.
-      reads: the arrays that it reads; carry: those that it works on in place.
-      num_rows: `row` goes round so many.
+      body: the program, `(reads, carry, slot, row) -> carry`.
+      reads: the arrays that it reads.
+      carry: the arrays that it updates in place.
+      num_rows: the number of rows; `row` is the count of the member's turns modulo this number.
     """
 
     body: Callable
@@ -157,15 +164,15 @@ class Member(NamedTuple):
 class Loop:
     """A compiled loop over turns of its members.
 
-    A member's slot and row go on with each of its turns. As the engine, which reads them out of its table, the compiler
-    does not know them, nor whose turn it is; and a body is a branch, out of which nothing that would be the same each time
-    is moved.
+    A member's slot and row advance with each of its turns. The compiler knows neither them nor the
+    order of the turns, as in the engine, which reads them from its table. A body is a branch,
+    because the compiler moves no loop-invariant work out of a branch.
     """
 
     def __init__(
         self, members: Sequence[Member], order: Sequence[int], devices: Sequence
     ):
-        """`order`: whose turns make a round of the model."""
+        """Compiles the loop. `order` lists the members of one round in model order."""
         self._order = [*order]
         mesh = Mesh(np.asarray(devices), "devices")
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -180,7 +187,8 @@ class Loop:
             def once(i, carry):
                 at = lax.rem(i, length)
                 whose = lax.dynamic_index_in_dim(order, at, keepdims=False)
-                # A branch of all would copy what other members' turns do not touch.
+                # One `cond` per member: a `switch` over all of them would copy the arrays of the
+                # members that it does not run.
                 return [
                     lax.cond(
                         whose == m, functools.partial(turn, m), lambda *own: own, *own
@@ -207,11 +215,11 @@ class Loop:
         self._run = lowered.compile()
         self._alone = [[m] for m in range(len(members))]
         for own in self._alone:
-            self._seconds(own, SLOTS)  # each slot holds what a turn leaves
+            self._seconds(own, SLOTS)  # fills every slot with the result of a turn
 
     @property
     def carries(self) -> list[dict]:
-        """What each member's turns have left."""
+        """The arrays that each member has updated."""
         return [arrays for _, arrays in self._carry]
 
     def _given(self, order: Sequence[int], num_rounds: int) -> tuple:
@@ -221,7 +229,7 @@ class Loop:
         return jax.block_until_ready(jax.device_put(given, self._everywhere))
 
     def _seconds(self, order: Sequence[int], num_rounds: int) -> float:
-        """What a round takes, of so many."""
+        """Seconds of one round, as the mean of `num_rounds`."""
         given = self._given(order, num_rounds)
         start = time.perf_counter()
         self._carry = self._run(*given, self._reads, self._carry)
@@ -229,46 +237,55 @@ class Loop:
         return (time.perf_counter() - start) / num_rounds
 
     def measure(self, min_seconds: float) -> list[Measured]:
-        """What a turn of each member takes among the others, with `min_seconds` for each of them and for all together."""
+        """Times a turn of each member, scaled to model order.
+
+        Args:
+          min_seconds: seconds to measure each member, and the model's order, at least.
+
+        Returns:
+          The results by member.
+        """
         orders = [*self._alone, self._order]
         each_call = min(_CALL_SECONDS, min_seconds / _FEWEST)
         rounds = [
             max(math.ceil(each_call / self._seconds(order, 1)), 1) for order in orders
         ]
-        found: list[np.ndarray] = []
+        samples: list[np.ndarray] = []
         end = time.perf_counter() + min_seconds * len(orders)
-        while len(found) < _FEWEST or time.perf_counter() < end:
+        while len(samples) < _FEWEST or time.perf_counter() < end:
             *alone, together = map(self._seconds, orders, rounds)
             slower = together / sum(alone[m] for m in self._order)
-            found.append(slower * np.array(alone))
+            samples.append(slower * np.array(alone))
         analysis = self._run.memory_analysis()
         temporary = 0 if analysis is None else int(analysis.temp_size_in_bytes)
-        of_members = np.transpose(found).tolist()
+        of_members = np.transpose(samples).tolist()
         return [Measured(Seconds.of(own), temporary) for own in of_members]
 
 
 def groups_of(sizes: Sequence[int]) -> list[list[int]]:
-    """Neighbours of together at most `_TOGETHER` bytes, or single ones that are larger.
+    """Groups of neighbours with at most `_TOGETHER` bytes together. A larger one is a group by itself.
 
     Example:
       >>> groups_of([2**27, 2**26, 2**27, 2**30, 8, 8])
       [[0, 1], [2], [3], [4, 5]]
     """
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     total = math.inf
     for i, size in enumerate(sizes):
         total += size
         if total > _TOGETHER:
-            found.append([])
+            groups.append([])
             total = size
-        found[-1].append(i)
-    return found
+        groups[-1].append(i)
+    return groups
 
 
 def num_rows_of(count: int, devices: Sequence, parameters: Sequence) -> int:
-    """How many of `count` layers are worked on near the same caches, or as many as are larger than caches; at least 1.
+    """How many copies of its weights a kind of layer cycles through, at least 1.
 
-    A device has caches of its own, but stages that share a core share its caches.
+    In training, `count` layers of the kind are spread over the caches. The copies are the layers
+    that share one cache, or as many layers as are larger than a cache. A device has its own cache,
+    but CPU devices that share a core share its cache.
     """
     num_caches = len(devices)
     if devices[0].platform == "cpu":
@@ -289,7 +306,7 @@ def zeros(avals: Iterable) -> list[jax.Array]:
 
 
 def packed(pack: Packing, values: Sequence, num_rows: int) -> dict:
-    """The arrays of a packing's one owner, `num_rows` times along a leading axis."""
+    """The packed arrays of one owner, repeated `num_rows` times along a leading axis."""
     arrays = {n: np.zeros(a.shape, a.dtype) for n, a in pack.arrays.items()}
     for place, value in zip(pack.places[0], values, strict=True):
         rows = slice(place.start(), place.start() + place.block[0])

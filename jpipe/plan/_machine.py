@@ -1,4 +1,4 @@
-"""Where a plan runs: devices, their memory, what moving bytes between them takes, and the cores they share."""
+"""Measures the machine: messages, ticks, steps, and cores that devices share."""
 
 import math
 import statistics
@@ -25,20 +25,26 @@ def measure_machine(
     num_cores: float | None = None,
     message_bytes: int = 2**20,
 ) -> Machine:
-    """The machine that JAX runs on.
+    """Measures the machine that JAX runs on.
 
-    Pipelines that hardly compute are timed, with small messages and with large ones; then loops that multiply matrices,
-    on all devices, without and with a message after each turn, in short turns and in long ones. That tells what devices
-    lose which wait for each other, as they do after a tick: where they share cores, more than an empty tick takes, and
-    the more the longer it is.
+    Pipelines of almost empty stages are timed, with small and large messages: that gives the cost
+    of a step, of a tick and of a byte. Then loops of matrix products run on all devices, with and
+    without a message after each turn, in short and long turns: that gives the cost of waiting at
+    the end of a tick. If devices share cores, waiting costs more than an empty tick, and the longer
+    the tick the more.
 
     Args:
-      num_devices: the first of `jax.devices()`, at least 1.
-      memory_limit, num_cores: of the result. With cores, `cores_per_device` is measured too.
-      message_bytes: of the larger of the two messages timed.
+      num_devices: the number of devices, at least 1; the first of `jax.devices()` are used.
+      memory_limit: bytes per device, for the result.
+      num_cores: cores that all devices share, for the result. If given, `cores_per_device` is
+        measured too.
+      message_bytes: bytes of the large message.
+
+    Returns:
+      The `Machine`.
 
     Raises:
-      ValueError: if there are fewer devices.
+      ValueError: if JAX has fewer devices.
     """
     few, many = 4, 36  # microbatches
     small = [_step_seconds(num_devices, n, 1) for n in (few, many)]
@@ -68,9 +74,9 @@ def measure_machine(
 
 
 def _step_seconds(num_stages: int, num_microbatches: int, size: int) -> float:
-    """The median of GPipe steps whose stages multiply `[1, size]` by a number."""
+    """Median seconds of GPipe steps whose stages multiply `[1, size]` by a number."""
     layer = InitApply(
-        lambda key, x: {"scale": jnp.ones(())}, lambda own, x: x * own["scale"]
+        lambda key, x: {"scale": jnp.ones(())}, lambda params, x: x * params["scale"]
     )
     pipe = Pipeline(
         [layer] * num_stages,
@@ -91,17 +97,22 @@ def _step_seconds(num_stages: int, num_microbatches: int, size: int) -> float:
 
 
 def _waiting(num_devices: int) -> tuple[float, float, float]:
-    """What a turn of a loop takes longer if a message to the next device ends it: seconds, and a part of the turn; and how
-    many times as long as on one device alone it takes on all of them."""
+    """The cost of a message at the end of a loop's turn, and of sharing cores.
+
+    Returns:
+      The seconds that the message adds to a turn, the fraction of the turn that it adds, and the
+      time of a turn on all devices divided by its time on one device alone.
+    """
     width, num_matrices = 512, 4
-    rows_and_turns = (16, 20), (64, 10), (256, 4)  # 0.6, 2 and 6 ms a turn on a core
+    # Turns of 0.6, 2 and 6 ms on one core.
+    rows_and_turns = (16, 20), (64, 10), (256, 4)
     ring = [(d, (d + 1) % num_devices) for d in range(num_devices)]
     rng = np.random.default_rng(0)
     matrices = rng.normal(size=(num_matrices, width, width)) / math.sqrt(width)
     matrices = matrices.astype(np.float32)
 
     def loop(rows: int, turns: int, count: int, sends: bool):
-        """Runs it; returns the seconds of a turn."""
+        """A function that runs the loop and returns the seconds of a turn."""
 
         def run(x, matrices):
             def turn(_, x):
@@ -121,8 +132,8 @@ def _waiting(num_devices: int) -> tuple[float, float, float]:
                 check_vma=False,
             )
         )
-        given = np.ones((rows, width), np.float32), matrices
-        placed = jax.device_put(given, NamedSharding(mesh, everywhere))
+        arguments = np.ones((rows, width), np.float32), matrices
+        placed = jax.device_put(arguments, NamedSharding(mesh, everywhere))
 
         def seconds() -> float:
             start = time.perf_counter()
@@ -132,14 +143,14 @@ def _waiting(num_devices: int) -> tuple[float, float, float]:
         return seconds
 
     loops = [
-        loop(*one, num_devices, sends)
+        loop(rows, turns, num_devices, sends)
         for sends in (False, True)
-        for one in rows_and_turns
+        for rows, turns in rows_and_turns
     ]
     loops.append(loop(*rows_and_turns[1], 1, False))
-    # One right after the other, as other work on the machine comes and goes.
-    found = np.array([[seconds() for seconds in loops] for _ in range(26)])[1:]
-    together, waiting, alone = found[:, :3], found[:, 3:6], found[:, 6]
+    # The loops alternate, because other work on the machine comes and goes.
+    measured = np.array([[seconds() for seconds in loops] for _ in range(26)])[1:]
+    together, waiting, alone = measured[:, :3], measured[:, 3:6], measured[:, 6]
     turn = np.median(together, axis=0)
     longer = np.median(waiting - together, axis=0) / turn
     tick, jitter = _fit_positive(

@@ -37,15 +37,18 @@ def measure_layers(
     devices: Sequence[jax.Device],
     progress: Progress,
 ) -> list[dict[str, Measured]]:
-    """Measures each kind of layer, and last the loss.
+    """Measures each kind of layer, and the loss.
 
     Args:
       traced: the layers and the loss.
       microbatch: arrays or abstract arrays, as of `profile`.
-      programs: what to measure, of `PROGRAMS`; updates are left to `measure_updates`.
-      min_seconds: for each program of each kind.
-      devices: where, all at once.
-      progress: is told what comes next.
+      programs: the programs of `PROGRAMS` to measure; `measure_updates` does "update".
+      min_seconds: seconds per program and kind, at least.
+      devices: the devices, which all run the same at the same time.
+      progress: shows the next piece of work.
+
+    Returns:
+      For each kind, and last for the loss, the results by program.
     """
     names = needed_programs(programs)
     wanted = [name for name in names if name in programs]
@@ -54,7 +57,7 @@ def measure_layers(
     progress(f"inputs of {len(traced.layers)} layers")
     subjects = _subjects(traced, microbatch, devices)
     order = [*traced.kind_of_layer, len(traced.layer_kinds)]
-    found: list[dict[str, Measured]] = [{} for _ in subjects]
+    results: list[dict[str, Measured]] = [{} for _ in subjects]
     groups = groups_of([subject.size for subject in subjects])
     progress.total += (len(groups) - 1) * len(names)
     for group in groups:
@@ -64,59 +67,63 @@ def measure_layers(
             for k in group:
                 if (
                     name == "input_grad"
-                    and "backward" in found[k]
+                    and "backward" in results[k]
                     and not subjects[k].kind.parameters
                 ):
-                    found[k][name] = found[k]["backward"]
+                    results[k][name] = results[k]["backward"]
                 elif subjects[k].has(name):
                     members[k] = subjects[k].member(name)
             if not members:
                 continue
             place = {k: m for m, k in enumerate(members)}
-            own = [place[k] for k in order if k in members]
-            loop = Loop([*members.values()], own, devices)
+            turns = [place[k] for k in order if k in members]
+            loop = Loop([*members.values()], turns, devices)
             if name in wanted:
-                for k, one in zip(members, loop.measure(min_seconds)):
-                    found[k][name] = one
+                for k, measured in zip(members, loop.measure(min_seconds)):
+                    results[k][name] = measured
             for k, carry in zip(members, loop.carries):
                 subjects[k].take(carry)
         for k in group:
             subjects[k].free()
-    return [{name: one.get(name, Measured()) for name in wanted} for one in found]
+    return [{name: r.get(name, Measured()) for name in wanted} for r in results]
 
 
 def outputs(kind: LayerProgram, leaves: Sequence | None = None) -> tuple:
-    """What a layer hands to the next, and the skips that it stashes."""
+    """The outputs of a layer: the input of the next layer, then the skips that it stashes."""
     return kind.output_tree.unflatten(kind.outputs if leaves is None else leaves)
 
 
 def _subjects(
     traced: Traced, microbatch: Any, devices: Sequence[jax.Device]
 ) -> list["_Subject"]:
-    """Every kind of layer, and last the loss, with fresh weights and what the layers before make of the microbatch."""
+    """Every kind of layer, and last the loss.
+
+    Each gets fresh weights, and as inputs the outputs of the layers before.
+    """
     key = jax.random.key(0)
     initialise = shared_jit(devices[0].platform)
     kind_of_layer = [*traced.kind_of_layer]
     forward = [jax.jit(kind.forward) for kind in traced.layer_kinds]
-    found: dict[int, _Subject] = {}
+    subjects: dict[int, _Subject] = {}
     x, live = _values(microbatch["inputs"]), {}
     for i, (layer, k) in enumerate(zip(traced.layers, kind_of_layer)):
         kind = traced.layer_kinds[k]
         args = jax.tree.leaves((x, [live.pop(name) for name in layer.pop]))
-        if k not in found:
+        if k not in subjects:
             fresh = layer.given
             if fresh is None:
                 fresh = initialise(layer.init, jax.random.fold_in(key, i))
             weights, state = map(jax.tree.leaves, jax.device_get(fresh))
             extra = [jnp.zeros(a.shape, a.dtype) for a in kind.extra[:1]]
             num_rows = num_rows_of(kind_of_layer.count(k), devices, kind.parameters)
-            found[k] = _Subject(kind, args, extra, weights, state, num_rows)
-        of = found[k]
-        made, _ = forward[k](of.weights, args, [*of.extra, *of.state])
-        x, *kept = outputs(kind, made)
+            subjects[k] = _Subject(kind, args, extra, weights, state, num_rows)
+        subject = subjects[k]
+        extra = [*subject.extra, *subject.state]
+        leaves, _ = forward[k](subject.weights, args, extra)
+        x, *kept = outputs(kind, leaves)
         live |= dict(zip(layer.stash, kept, strict=True))
     loss = _Subject(traced.loss, jax.tree.leaves(x), _values(microbatch))
-    return [*(found[k] for k in range(len(traced.layer_kinds))), loss]
+    return [*(subjects[k] for k in range(len(traced.layer_kinds))), loss]
 
 
 _STASHES = ("input_stash", "weight_stash")
@@ -138,7 +145,7 @@ _WRITES = {
 
 
 class _Subject:
-    """A kind of layer, its arrays, and the bodies of its programs."""
+    """A kind of layer with its arrays, and the bodies of its programs."""
 
     def __init__(
         self,
@@ -166,7 +173,7 @@ class _Subject:
 
     @property
     def size(self) -> int:
-        """Bytes of the arrays that its largest program needs, about."""
+        """Approximate bytes of the arrays of the largest program."""
         moved = (*self.kind.stash, *self.kind.split_residuals, *self.kind.outputs)
         weights = 2 * self.num_rows * num_bytes(self.kind.parameters)
         return weights + SLOTS * num_bytes(moved)
@@ -180,7 +187,7 @@ class _Subject:
         }.get(name, True)
 
     def member(self, name: str) -> Member:
-        """A program, with its arrays."""
+        """A program with its arrays."""
         held = self._held
         if not held:
             rng = np.random.default_rng(0)
@@ -203,12 +210,12 @@ class _Subject:
         return Member(getattr(self, f"_{name}"), reads, carry, self.num_rows)
 
     def take(self, carry: dict) -> None:
-        """What a program has left for others."""
+        """Keeps the results of a program that other programs read."""
         names = (*_STASHES, "split_residuals")
         self._held |= {n: carry[n] for n in names if n in carry}
 
     def free(self) -> None:
-        """Gives up all arrays that measuring needed."""
+        """Drops all arrays that measuring needed."""
         self._held = {}
 
     def _empty(self, name: str, *lead: int) -> dict:
@@ -283,7 +290,7 @@ class _Subject:
 
 
 def _values(tree: Any) -> list:
-    """Arrays as they are; for abstract ones, random numbers and integers that are 0."""
+    """Concrete arrays unchanged; abstract ones as random numbers, or zeros for integers."""
     rng = np.random.default_rng(0)
 
     def values(a):

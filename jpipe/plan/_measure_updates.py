@@ -31,7 +31,11 @@ from jpipe.stages.optimizer import GIVEN
 
 
 class LayerUpdate(NamedTuple):
-    """The update of a layer: `(*parameters, *gradients, *state, *given) -> [*parameters, *state]`; see `update.GIVEN`."""
+    """The optimizer's update of one layer.
+
+    `equations` computes `(*parameters, *gradients, *state, *extra) -> [*parameters, *state]`, where
+    `extra` are the arguments that `jpipe.update.GIVEN` names.
+    """
 
     equations: Equations
     parameters: Sequence
@@ -40,14 +44,14 @@ class LayerUpdate(NamedTuple):
 
 
 def trace_updates(traced: Traced, optimizer) -> tuple[list[LayerUpdate], list[int]]:
-    """The updates that differ, and which one each layer has."""
+    """The distinct updates of the layers, and the number of each layer's update."""
     optimizer = optax.with_extra_args_support(optimizer)
     everything = [layer.parameters for layer in traced.layers]
     dtypes = [a.dtype for a in jax.tree.leaves(everything)]
     norm_dtype = np.result_type(np.float32, *dtypes)
-    given = [jax.ShapeDtypeStruct((), t) for t in (np.float32, np.float32, norm_dtype)]
-    found: dict[str, LayerUpdate] = {}
-    of_layer = []
+    extra = [jax.ShapeDtypeStruct((), t) for t in (np.float32, np.float32, norm_dtype)]
+    update_of_text: dict[str, LayerUpdate] = {}
+    update_of_layer = []
     for i, parameters in enumerate(everything):
         tree: list = [None] * len(everything)
         tree[i] = parameters
@@ -71,12 +75,12 @@ def trace_updates(traced: Traced, optimizer) -> tuple[list[LayerUpdate], list[in
             )
             return jax.tree.leaves((optax.apply_updates(weights, changes), state))
 
-        equations = Equations.trace(update, *leaves, *leaves, *state_leaves, *given)
-        made = LayerUpdate(equations, leaves, state_leaves, norm_dtype)
+        equations = Equations.trace(update, *leaves, *leaves, *state_leaves, *extra)
         text = equations.text()
-        found.setdefault(text, made)
-        of_layer.append(list(found).index(text))
-    return list(found.values()), of_layer
+        traced_update = LayerUpdate(equations, leaves, state_leaves, norm_dtype)
+        update_of_text.setdefault(text, traced_update)
+        update_of_layer.append(list(update_of_text).index(text))
+    return list(update_of_text.values()), update_of_layer
 
 
 def measure_updates(
@@ -87,29 +91,32 @@ def measure_updates(
     devices: Sequence[jax.Device],
     progress: Progress,
 ) -> list[dict[str, Measured]]:
-    """Measures each update, if "update" is among `programs`; arguments and result as of `measure_layers`."""
+    """Measures each update if "update" is among `programs`.
+
+    Arguments and result as of `measure_layers`.
+    """
     if "update" not in programs:
         return [{} for _ in updates]
-    found = [{"update": Measured()} for _ in updates]
+    results = [{"update": Measured()} for _ in updates]
     order = [u for u in update_of_layer if updates[u].parameters]
-    some = sorted({*order})
+    distinct = sorted({*order})
     num_rows = {
-        u: num_rows_of(order.count(u), devices, updates[u].parameters) for u in some
+        u: num_rows_of(order.count(u), devices, updates[u].parameters) for u in distinct
     }
     sizes = [
         num_rows[u] * num_bytes((*updates[u].parameters * 2, *updates[u].state))
-        for u in some
+        for u in distinct
     ]
     groups = groups_of(sizes)
     progress.total += len(groups) - 1
     for group in groups:
-        of = [some[m] for m in group]
-        progress(f"update of {len(of)} kinds of layer")
-        members = [_update(updates[u], num_rows[u]) for u in of]
-        loop = Loop(members, [of.index(u) for u in order if u in of], devices)
-        for u, one in zip(of, loop.measure(min_seconds), strict=True):
-            found[u]["update"] = one
-    return found
+        looped = [distinct[m] for m in group]
+        progress(f"update of {len(looped)} kinds of layer")
+        members = [_update(updates[u], num_rows[u]) for u in looped]
+        loop = Loop(members, [looped.index(u) for u in order if u in looped], devices)
+        for u, measured in zip(looped, loop.measure(min_seconds), strict=True):
+            results[u]["update"] = measured
+    return results
 
 
 def _update(update: LayerUpdate, num_rows: int) -> Member:
@@ -128,12 +135,13 @@ def _update(update: LayerUpdate, num_rows: int) -> Member:
             for a in leaves["gradients"]
         ]
         norm = jnp.sqrt(functools.reduce(jnp.add, squares))
-        delay = lax.min(row, np.int32(0)).astype(np.float32)  # not known to be 0
+        # 0, which the compiler does not know.
+        delay = lax.min(row, np.int32(0)).astype(np.float32)
         flat = list(itertools.chain(*leaves.values()))
         num_weights = len(update.parameters)
 
         def compute():
-            """In a branch of its own, or what it reads would be read again, from copies, behind the writes."""
+            # In a branch: otherwise XLA reads the inputs again, from copies, after the writes.
             return update.equations(*flat, delay, delay, norm)
 
         before = [*leaves["parameters"], *leaves["state"]]

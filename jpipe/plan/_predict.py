@@ -1,4 +1,4 @@
-"""What a plan takes before it runs: seconds and bytes of a table, for a profiled model cut at boundaries."""
+"""Predicts the seconds and bytes of a table, for a profiled model that is cut at boundaries."""
 
 import dataclasses
 import itertools
@@ -20,14 +20,14 @@ from jpipe.stages.optimizer import read_delays
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prediction:
-    """What one training step takes.
+    """The predicted cost of a training step.
 
     Attributes:
-      seconds: of a step, which trains on one minibatch.
-      timing: of the table: seconds that each device computes, sends and is idle.
-      memory: bytes of each device.
-      delay: the most updates by which the weights that a gradient is of are behind those it
-        is applied to.
+      seconds: seconds of a step, which trains on one minibatch.
+      timing: seconds that each device computes, sends and is idle in the table.
+      memory: bytes per device.
+      delay: the largest delay of a gradient: updates between reading the weights that it was
+        computed with and applying it.
     """
 
     seconds: float
@@ -37,7 +37,7 @@ class Prediction:
 
     @property
     def num_bytes(self) -> int:
-        """Of each device."""
+        """Bytes per device."""
         return sum(self.memory) - self.memory.padding
 
 
@@ -48,24 +48,27 @@ def predict(
     machine: Machine,
     num_replicas: int = 1,
 ) -> Prediction:
-    """Prices a table in lockstep, for one microbatch of the profile in each of its cells.
+    """Predicts the cost of a table in lockstep. Each of its cells is one microbatch of the profile.
 
-    A tick lasts as long as its busiest device, or as all its work on the cores that devices
-    share, and the machine's jitter longer; then come its updates, before which the replicas of
-    a stage add up their gradients in a ring; then its messages travel, as the engine packs
-    them: all of a kind as large as the largest, and those of skips after what they leave with.
+    - A tick lasts as long as its busiest device, or as all its work on the cores that devices
+      share. The machine's jitter makes it longer.
+    - Then come the updates of the tick. Before them the replicas of a stage add up their gradients
+      in a ring.
+    - Then messages travel, packed as in the engine: all messages of a kind are as large as the
+      largest one, and skips travel after the activations.
 
     Args:
       schedule: a legal table that trains.
-      profile: of the layers; a replica's minibatch is `num_microbatches` of its microbatches.
+      profile: the costs of the layers. A replica's minibatch is `num_microbatches` microbatches of
+        the profile.
       boundaries: the layer at which each stage after the first begins.
-      machine: where it runs; the devices of a replica are neighbours.
-      num_replicas: of the pipeline.
+      machine: the machine. The devices of a replica are neighbours.
+      num_replicas: the number of copies of the pipeline.
 
     Returns:
-      A `Prediction`. Its bytes are those of `Pipeline.memory`, but for the temporaries, which
-      are taken from the layer that needs most. It knows nothing of other mesh axes, nor what
-      `forward_params`, `backward_params` and tied weights take in time.
+      A `Prediction`. Its bytes are those of `Pipeline.memory`, except for the temporaries, which
+      are those of the layer that needs most. Other mesh axes, and the time of `forward_params`,
+      `backward_params` and tied weights, are not included.
 
     Raises:
       ValueError: if the boundaries do not fit, the machine has too few devices, or the
@@ -96,16 +99,16 @@ def stage_costs(
     machine: Machine,
     num_replicas: int = 1,
 ) -> Costs:
-    """The costs of each stage, as `simulate` takes them.
+    """The costs of each stage in the form of `jpipe.simulate`.
 
     Args:
-      schedule: for the devices of its stages, and whether it splits backwards.
+      schedule: the table, for the devices of the stages and for split backwards.
       profile, machine, num_replicas: as of `predict`.
-      starts: first layer of each stage, and the number of layers at the end.
+      starts: the first layer of each stage, then the number of layers.
     """
     split = schedule.splits_backward
 
-    # On fewer cores than devices, each device had its share of one while it was measured.
+    # With fewer cores than devices, each device had a share of a core while it was measured.
     cores = machine.num_cores
     share = 1.0 if cores is None else min(cores / profile.num_devices, 1.0)
 
@@ -115,7 +118,7 @@ def stage_costs(
 
     device_of_stage = dict(zip(schedule.stage.tolist(), schedule.device.tolist()))
     D, S = schedule.num_devices, schedule.num_stages
-    # What leaves with a stage's forward, and with the backward of the stage after it.
+    # Seconds of the messages after a stage's forward, and after the backward of the next stage.
     sent = {"forward": np.zeros(S), "backward": np.zeros(S)}
     for route, packing in _routes(profile, starts):
         for source, target in route.target.items():
@@ -146,7 +149,7 @@ def stage_costs(
 
 
 def _routes(profile: Profile, starts: Sequence[int]) -> list[tuple[Route, Packing]]:
-    """Every kind of message, as the engine has them."""
+    """Every kind of message, packed as in the engine."""
     layers = profile.layers
     ends = [[*map(Leaf, layers[stop - 1].activations)] for stop in starts[1:-1]]
     portals = find_portals(profile.skips, starts)
@@ -159,11 +162,11 @@ def predict_memory(
     starts: Sequence[int],
     num_replicas: int = 1,
 ) -> Memory:
-    """Bytes that every device holds.
+    """Bytes per device, by use.
 
     Args:
       schedule, profile, num_replicas: as of `predict`.
-      starts: first layer of each stage, and the number of layers at the end.
+      starts: the first layer of each stage, then the number of layers.
     """
     layers = profile.layers
     kinds = [(one.kind, one.stash, one.pop) for one in layers]
@@ -171,7 +174,7 @@ def predict_memory(
     layer_of_kind = dict(zip(kinds, layers))
 
     def packed(name: str) -> Packing:
-        """As the engine packs the stages' leaves of one name."""
+        """The packing of the stages' leaves of one name, as in the engine."""
         loss = profile.loss.avals(name) if name == "input_stash" else ()
         return groups.pack(
             lambda kind: map(Leaf, layer_of_kind[kind].avals(name)), [*map(Leaf, loss)]
@@ -188,7 +191,7 @@ def predict_memory(
     slots = lowered.num_slots
     rings = sum(slots[ring] * packed(ring).num_bytes for ring in STASHES if slots[ring])
     size = {route.inbox: packing.num_bytes for route, packing in routes}
-    # An inbox has a slot for what nobody reads; what is sent and what has arrived lie beside it.
+    # An inbox has one slot that nobody reads. Messages sent and received lie beside the inbox.
     in_flight = sum((slots[k] + 1) * n for k, n in size.items() if slots[k])
     in_flight += sum(size[inbox] for inbox, _ in lowered.outgoing)
     in_flight += sum(size[next(iter(c.arrives))] for c in lowered.channels)
@@ -213,10 +216,10 @@ def predict_memory(
 
 
 def _temporary_bytes(layer: LayerProfile) -> int:
-    """What a layer's operations need beside what is kept.
+    """Bytes that a layer's operations need beside what is kept.
 
-    An update reads weights, gradients and optimizer state, and makes the movement and all that is new but the
-    gradients.
+    An update reads weights, gradients and optimizer state. It makes the changes of the weights, the
+    new weights and the new optimizer state.
     """
     update = 2 * (2 * layer.parameter_bytes + layer.optimizer_bytes)
     return max(layer.temporary_bytes, update)

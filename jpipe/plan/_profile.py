@@ -1,4 +1,4 @@
-"""What layers cost: seconds measured, and bytes counted, once for each kind of layer.
+"""The costs of layers: seconds measured and bytes counted, once per kind of layer.
 
 layers ── traced ──> kinds ── measured among each other ──> Profile ──> file
                                                                ├──> graph, for the solvers
@@ -22,23 +22,34 @@ _FORMAT = "jpipe profile 2"
 
 @dataclasses.dataclass(frozen=True)
 class LayerProfile:
-    """What one layer costs for one microbatch; or the loss, which has no weights.
+    """The costs of one layer for one microbatch, or of the loss, which has no weights.
 
-    A time is None where it was not measured, and 0 where there is nothing to compute: a layer whose inputs need no
-    gradient (the model's first, or one of integers) has no `input_grad`, one without weights no `weight_grad` and no
-    `update`, and its `backward` is its `input_grad`.
+    A time is None if it was not measured, and 0 if there is nothing to compute. A layer whose
+    inputs need no gradient (the model's first layer, or one with integer inputs) has no
+    `input_grad`. A layer without weights has no `weight_grad` and no `update`, and its `backward`
+    is its `input_grad`.
 
     Attributes:
-      name: of the layer; kind: layers of equal numbers compute the same and were measured once.
-      forward: seconds of the forward that keeps nothing; forward_and_stash: of the one that keeps what a backward reads.
-      backward: of the whole backward; input_grad, weight_grad: of its two halves in tables that split it.
-      update: of the optimizer's update, with the norm of the gradient, once a minibatch.
-      activations: abstract arrays that it hands to the next layer; skips: those of each skip that it stashes.
-      input_stash: what it keeps from a forward for the input gradient alone; weight_stash: for the weight gradient, and
-        perhaps the input gradient before it; split_residuals: what the input gradient leaves for the weight gradient.
-      parameters: its weights; optimizer_state: their part of the optimizer's state; state: its mutable state.
-      temporary_bytes: the most that one of the programs measured needs beside all these.
-      stash, pop: the names of the skips that start and end here.
+      name: name of the layer.
+      kind: layers of equal kinds compute the same and were measured once.
+      forward: seconds of the forward that keeps nothing.
+      forward_and_stash: seconds of the forward that keeps what a backward reads.
+      backward: seconds of the whole backward.
+      input_grad: seconds of the input gradient alone, for tables that split the backward.
+      weight_grad: seconds of the weight gradient alone, for the same tables.
+      update: seconds of the optimizer's update and the norm of the gradient, per minibatch.
+      activations: abstract arrays that the layer passes to the next layer.
+      skips: abstract arrays of each skip that the layer stashes.
+      input_stash: arrays kept from the forward for the input gradient alone.
+      weight_stash: arrays kept from the forward for the weight gradient, and perhaps for the
+        input gradient too.
+      split_residuals: arrays that the input gradient keeps for the weight gradient.
+      parameters: the weights.
+      optimizer_state: the part of the optimizer's state that belongs to the weights.
+      state: the mutable state.
+      temporary_bytes: the most bytes that a measured program needs beside all these.
+      stash: names of the skips that start here.
+      pop: names of the skips that end here.
     """
 
     name: str
@@ -62,42 +73,48 @@ class LayerProfile:
     pop: tuple[str, ...]
 
     def avals(self, name: str) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The abstract arrays of an attribute: "parameters", "split_residuals" and so on."""
+        """The abstract arrays of the attribute `name`, such as "parameters" or "split_residuals"."""
         return getattr(self, name)
 
     @property
     def activation_bytes(self) -> tuple[int, ...]:
-        """Of what it hands to the next layer, then of each skip that it stashes."""
+        """Bytes of the activations, then of each skip that the layer stashes."""
         return tuple(map(num_bytes, (self.activations, *self.skips)))
 
     @property
     def parameter_bytes(self) -> int:
-        """Of its weights."""
+        """Bytes of the weights."""
         return num_bytes(self.parameters)
 
     @property
     def optimizer_bytes(self) -> int:
-        """Of their optimizer state."""
+        """Bytes of the optimizer state."""
         return num_bytes(self.optimizer_state)
 
     @property
     def stash_bytes(self) -> int:
-        """What a microbatch keeps from its forward to a backward that is not split."""
+        """Bytes that a microbatch keeps from its forward to its (whole) backward."""
         return num_bytes(self.input_stash) + num_bytes(self.weight_stash)
 
     @property
     def weight_bytes(self) -> int:
-        """What it takes whatever is in flight: weights, gradients, optimizer state and mutable state."""
+        """Bytes that do not depend on microbatches in flight.
+
+        Weights, gradients, optimizer state and mutable state.
+        """
         return 2 * self.parameter_bytes + self.optimizer_bytes + num_bytes(self.state)
 
 
 def programs_of(operation: str, recompute: str = "none") -> tuple[str, ...]:
-    """The programs of `PROGRAMS` that an operation of the table runs in each layer.
+    """The programs of `PROGRAMS` that an operation of a table runs in each layer.
 
     Args:
-      operation: "forward", "backward", "weight_grad" or "update"; or "input_grad", for the backward of a table that
-        splits it.
-      recompute: of the pipeline.
+      operation: "forward", "backward", "weight_grad" or "update"; or "input_grad", the backward of
+        a table that splits it.
+      recompute: the pipeline's `recompute`.
+
+    Returns:
+      Names of programs, in the order in which they run.
 
     Example:
       >>> programs_of("backward", "full")
@@ -112,22 +129,28 @@ def programs_of(operation: str, recompute: str = "none") -> tuple[str, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """What the layers of a model cost on one device, for one microbatch.
+    """The costs of a model's layers on one device, for one microbatch.
 
-    Under `recompute="full"` the same programs run, in other operations, so a profile made without it becomes one with it
-    by `dataclasses.replace(profile, recompute="full")`.
+    Under `recompute="full"` the same programs run, in other operations. So a profile made without
+    recomputation becomes one with it by `dataclasses.replace(profile, recompute="full")`.
 
     Attributes:
-      layers: one record each.
+      layers: one record per layer.
       loss: the loss, which the last stage computes.
-      microbatch: shapes and dtypes of a microbatch; microbatch_size: its leading axis; microbatch_bytes: its bytes.
-      recompute: "none", "full" or the name of a policy; compute_dtype: of the pipeline, or None.
-      reads: of "forward" and "backward", those that read other weights than are updated, which a device then holds too.
+      microbatch: shapes and dtypes of a microbatch.
+      microbatch_size: samples per microbatch, the leading axis.
+      microbatch_bytes: bytes of a microbatch.
+      recompute: "none", "full" or the name of a policy.
+      compute_dtype: the pipeline's compute dtype, or None.
+      reads: which of "forward" and "backward" read other weights than the updated ones. A device
+        then holds these weights too.
       ties: for each set of tied weights, the layers that share them.
-      device_kind: what it was measured on; num_devices: how many at once; num_cores: of the host, those that the process
-        could run on.
-      jax_version: that compiled it.
-      model: hash of what is computed; optimizer: hash of the updates.
+      device_kind: the kind of the devices.
+      num_devices: the number of devices that were measured at the same time.
+      num_cores: the number of cores that the process could run on.
+      jax_version: the version of JAX that compiled the programs.
+      model: hash of the layers' programs.
+      optimizer: hash of the updates.
     """
 
     layers: tuple[LayerProfile, ...]
@@ -148,7 +171,10 @@ class Profile:
 
     @property
     def skips(self) -> dict[str, tuple[int, int, tuple[jax.ShapeDtypeStruct, ...]]]:
-        """Name -> layer that stashes it, layer that pops it, abstract leaves; as of `jpipe.stages.Traced`."""
+        """Name of a skip -> layer that stashes it, layer that pops it, abstract leaves.
+
+        As of `jpipe.stages.Traced`.
+        """
         pops = {name: i for i, one in enumerate(self.layers) for name in one.pop}
         return {
             name: (i, pops[name], avals)
@@ -157,11 +183,11 @@ class Profile:
         }
 
     def seconds(self, operation: str) -> list[float]:
-        """What an operation of the table takes in each layer, by the medians; the last layer's with the loss.
+        """Median seconds of an operation in each layer. The last layer includes the loss.
 
         Args:
-          operation: "forward", "backward", "weight_grad" or "update"; "input_grad" is the backward of a table that
-            splits it. Under `recompute="full"` a backward begins with the forward.
+          operation: "forward", "backward", "weight_grad" or "update"; or "input_grad", the backward
+            of a table that splits it. Under `recompute="full"` a backward begins with the forward.
 
         Raises:
           ValueError: if there is no such operation, or it was not measured.
@@ -188,32 +214,40 @@ class Profile:
         return costs
 
     def with_updates_of(self, other: "Profile") -> "Profile":
-        """Takes the seconds of the updates from a profile at another microbatch size, on which they do not depend.
+        """This profile with the seconds of the updates of another one.
+
+        An update does not depend on the microbatch, so profiles at several microbatch sizes can
+        share its seconds.
 
         Args:
-          other: a profile of the same model and optimizer on the same devices, in which updates were measured.
+          other: a profile of the same layers and optimizer on the same devices, in which updates
+            were measured.
+
+        Returns:
+          The new `Profile`.
 
         Raises:
-          ValueError: if `other` is of another model, optimizer or machine.
+          ValueError: if the optimizer or the devices of `other` differ.
         """
         for name in ("optimizer", "device_kind", "num_devices", "num_cores"):
-            mine, its = getattr(self, name), getattr(other, name)
-            if mine != its:
+            wanted, got = getattr(self, name), getattr(other, name)
+            if wanted != got:
                 raise ValueError(
-                    f"`other` must be a profile with the same `{name}`, {mine!r}, got {its!r}. Measure the updates again."
+                    f"`other` must be a profile with the same `{name}`, {wanted!r}, got {got!r}. Measure the updates again."
                 )
         layers = tuple(
-            dataclasses.replace(layer, update=its.update)
-            for layer, its in zip(self.layers, other.layers, strict=True)
+            dataclasses.replace(layer, update=measured.update)
+            for layer, measured in zip(self.layers, other.layers, strict=True)
         )
         loss = dataclasses.replace(self.loss, update=other.loss.update)
         return dataclasses.replace(self, layers=layers, loss=loss)
 
     def layer_bytes(self, in_flight: int = 1) -> list[int]:
-        """What each layer keeps on its device, the last with the loss: `LayerProfile.weight_bytes`, and stashes.
+        """Bytes of each layer on its device: `LayerProfile.weight_bytes` and stashes. The last layer includes the loss.
 
         Args:
-          in_flight: microbatches whose stashes are kept at once; under `recompute="full"` that is one all the same.
+          in_flight: number of microbatches whose stashes are kept at once. Under `recompute="full"`
+            it does not count: one stash is kept.
         """
         copies = 1 if self.recompute == "full" else in_flight
         costs = [one.weight_bytes + copies * one.stash_bytes for one in self.layers]
@@ -221,11 +255,14 @@ class Profile:
         return costs
 
     def graph(self, bandwidth: float | None = None) -> Graph:
-        """The layers as a graph for the solvers: each a node, whose id is its number, with edges to the next and to
-        where its skips end. The loss is part of the last layer.
+        """The layers as a graph for the solvers.
+
+        Each layer is a node with its number as id. Edges lead to the next layer and to the ends of
+        the layer's skips. The loss is part of the last layer.
 
         Args:
-          bandwidth: bytes per second between a device and the host, for `Node.transfer`; None leaves that out.
+          bandwidth: bytes per second between a device and the host, for `Node.transfer`; None
+            leaves `transfer` out.
         """
         costs = zip(
             self.layers,
@@ -256,7 +293,10 @@ class Profile:
         return Graph(nodes, tuple(edges))
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes it as JSON, one layer a line; a file that is there is replaced whole or not at all."""
+        """Writes the profile as JSON, one layer per line.
+
+        An existing file is replaced whole or not at all.
+        """
         to_json = functools.partial(json.dumps, default=text_of)
         lines = []
         for name, value in {"format": _FORMAT, **dataclasses.asdict(self)}.items():
@@ -278,11 +318,11 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Profile":
-        """Reads what `save` wrote.
+        """Reads a profile that `save` wrote.
 
         Raises:
-          ValueError: naming file and field, if something in it is missing or wrong.
-          OSError: if the file can't be read.
+          ValueError: if something in the file is missing or wrong; names file and field.
+          OSError: if the file cannot be read.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -299,14 +339,14 @@ class Profile:
                 "profile again."
             )
         try:
-            found = decode(cls, content, "")
-            if not found.layers:
+            profile = decode(cls, content, "")
+            if not profile.layers:
                 raise WrongField("layers", "a list of at least one layer", [])
         except WrongField as error:
             raise ValueError(
                 f"{path}: {error}. Delete the file to profile again."
             ) from None
-        return found
+        return profile
 
 
 # -- Balancing
@@ -315,17 +355,18 @@ class Profile:
 def balance_by_time(
     profile: Profile, num_stages: int, *, split: bool = False
 ) -> list[int]:
-    """Cuts layers into stages so that the slowest takes as little time as can be for one microbatch.
+    """Cuts layers into stages so that the slowest stage takes the least time per microbatch.
 
     Args:
-      profile: of the layers.
+      profile: the costs of the layers.
       num_stages: S, at most the number of layers.
-      split: count input and weight gradient instead of the whole backward, as tables that split it run them.
+      split: whether to count input gradient and weight gradient instead of the whole backward.
 
-    Returns: The S - 1 boundaries: the layer at which each stage after the first begins.
+    Returns:
+      The S - 1 boundaries: the layer at which each stage after the first begins.
 
     Raises:
-      ValueError: if S is below 1 or above the number of layers, or what is counted was not measured.
+      ValueError: if S is below 1 or above the number of layers, or a program was not measured.
 
     References:
       Kim et al., "torchgpipe", arXiv:2004.09910, section 2.2; `torchgpipe.balance.balance_by_time`.
@@ -339,15 +380,17 @@ def balance_by_time(
 def balance_by_memory(
     profile: Profile, num_stages: int, *, in_flight: int = 1
 ) -> list[int]:
-    """Cuts layers into stages so that the largest takes as few bytes as can be: weights, gradients, optimizer state and
-    stashes.
+    """Cuts layers into stages so that the largest stage takes the fewest bytes.
+
+    Weights, gradients, optimizer state and stashes count.
 
     Args:
-      profile: of the layers.
+      profile: the costs of the layers.
       num_stages: S, at most the number of layers.
-      in_flight: microbatches whose stashes a stage keeps at once, at the most.
+      in_flight: the most microbatches whose stashes a stage keeps at once.
 
-    Returns: The S - 1 boundaries: the layer at which each stage after the first begins.
+    Returns:
+      The S - 1 boundaries: the layer at which each stage after the first begins.
 
     Raises:
       ValueError: if S is below 1 or above the number of layers.
@@ -359,6 +402,6 @@ def balance_by_memory(
 
 
 def operations_of(split: bool) -> tuple[str, ...]:
-    """What a table runs for every microbatch."""
+    """The operations of a table for every microbatch."""
     backward = ("input_grad", "weight_grad") if split else ("backward",)
     return ("forward", *backward)

@@ -1,4 +1,4 @@
-"""Dataclasses of numbers and abstract arrays as JSON."""
+"""Reads dataclasses of numbers and abstract arrays from JSON."""
 
 import dataclasses
 import json
@@ -18,14 +18,14 @@ def text_of(aval: jax.ShapeDtypeStruct) -> str:
 
 
 class WrongField(ValueError):
-    """A field of a file is not what it must be."""
+    """A field of a file has a wrong value."""
 
     def __init__(self, field: str, want: str, got: Any):
         super().__init__(f"`{field}` must be {want}, got {json.dumps(got)[:80]}")
 
 
 def decode(kind: Any, value: Any, field: str) -> Any:
-    """`value`, as JSON has it, as what a dataclass declares a field to be."""
+    """Converts a JSON value to the type that a dataclass declares for a field."""
     if isinstance(kind, types.UnionType):
         (inner,) = (one for one in kind.__args__ if one is not types.NoneType)
         return None if value is None else decode(inner, value, field)

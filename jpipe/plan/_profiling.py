@@ -1,4 +1,4 @@
-"""Makes a profile of a traced model, or reads the one that was kept."""
+"""Makes a profile of a traced model, or reads the profile that was kept."""
 
 import dataclasses
 import hashlib
@@ -37,37 +37,46 @@ def profile(
 ) -> Profile:
     """Measures layers, the loss and the optimizer. `Pipeline.profile` calls it.
 
-    Each program of each kind of layer is compiled, run to warm up, and then called until `min_seconds` have passed, at
-    least 5 times. A call runs as many microbatches as take a tenth of a second. Layers run on what the layers before
-    them make of `microbatch`, with freshly initialised weights.
+    Each program of each kind of layer is compiled, run to warm up, and called until `min_seconds`
+    have passed, at least 3 times. A call runs as many microbatches as take a tenth of a second (or
+    a third of `min_seconds`, if that is less). The layers get fresh weights, and as inputs the
+    outputs of the layers before.
 
-    On several devices all of them run the same at the same time, so that what they share is measured as they share it:
-    memory, and on devices faked on CPU the cores, which XLA's threads work on for all devices. `Profile.num_devices` says
-    on how many it was measured, `Profile.num_cores` how many cores there were.
+    Several devices all run the same at the same time, so that shared resources are measured as
+    they are shared in training: memory, and the cores if the devices are CPU devices.
+    `Profile.num_devices` and `Profile.num_cores` record the numbers.
 
     Weights that a mesh splits over automatic axes are measured whole.
 
     Args:
       traced: the layers and the loss, traced for training.
-      optimizer: the Optax chain. A layer's update is measured by itself.
-      microbatch: arrays, or abstract arrays; for those, random numbers, and integers that are 0.
-      recompute: "none", "full" or the name of the policy that `traced` was made with; compute_dtype: of `traced`; reads,
-        ties: as of `Profile`; all for the record.
-      programs: what to measure, of `PROGRAMS`; bytes are always counted. Seconds of others are None.
-      min_seconds: how long each program is measured for, at the least.
-      devices: where, all at once; None is JAX's first device alone.
-      cache: a file. If it is there and holds the same layers, measured by the same version of JAX on the same kind of
-        devices and as many of them and of cores, it is read instead; else it is written, with a warning if it was there.
+      optimizer: the Optax chain. The update of each layer is measured by itself.
+      microbatch: arrays, or abstract arrays; these stand for random numbers, or zeros if they are
+        integers.
+      recompute: for the record: "none", "full" or the name of the policy that `traced` was made
+        with.
+      compute_dtype: for the record: as of `traced`.
+      reads: for the record: as of `Profile`.
+      ties: for the record: as of `Profile`.
+      programs: the programs of `PROGRAMS` to measure. The seconds of the others are None. Bytes
+        are always counted.
+      min_seconds: seconds per program, at least.
+      devices: the devices to measure on; None: JAX's first device.
+      cache: a file that keeps the profile. It is read instead of measuring if it has the same
+        layers, version of JAX, kind and number of devices, and number of cores. Otherwise it is
+        written, with a warning if it existed.
 
-    Returns: The `Profile`.
+    Returns:
+      The `Profile`.
 
     Raises:
-      ValueError: if `programs` names another, or the file is not a profile.
-      OSError: if the file can't be read or written.
+      ValueError: if `programs` has an unknown name, or the file is not a profile.
+      OSError: if the file cannot be read or written.
 
     References:
-      Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (the profiler); Kim et al., "torchgpipe", arXiv:2004.09910,
-      section 2.2, `torchgpipe.balance` (layers measured one at a time).
+      Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (the profiler); Kim et al.,
+      "torchgpipe", arXiv:2004.09910, section 2.2, `torchgpipe.balance` (layers measured one at a
+      time).
     """
     for name in programs:
         if name not in PROGRAMS:
@@ -92,10 +101,10 @@ def profile(
         optimizer=_hash([updates[u].equations.text() for u in update_of_layer]),
     )
     if cache is not None and os.path.exists(cache):
-        found = Profile.load(cache)
-        why = _unfit(found, made_with, programs)
+        kept = Profile.load(cache)
+        why = _unfit(kept, made_with, programs)
         if not why:
-            return dataclasses.replace(found, recompute=recompute)
+            return dataclasses.replace(kept, recompute=recompute)
         warnings.warn(f"{os.fspath(cache)}: {why}. Profiling again.", stacklevel=4)
     with jax.default_device(devices[0]), Progress.of(programs) as progress:
         given = programs, min_seconds, devices, progress
@@ -122,10 +131,10 @@ def profile(
     of_nothing |= {"stash": (), "pop": ()}
     number = len(traced.layer_kinds)
     loss = _record(traced.loss, of_loss, [()], name="loss", kind=number, **of_nothing)
-    found = Profile(layers, loss, **made_with)
+    measured = Profile(layers, loss, **made_with)
     if cache is not None:
-        found.save(cache)
-    return found
+        measured.save(cache)
+    return measured
 
 
 def _record(
@@ -165,17 +174,15 @@ def _model_texts(traced: Traced) -> list[str]:
 
 
 def _hash(texts: Iterable[str]) -> str:
-    """Of what is computed; functions are named by their addresses in places, which tell nothing."""
-    found = hashlib.sha256()
+    """A hash of texts of programs, without addresses of functions, which differ from run to run."""
+    digest = hashlib.sha256()
     for text in texts:
-        found.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
-    return found.hexdigest()[:16]
+        digest.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
+    return digest.hexdigest()[:16]
 
 
-def _unfit(
-    found: Profile, made_with: Mapping[str, Any], programs: Sequence[str]
-) -> str:
-    """Why a profile is not the one that is asked for; empty if it is."""
+def _unfit(kept: Profile, made_with: Mapping[str, Any], programs: Sequence[str]) -> str:
+    """Why a profile does not fit the request; empty if it fits."""
 
     def same(name: str, was: Any, now: Any) -> bool:
         if name == "recompute":  # "full" runs the same programs
@@ -185,13 +192,13 @@ def _unfit(
         return was == now
 
     for name, now in made_with.items():
-        was = getattr(found, name)
+        was = getattr(kept, name)
         if same(name, was, now):
             continue
         if name in ("model", "optimizer"):
             return f"it was made for another {name}"
         return f"its `{name}` is {was}, not {now}"
     for program in programs:
-        if any(getattr(one, program) is None for one in (*found.layers, found.loss)):
+        if any(getattr(r, program) is None for r in (*kept.layers, kept.loss)):
             return f"`{program}` was not measured"
     return ""

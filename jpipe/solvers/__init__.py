@@ -1,4 +1,7 @@
-"""Solvers: a graph of layers in, stages out. They need NumPy, and some need SciPy; none loads JAX."""
+"""Solvers: a graph of layers in, stages out.
+
+They need NumPy, some of them SciPy, and none JAX.
+"""
 
 from jpipe.solvers._ideals import ideals
 from jpipe.solvers._linearised import linearised

@@ -91,29 +91,29 @@ def ideals(
     def improve(small: Problem) -> tuple[float, Split] | None:
         """The best split of merged groups, or the known one if it is as good."""
         below = best[0] * (1 - 1e-12) if best else math.inf
-        found = _ideals(small, max_ideals).best_split(below, _MAX_PAIRS)
-        return regroup(problem, small, found) if found else best
+        split = _ideals(small, max_ideals).best_split(below, _MAX_PAIRS)
+        return regroup(problem, small, split) if split else best
 
-    def solution(found: tuple[float, Split] | None, bound: float | None = None):
-        if found is None:
+    def solution(split: tuple[float, Split] | None, bound: float | None = None):
+        if split is None:
             raise ValueError(
                 f"no contiguous split fits {problem.num_devices} devices of {problem.memory_limit:g} bytes and "
                 f"{problem.num_hosts} hosts. Raise `memory_limit` or `num_devices`."
             )
-        value, stages = found
+        value, stages = split
         return problem.solution("ideals", stages, value if bound is None else bound)
 
-    found = improve(merge(problem, memory="ignored"))
-    if found is None or _fits(problem, found[1]):
-        return solution(found)
-    bound = found[0]
+    split = improve(merge(problem, memory="ignored"))
+    if split is None or _fits(problem, split[1]):
+        return solution(split)
+    bound = split[0]
     try:
         return solution(improve(merge(problem)))
     except TooLarge:
-        found = improve(merge(problem, memory="kept"))
-        if found is None:  # a split that separates merged groups may fit
+        split = improve(merge(problem, memory="kept"))
+        if split is None:  # a split that separates merged groups may fit
             raise
-        return solution(found, bound)
+        return solution(split, bound)
 
 
 def _fits(problem: Problem, stages: Split) -> bool:

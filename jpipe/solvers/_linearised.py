@@ -50,14 +50,14 @@ def linearised(
       2020, arXiv:2006.16423 (DPL).
     """
     problem = placement(graph, num_devices, num_hosts, memory_limit, bandwidth)
-    found = best_along_order(problem)
-    if found is None:
+    split = best_along_order(problem)
+    if split is None:
         raise ValueError(
             f"no split along the topological order fits {problem.num_devices} devices of "
             f"{problem.memory_limit:g} bytes and {problem.num_hosts} hosts. Try `ideals`, which searches all "
             "orders, or raise `memory_limit` or `num_devices`."
         )
-    return problem.solution("linearised", found[1], lower_bound(problem))
+    return problem.solution("linearised", split[1], lower_bound(problem))
 
 
 def best_along_order(problem: Problem) -> tuple[float, Split] | None:
@@ -67,8 +67,8 @@ def best_along_order(problem: Problem) -> tuple[float, Split] | None:
     """
     # Merging can only help: a merged group is contiguous in the order of the merged groups.
     small = merge(problem)
-    found = prefixes(small, topological(small)).best_split()
-    if found is None and len(small.groups) < len(problem.groups):
+    split = prefixes(small, topological(small)).best_split()
+    if split is None and len(small.groups) < len(problem.groups):
         small = problem
-        found = prefixes(small, topological(small)).best_split()
-    return found and regroup(problem, small, found)
+        split = prefixes(small, topological(small)).best_split()
+    return split and regroup(problem, small, split)

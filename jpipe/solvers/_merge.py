@@ -11,21 +11,23 @@ from jpipe.solvers._placement import Problem, reach
 def merge(problem: Problem, *, ordered: bool = True, memory: str = "exact") -> Problem:
     """Puts groups together that some best split has together.
 
-    Take a split with C and D apart, and move C to D's stage. D's stage gains C's time and the nets with C
-    but not D, at most; C's stage gains those nets too, at most; both lose the nets of C and D alone; and no
-    other stage gains anything, as a net with both was partly in D's stage already. So where C's time and the
-    former nets cost no more than the latter, and C takes a host no time, the split is no worse. Order is kept
-    if what must be before C must be before D, and so for after. The case that C takes no time and has no
-    neighbour but D is the published one.
+    Take a split with groups C and D in different stages, and move C to D's stage. D's stage gains
+    at most C's time and the nets that contain C but not D. C's stage gains at most these nets too.
+    Both stages lose the nets of C and D alone. No other stage gains anything, because a net with
+    both was partly in D's stage before. So if C's time and the former nets cost no more than the
+    latter, and C takes no time on a host, the split is no worse. The order is kept if all groups
+    that must be before C must be before D, and likewise after. The published case is a C that
+    takes no time and has no neighbour but D.
 
-    Memory is the one thing that can run out.
+    Only memory can then run out.
 
     Args:
       problem: the groups.
-      ordered: whether stages must be in order; if not, more can be merged.
-      memory: "exact": only groups without memory are merged where memory could run out; "ignored": their
-        memory isn't counted, so the best of the result is a lower bound; "kept": it's counted, so every
-        split of the result is one of the problem, but none of its best may be.
+      ordered: whether stages must be in order; if not, more groups can be merged.
+      memory: what to do where memory could run out. "exact": merge only groups without memory.
+        "ignored": do not count the memory of merged groups, so that the best split of the result
+        is a lower bound. "kept": count it, so that every split of the result is a split of the
+        problem, but perhaps none of the best.
     """
     count = len(problem.groups)
     device, host = problem.device.copy(), problem.host.copy()

@@ -132,14 +132,14 @@ def pipedream(
     total = math.prod(level.size for level in levels)
     if total * sum(node.device_bytes for node in graph.nodes) <= limit:
         limit = math.inf  # a search without a limit is faster
-    found = _states(graph, kept, levels, limit, all_states, max_states)
-    if straight and total > found.longest_chain:
+    state_set = _states(graph, kept, levels, limit, all_states, max_states)
+    if straight and total > state_set.longest_chain:
         raise ValueError(
             f"`straight` puts one stage on each of {total} devices, and the graph can be cut into at most "
-            f"{found.longest_chain}. Use fewer devices, or replicas."
+            f"{state_set.longest_chain}. Use fewer devices, or replicas."
         )
-    placed = _placed(graph, kept, found)
-    costs = COST_MODELS[cost_model](graph, kept, found, placed, limit, transfers)
+    placed = _placed(graph, kept, state_set)
+    costs = COST_MODELS[cost_model](graph, kept, state_set, placed, limit, transfers)
     search = LevelSearch(costs, levels, straight)
     if search.best == math.inf:
         raise ValueError(_does_not_fit(graph, costs, levels, straight))
@@ -285,18 +285,18 @@ def _most_states(levels: list[Level], limit: float) -> int:
     )
 
 
-def _placed(graph: Graph, kept: list[int], found: States) -> np.ndarray:
-    """[nodes of the graph, S] bool: whether a node is in the state; nodes that were left out too."""
-    placed = np.zeros((len(graph.nodes), found.num_states), bool)
-    placed[kept] = found.members
+def _placed(graph: Graph, kept: list[int], state_set: States) -> np.ndarray:
+    """[nodes of the graph, S] bool: whether a node is in the state, for left out nodes too."""
+    placed = np.zeros((len(graph.nodes), state_set.num_states), bool)
+    placed[kept] = state_set.members
     row = {v: n for n, v in enumerate(kept)}
     for v in set(range(len(graph.nodes))).difference(kept):
         readers = [row[w] for w in graph.successors[v] if w in row]
         read = [row[u] for u in graph.predecessors[v] if u in row]
         if readers:
-            placed[v] = found.members[readers].any(axis=0)
+            placed[v] = state_set.members[readers].any(axis=0)
         else:
-            placed[v] = found.members[read].all(axis=0)
+            placed[v] = state_set.members[read].all(axis=0)
     placed[:, 0] = False  # a node without neighbours goes to the first stage
     return placed
 

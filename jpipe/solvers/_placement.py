@@ -1,10 +1,11 @@
-"""What placing a graph on devices and hosts costs, made small; shared by the throughput solvers.
+"""The problem of placing a graph on devices and hosts, which the throughput solvers share.
 
-G: number of groups. k, l: number of devices and of hosts. N: number of closed sets.
+G: number of groups of nodes. k, l: number of devices and of hosts. N: number of closed sets.
 
-The steady state of a pipeline is as slow as its slowest stage. A stage on a device takes the time of its
-nodes and that of moving, once each, the outputs that cross its border either way; a stage on a host takes
-the time of its nodes and pays for no transfer, since the data are in its memory.
+The steady state of a pipeline is as slow as its slowest stage. A stage on a device takes the time
+of its nodes, and the time to move every output that crosses its border, once and in either
+direction. A stage on a host takes the time of its nodes alone, because its data are in the host's
+memory.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ import numpy as np
 from jpipe.solvers._scipy import import_scipy
 from jpipe.solvers.graph import Graph, Solution, Stage
 
-# Sums that differ by rounding alone are the same.
+# The relative difference below which two sums count as equal.
 ROUNDING = 1e-12
 
 
@@ -25,21 +26,21 @@ ROUNDING = 1e-12
 class Problem:
     """A graph to be placed, in groups of nodes that share a stage.
 
-    An output that crosses the border of a stage does so wherever it leads, so of an output only the set of
-    groups that make or read it matters: a net. A stage pays for the nets that are partly in it.
+    A net is the set of groups that make or read one output. An output crosses the border of a stage
+    if its net is partly in the stage, and only then the stage pays for it.
 
     Attributes:
-      graph: whose nodes are placed.
+      graph: the graph whose nodes are placed.
       num_devices: k.
-      num_hosts: l; each is a processor of its own.
-      memory_limit: bytes of a device.
-      transfers: of each node, the time that its output takes to cross a border.
-      groups: positions of nodes; each node in one.
-      device: [G] time on a device; infinite where a device can't run it.
-      host: [G] time on a host; infinite where a host can't.
+      num_hosts: l; each host is one processor.
+      memory_limit: bytes per device.
+      transfers: time for the output of each node to cross a border.
+      groups: positions of the nodes in each group; every node is in one group.
+      device: [G] time on a device; infinite if a device cannot run the group.
+      host: [G] time on a host; infinite if a host cannot run the group.
       memory: [G] bytes on a device.
-      order: (a, b): no stage with b may come before one with a. Without cycles.
-      nets: what crossing costs, by the groups that share an output, at least two.
+      order: pairs (a, b): no stage with b may come before a stage with a. No cycles.
+      nets: cost of crossing a border, by the groups (at least two) that share an output.
     """
 
     graph: Graph
@@ -56,32 +57,32 @@ class Problem:
 
     @functools.cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """Of each group, those with an edge to it in `order`."""
+        """For each group, the groups with an edge to it in `order`."""
         return _adjacent(len(self.groups), ((b, a) for a, b in self.order))
 
     @functools.cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """Of each group, those it has an edge to in `order`."""
+        """For each group, the groups that its edges in `order` lead to."""
         return _adjacent(len(self.groups), self.order)
 
     @property
     def memory_is_enough(self) -> bool:
-        """Whether one device holds all that devices can run."""
+        """Whether one device holds all groups that devices can run."""
         return self.memory[np.isfinite(self.device)].sum() <= self.most_memory
 
     @property
     def most_memory(self) -> float:
-        """The limit, and what rounding may add to a sum of sizes."""
+        """The limit, with a tolerance for rounding in sums of sizes."""
         return self.memory_limit * (1 + ROUNDING)
 
     def stage_memory(self, groups: Iterable[int]) -> float:
-        """Bytes that a stage takes of a device."""
+        """Bytes of a stage on its device."""
         return sum(
             self.graph.nodes[v].device_bytes for g in groups for v in self.groups[g]
         )
 
     def stage_load(self, groups: Iterable[int], on_host: bool) -> float:
-        """Time that a stage takes, from the graph itself."""
+        """Time of a stage, computed from the graph."""
         inside = {v for g in groups for v in self.groups[g]}
         nodes = self.graph.nodes
         if on_host:
@@ -98,13 +99,13 @@ class Problem:
         bound: float,
         gap: float = 1e-9,
     ) -> Solution:
-        """The record of a split.
+        """Makes the `Solution` of a split.
 
         Args:
-          solver: its name.
-          stages: groups and whether a host runs them, first to last.
-          bound: no split has less.
-          gap: the part of the objective by which it may exceed the bound of the best; as rounding may make it.
+          solver: the solver's name.
+          stages: for each stage its groups and whether a host runs it, first to last.
+          bound: a lower bound of all splits.
+          gap: the fraction of the objective by which an optimal split may exceed the bound.
         """
         place = {v: p for p, v in enumerate(self.graph.topological_order)}
         loads, records = [], []
@@ -122,7 +123,7 @@ class Problem:
 
 
 class TooLarge(ValueError):
-    """There is more to look through than was allowed."""
+    """The search space is larger than allowed."""
 
 
 def _adjacent(num_groups: int, edges: Iterable) -> tuple[tuple[int, ...], ...]:
@@ -141,26 +142,24 @@ def placement(
     *,
     contiguous: bool = True,
 ) -> Problem:
-    """Groups what must share a stage, and prices it.
+    """Puts nodes that must share a stage into groups, and computes the costs of the groups.
 
-    Nodes of one colocation share a stage. Only the forward pass is ordered, the backward pass follows it the
-    other way round; of a colocation without a forward node, the edges of the backward pass are turned round
-    instead. Groups on a cycle of that order share a stage too: no order of stages keeps them apart.
+    Nodes of one colocation share a stage. Only the forward pass is ordered; the backward pass runs
+    through the stages in the opposite order. For a colocation without a forward node, the reversed
+    edges of the backward pass give the order. Groups on a cycle of that order share a stage too,
+    because no order of stages separates them.
 
-    Of a graph whose nodes have both passes in them, an output that crosses a border comes back as a gradient
-    of its size, so it's paid for twice.
+    If the nodes of a graph contain both passes, an output that crosses a border comes back as a
+    gradient of its size, so it is paid for twice.
 
     Args:
-      graph: the graph.
-      num_devices: k; None: the graph's.
-      num_hosts: l; None: the graph's.
-      memory_limit: bytes of a device; None: the graph's, or no limit.
-      bandwidth: bytes a unit of time, for nodes without a `transfer`.
-      contiguous: whether stages must be in order; if not, there is no order to keep.
+      graph, num_devices, num_hosts, memory_limit, bandwidth: as of `ideals`.
+      contiguous: whether stages must be in order. If not, `Problem.order` is empty.
 
     Raises:
-      ValueError: if something is missing or can't be, an edge leads from the backward to the forward pass,
-        or a group has nowhere to go.
+      ValueError: if an argument is missing or wrong, an edge leads from the backward to the forward
+        pass, or no processor can take a group.
+      ImportError: if SciPy is not installed.
     """
     sparse, csgraph = import_scipy("sparse"), import_scipy("sparse.csgraph")
     num_devices = graph.num_devices if num_devices is None else num_devices
@@ -169,7 +168,7 @@ def placement(
     limit = math.inf if limit is None else limit
     if num_devices is None:
         raise ValueError(
-            "`num_devices` must be given, got None: the graph doesn't name it either."
+            "`num_devices` must be given, got None: the graph does not say it either."
         )
     for name, value in (("num_devices", num_devices), ("num_hosts", num_hosts)):
         if value < 0:
@@ -224,7 +223,7 @@ def placement(
         memory_limit=limit,
         transfers=transfers,
         groups=tuple(map(tuple, groups)),
-        # What no device can hold, none can run.
+        # A device can run only what it can hold.
         device=np.where(memory <= limit * (1 + ROUNDING), device, math.inf)
         if num_devices
         else np.full(num_groups, math.inf),
@@ -237,7 +236,7 @@ def placement(
         if math.isinf(problem.device[g]) and math.isinf(problem.host[g]):
             first, more = graph.nodes[nodes[0]].id, len(nodes) - 1
             raise ValueError(
-                f"node {first!r}{f' and {more} that must be with it' if more else ''} can be placed nowhere: "
+                f"node {first!r}{f' with {more} nodes that must be beside it' if more else ''} can be placed nowhere: "
                 f"{memory[g]:g} bytes, {num_devices} devices of {limit:g} bytes, {num_hosts} hosts. Raise "
                 "`memory_limit` or `num_hosts`, measure `host`, or split the node."
             )
@@ -245,7 +244,7 @@ def placement(
 
 
 def _transfers(graph: Graph, bandwidth: float | None) -> tuple[float, ...]:
-    """Of each node, the time its output takes to cross a border, there and, where gradients go with it, back."""
+    """For each node, the time of its output to cross a border, and of its gradient to come back if there is one."""
     if bandwidth is not None and not bandwidth > 0:
         raise ValueError(f"`bandwidth` must be above 0, got {bandwidth}.")
     both_passes = any(node.backward and not node.is_backward for node in graph.nodes)
@@ -257,7 +256,7 @@ def _transfers(graph: Graph, bandwidth: float | None) -> tuple[float, ...]:
             if bandwidth is None and after and node.output_bytes:
                 raise ValueError(
                     f"`bandwidth` must be given, got None: node {node.id!r} has {node.output_bytes:g} bytes of output "
-                    "and no `transfer`. Pass bytes a unit of time, or math.inf for transfers that take none."
+                    "and no `transfer`. Pass bytes per unit of time, or math.inf for transfers that take no time."
                 )
             transfer = node.output_bytes / bandwidth if bandwidth is not None else 0.0
         transfers.append(transfer * (2 if with_gradient else 1) if after else 0.0)
@@ -265,7 +264,7 @@ def _transfers(graph: Graph, bandwidth: float | None) -> tuple[float, ...]:
 
 
 def _order(graph: Graph, group_of: np.ndarray, num_groups: int) -> set[tuple[int, int]]:
-    """Which group comes before which."""
+    """Pairs of groups, of which the first must not come after the second."""
     has_forward = np.zeros(num_groups, bool)
     is_backward = [node.is_backward for node in graph.nodes]
     has_forward[group_of[[v for v, b in enumerate(is_backward) if not b]]] = True
@@ -285,7 +284,10 @@ def _order(graph: Graph, group_of: np.ndarray, num_groups: int) -> set[tuple[int
 
 
 def work_on_hosts(problem: Problem, seconds: float) -> float:
-    """The most work, in devices' time, that hosts take off devices in so much time, were groups divisible."""
+    """An upper bound of the work, in time on devices, that hosts can do in `seconds`.
+
+    Groups are taken as divisible.
+    """
     both = np.isfinite(problem.device) & np.isfinite(problem.host)
     device, host = problem.device[both], problem.host[both]
     ratio = np.divide(device, host, out=np.full(len(host), math.inf), where=host > 0)
@@ -297,10 +299,10 @@ def work_on_hosts(problem: Problem, seconds: float) -> float:
 
 
 def lower_bound(problem: Problem) -> float:
-    """No split of these groups has a slowest stage below this, contiguous or not.
+    """A lower bound of the slowest stage of every split, contiguous or not.
 
-    A stage with a group takes its time; and k devices and l hosts must take all groups between them, of which
-    hosts are given the fractions that they take the most work off devices with.
+    A stage takes at least the time of each of its groups. And k devices and l hosts share all
+    groups, of which the hosts get the fractions that save the devices the most work.
     """
     on_device = np.isfinite(problem.device)
     only_host = float(problem.host[~on_device].sum())
@@ -325,7 +327,10 @@ def lower_bound(problem: Problem) -> float:
 
 
 def topological(problem: Problem) -> list[int]:
-    """Groups in a depth-first topological order: what has just become free comes next."""
+    """The groups in a depth-first topological order.
+
+    A group that has just become free comes next.
+    """
     waits = [len(before) for before in problem.predecessors]
     free = [g for g in reversed(range(len(waits))) if not waits[g]]
     order = []
@@ -341,7 +346,7 @@ def topological(problem: Problem) -> list[int]:
 
 
 def reach(problem: Problem) -> tuple[list[int], list[int]]:
-    """Of each group, all that must be before it and all that must be after, as bits."""
+    """For each group, the sets of groups that must be before it and after it, as bits."""
     before, after = [0] * len(problem.groups), [0] * len(problem.groups)
     order = topological(problem)
     for b in order:
@@ -357,12 +362,12 @@ Split = list[tuple[list[int], bool]]
 
 
 def regroup(
-    problem: Problem, merged: Problem, found: tuple[float, Split]
+    problem: Problem, merged: Problem, split: tuple[float, Split]
 ) -> tuple[float, Split]:
-    """What was found for the merged groups, in the problem's."""
+    """A split of merged groups as a split of the problem's groups."""
     group_of = {v: g for g, nodes in enumerate(problem.groups) for v in nodes}
     stages = [
         (sorted({group_of[v] for g in groups for v in merged.groups[g]}), on_host)
-        for groups, on_host in found[1]
+        for groups, on_host in split[1]
     ]
-    return found[0], stages
+    return split[0], stages

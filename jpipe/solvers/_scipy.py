@@ -5,7 +5,9 @@ import types
 
 
 def import_scipy(name: str) -> types.ModuleType:
-    """Imports `scipy.<name>` where it is used: that takes half a second and 40 MB, which training does not need.
+    """Imports `scipy.<name>` where it is used.
+
+    The import takes half a second and 40 MB, which training need not pay.
 
     Raises:
       ImportError: if SciPy is not installed; says what to install.

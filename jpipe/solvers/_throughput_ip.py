@@ -1,4 +1,4 @@
-"""The split with the fastest slowest stage as an integer program, contiguous or not."""
+"""The split whose slowest stage takes the least time, by an integer program; contiguous or not."""
 
 import itertools
 import math
@@ -86,12 +86,12 @@ def throughput_ip(
     program = (_Ordered if contiguous else _Unordered)(
         small, bound, best[0] if best else math.inf
     )
-    found, proved, is_infeasible = program.solve(time_limit, gap)
+    split, proved, is_infeasible = program.solve(time_limit, gap)
     bound = max(bound, proved)
-    if found is not None:
-        slowest = max(small.stage_load(*stage) for stage in found)
+    if split is not None:
+        slowest = max(small.stage_load(*stage) for stage in split)
         if best is None or slowest < best[0]:
-            best = regroup(problem, small, (slowest, found))
+            best = regroup(problem, small, (slowest, split))
     if best is None:
         sizes = f"{problem.num_devices} devices of {problem.memory_limit:g} bytes and {problem.num_hosts} hosts"
         if is_infeasible:
@@ -105,19 +105,20 @@ def throughput_ip(
 
 
 def _linearised(graph, limits, problem: Problem) -> tuple[float, Split] | None:
-    """A split to start from, in the problem's groups."""
+    """The split of `linearised`, in the problem's groups, to start from."""
     try:
         in_order = placement(graph, *limits)
-    except ValueError:  # only stages in order have no place for a cycle of groups
+    except ValueError:  # a cycle of groups fits stages in any order, but not in order
         return None
-    found = best_along_order(in_order)
-    return found and regroup(problem, in_order, found)
+    split = best_along_order(in_order)
+    return split and regroup(problem, in_order, split)
 
 
 class _Program:
-    """Rows and columns of an integer program; subclasses say where a group is.
+    """Rows and columns of an integer program. Subclasses define the stage of a group.
 
-    Times are divided by `unit`, so that HiGHS's tolerances, which are absolute, are small in any unit of time.
+    Times are divided by `unit`, because the tolerances of HiGHS are absolute: they must be small in
+    any unit of time.
     """
 
     def __init__(self, problem: Problem, bound: float, upper: float):
@@ -134,14 +135,14 @@ class _Program:
         self.slowest = self.column(high=math.inf)
 
     def column(self, low: float = 0.0, high: float = 1.0, is_whole=False) -> int:
-        """A new variable."""
+        """Adds a variable and returns its number."""
         self.lows.append(low)
         self.highs.append(high)
         self.is_whole.append(is_whole)
         return len(self.lows) - 1
 
     def row(self, terms, low: float = -math.inf, high: float = math.inf) -> None:
-        """A new constraint: low <= sum of value x column <= high."""
+        """Adds a constraint: low <= sum of value x column <= high."""
         for column, value in terms:
             self.row_of.append(len(self.row_lows))
             self.column_of.append(column)
@@ -150,11 +151,11 @@ class _Program:
         self.row_highs.append(high)
 
     def is_in(self, group: int, stage: int) -> list[tuple[int, float]]:
-        """The sum that is 1 if the group is in the stage and 0 if not."""
+        """Terms whose sum is 1 if the group is in the stage, and 0 if not."""
         raise NotImplementedError
 
     def load(self, stage: int, on_host: bool) -> None:
-        """A stage's time is at most the slowest's; its memory at most the limit."""
+        """Constrains a stage: its time to the slowest stage's, its memory to the limit."""
         problem = self.problem
         times = problem.host if on_host else problem.device
         load = [(self.slowest, -1.0)]
@@ -175,7 +176,7 @@ class _Program:
         self.row(load, high=0.0)
 
     def crossing(self, net: frozenset[int], stage: int) -> list[int]:
-        """Variables with sum 1 if the net is partly in the stage and 0 if not."""
+        """Variables whose sum is 1 if the net is partly in the stage, and 0 if not."""
         first, *others = sorted(net)
         at_first = self.is_in(first, stage)
         ways = [self.column() for _ in range(min(2, len(others)))]
@@ -192,7 +193,7 @@ class _Program:
         raise NotImplementedError
 
     def solve(self, time_limit: float, gap: float) -> tuple[Split | None, float, bool]:
-        """The stages, a lower bound, whether there is no split."""
+        """The stages or None, a lower bound, and whether the program is infeasible."""
         optimize, sparse = import_scipy("optimize"), import_scipy("sparse")
         cost = np.zeros(len(self.lows))
         cost[self.slowest] = 1.0
@@ -211,25 +212,25 @@ class _Program:
         proved = 0.0 if proved is None or not math.isfinite(proved) else proved
         if result.x is None:
             return None, proved * self.unit, result.status == 2
-        found = self.split(result.x)
-        # Within the solver's tolerances a stage can be too large.
+        split = self.split(result.x)
+        # Within the tolerances of HiGHS, a stage can exceed the memory.
         fits = all(
             on_host or self.problem.stage_memory(groups) <= self.problem.most_memory
-            for groups, on_host in found
+            for groups, on_host in split
         )
-        return found if fits else None, proved * self.unit, False
+        return split if fits else None, proved * self.unit, False
 
 
 class _Ordered(_Program):
-    """Stages numbered in order: `is_by[g, p]` is 1 if group g is in stage p or one before it.
+    """Stages numbered in order: `is_by[g, p]` is 1 if group g is in stage p or an earlier stage.
 
-    A host can be anywhere among the devices, so there are slots for hosts before, between and behind them, of
-    which few may be used.
+    A host can stand anywhere among the devices, so there are slots for hosts before, between and
+    behind the devices. At most `num_hosts` of them are used.
     """
 
     def __init__(self, problem: Problem, bound: float, upper: float):
         super().__init__(problem, bound, upper)
-        # A bit above, as the split that has it must not be cut off by rounding.
+        # With a tolerance, because rounding must not exclude a split at the bounds.
         self.lows[self.slowest] = bound / self.unit * (1 - 1e-9)
         self.highs[self.slowest] = upper / self.unit * (1 + _TOLERANCE)
         hosts = problem.num_hosts if np.isfinite(problem.host).any() else 0
@@ -259,11 +260,14 @@ class _Ordered(_Program):
             if on_host:
                 for g in range(len(problem.groups)):
                     self.row([*self.is_in(g, p), (used[p], -1.0)], high=0.0)
-                if p + 1 in used:  # of neighbours, the first
+                if p + 1 in used:  # of two adjacent slots, the first is used first
                     self.row([(used[p + 1], 1.0), (used[p], -1.0)], high=0.0)
 
     def _is_by(self, upper: float) -> list[list[int]]:
-        """Columns, some fixed: all before a group, and all after it, needs enough devices within `upper`."""
+        """The columns `is_by`.
+
+        Some are fixed, because the groups before and after a group need devices within `upper`.
+        """
         problem = self.problem
         work = np.where(np.isfinite(problem.device), problem.device, 0.0)
         on_hosts = work_on_hosts(problem, upper * problem.num_hosts)
@@ -300,18 +304,19 @@ class _Ordered(_Program):
     def split(self, values):
         by = values[np.array(self.is_by)].round()
         stage = (by == 0).sum(axis=1)
-        found = [
+        split = [
             (np.flatnonzero(stage == p).tolist(), on_host)
             for p, on_host in enumerate(self.on_host)
         ]
-        return [(groups, on_host) for groups, on_host in found if groups]
+        return [(groups, on_host) for groups, on_host in split if groups]
 
 
 class _Unordered(_Program):
     """Stages in any order: `at[g, p]` is 1 if group g is in stage p.
 
-    The slowest stage's time is left free: between bounds that are known, HiGHS took from a quarter less time to
-    twenty times as much on real graphs, as a relaxation that is at its bound everywhere does not tell where to branch.
+    The time of the slowest stage has no bounds here. With the known bounds, HiGHS took from 0.75 to
+    20 times as long on real graphs: if the relaxation is at its bound everywhere, it does not show
+    where to branch.
     """
 
     def __init__(self, problem: Problem, bound: float, upper: float):
@@ -320,7 +325,7 @@ class _Unordered(_Program):
         hosts = problem.num_hosts if np.isfinite(problem.host).any() else 0
         hosts, devices = min(hosts, count), min(problem.num_devices, count)
         self.on_host = [False] * devices + [True] * hosts
-        # Devices are alike: number them by their dearest groups.
+        # Devices are equal: they are numbered by their most expensive groups.
         work = np.where(np.isfinite(problem.device), problem.device, -1.0)
         rank = np.argsort(np.argsort(-work, kind="stable"))
         self.at = [
@@ -341,7 +346,7 @@ class _Unordered(_Program):
     def split(self, values):
         stage = values[np.array(self.at)].argmax(axis=1)
         place = {v: p for p, v in enumerate(self.problem.graph.topological_order)}
-        found = [
+        split = [
             (np.flatnonzero(stage == p).tolist(), on_host)
             for p, on_host in enumerate(self.on_host)
         ]
@@ -349,4 +354,4 @@ class _Unordered(_Program):
         def first(of):
             return min(place[v] for g in of[0] for v in self.problem.groups[g])
 
-        return sorted((of for of in found if of[0]), key=first)
+        return sorted((of for of in split if of[0]), key=first)

@@ -1,4 +1,4 @@
-"""PipeDream-2BW's planner: how wide, how deep, which microbatch, recompute or not, for a model of equal blocks."""
+"""PipeDream-2BW's planner: width, depth, microbatch and recomputation of equal blocks."""
 
 import dataclasses
 import math
@@ -14,12 +14,12 @@ class Blocks:
     """A model of equal blocks.
 
     Attributes:
-      num_blocks: how many.
-      seconds: microbatch size -> seconds of one block's forward and backward. The planner
-        tries these sizes.
-      parameter_bytes: of the weights of one block.
-      activation_bytes: of what one block keeps of one sample until its backward.
-      boundary_bytes: of one sample's activation between two blocks.
+      num_blocks: number of blocks.
+      seconds: microbatch size -> seconds of one block's forward and backward. The planner tries
+        these sizes.
+      parameter_bytes: bytes of the weights of one block.
+      activation_bytes: bytes that one block keeps of one sample until its backward.
+      boundary_bytes: bytes of one sample's activation between two blocks.
     """
 
     num_blocks: int
@@ -34,13 +34,14 @@ class Configuration:
     """One way to train.
 
     Attributes:
-      width: replicas of the pipeline; depth: stages.
-      microbatch_size: samples of a microbatch; num_microbatches: of a minibatch in one
-        replica.
+      width: number of replicas of the pipeline.
+      depth: number of stages.
+      microbatch_size: samples per microbatch.
+      num_microbatches: microbatches per minibatch and replica.
       recompute: whether backwards run their forwards again.
-      seconds: between microbatches, of the slowest stage.
-      samples_per_second: of all replicas together.
-      memory_bytes: of one device.
+      seconds: time per microbatch of the slowest stage.
+      samples_per_second: samples per second of all replicas together.
+      memory_bytes: bytes per device.
     """
 
     width: int
@@ -61,7 +62,7 @@ def two_bw(
     schedule: Literal["2bw", "flush", "gpipe"] = "2bw",
     recompute_factor: float = 4 / 3,
 ) -> list[Configuration]:
-    """Every configuration that fits, fastest first.
+    """All configurations that fit the memory, the fastest first.
 
     With width w, depth d, microbatch size b and m(b) = B / (w b), a device holds
 
@@ -69,28 +70,30 @@ def two_bw(
         Flush:   |W| / d + d A / d + d a                           |W| / d + A / d + d a
         GPipe:   |W| / d + m A / d + m a                           |W| / d + A / d + m a
 
-    with |W| all weights, A all activations of a microbatch, a the input of one stage; and a
-    microbatch takes max(c T(b) + 2 (a + a) / bandwidth(d), all-reduce(w) / m), where c is 1,
-    or `recompute_factor`. The weights of a stage are reduced in a ring,
-    2 (w - 1) / w |W| / d bytes a device. A dimension below the size of a server has the fast
-    links.
+    with |W| all weights, A all activations of a microbatch, and a the input of one stage. A
+    microbatch takes max(c T(b) + 2 (a + a) / bandwidth(d), all-reduce(w) / m), where c is 1 or
+    `recompute_factor`. The weights of a stage are reduced in a ring, with 2 (w - 1) / w |W| / d
+    bytes per device. A dimension smaller than a server has the fast links.
 
     Args:
       blocks: the model.
-      machine: where it runs.
-      batch_size: B, the samples of a minibatch.
-      schedule: what is held: two versions of the weights and one microbatch for each stage;
-        one version; or one and all microbatches.
-      recompute_factor: what a recomputed block takes, by one that is not.
+      machine: the devices, their memory and links.
+      batch_size: B, samples per minibatch.
+      schedule: what a device holds. "2bw": two versions of the weights and one microbatch per
+        stage; "flush": one version and as many microbatches; "gpipe": one version and all
+        microbatches.
+      recompute_factor: time of a recomputed block divided by the time of another one.
 
     Returns:
-      Configurations of at most `num_devices`, the highest `samples_per_second` first; of
-      equal ones that with fewer devices, then less memory. 2BW needs m >= d.
+      Configurations of at most `num_devices`, the highest `samples_per_second` first; of equally
+      fast ones that with fewer devices, then that with less memory. 2BW needs m >= d.
 
     Raises:
-      ValueError: if none fits: it says the least memory that would do.
+      ValueError: if no configuration fits. The message says how much memory suffices.
 
-    Example: eight blocks on four devices with little memory are cut
+    Example:
+      Eight blocks on four devices with little memory are cut.
+
       >>> blocks = Blocks(8, {1: 0.01, 2: 0.018}, 10e6, 2e6, 1e5)
       >>> machine = Machine(4, memory_limit=100e6, bandwidth=(1e10, 1e9))
       >>> best = two_bw(blocks, machine, batch_size=16)[0]
@@ -110,7 +113,7 @@ def two_bw(
         raise ValueError(
             f"`schedule` must be one of {', '.join(_VERSIONS)}, got {schedule!r}."
         )
-    found, least = [], math.inf
+    fitting, least = [], math.inf
     for width in range(1, machine.num_devices + 1):
         for depth in range(1, machine.num_devices // width + 1):
             if blocks.num_blocks % depth:
@@ -121,7 +124,7 @@ def two_bw(
                 if schedule == "2bw" and batch_size // (width * size) < depth:
                     continue
                 for recompute in (False, True):
-                    one = _configuration(
+                    configuration = _configuration(
                         blocks,
                         machine,
                         batch_size // (width * size),
@@ -131,12 +134,12 @@ def two_bw(
                         depth,
                         size,
                     )
-                    least = min(least, one.memory_bytes)
-                    if one.memory_bytes <= machine.memory_limit:
-                        found.append(one)
-    if not found:
+                    least = min(least, configuration.memory_bytes)
+                    if configuration.memory_bytes <= machine.memory_limit:
+                        fitting.append(configuration)
+    if not fitting:
         what = (
-            f"the least memory that would do is {least:.4g} bytes a device, the limit is {machine.memory_limit:.4g}. Use "
+            f"the least memory that suffices is {least:.4g} bytes per device, the limit is {machine.memory_limit:.4g}. Use "
             "more devices or smaller microbatches."
             if least < math.inf
             else f"no microbatch size of {sorted(blocks.seconds)} divides the batch of {batch_size}, with replicas, into as many "
@@ -144,7 +147,7 @@ def two_bw(
         )
         raise ValueError(f"no configuration fits: {what}")
     return sorted(
-        found,
+        fitting,
         key=lambda c: (-c.samples_per_second, c.width * c.depth, c.memory_bytes),
     )
 
@@ -162,7 +165,7 @@ def _configuration(
     depth: int,
     size: int,
 ) -> Configuration:
-    """The configuration's price; `recompute_factor=None` does not recompute."""
+    """The cost of a configuration. `recompute_factor=None` means no recomputation."""
 
     def bandwidth(dimension: int) -> float:
         return machine.bandwidth[dimension >= machine.server_size]

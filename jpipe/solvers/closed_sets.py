@@ -10,11 +10,12 @@ from jpipe.solvers._placement import Problem, Split, TooLarge, work_on_hosts
 
 
 class ClosedSets:
-    """Sets of groups that hold all that must be before their groups, and the stages between them.
+    """Sets of groups that contain everything that must be before their groups.
 
-    A stage is what a set has beyond one inside it. Of a net, count how many of its groups a set has: as the
-    inner set is in the outer, a stage has a part of the net if the counts differ, and all of it if the one
-    is 0 and the other full. So with `partial` the nets that a set has partly, a stage from I to J pays
+    A stage is the difference of two closed sets, one inside the other. Count the groups of a net in
+    both sets. The stage contains a part of the net if the counts differ, and the whole net if one
+    count is 0 and the other is the net's size. Let partial(I) be the nets that are partly in I. A
+    stage from I to J pays
 
         sum of partial(I) + sum of partial(J)
           - sum over nets partial in both of its cost, twice if the counts are equal
@@ -23,13 +24,14 @@ class ClosedSets:
 
     Args:
       problem: the groups.
-      member: [G, N] whether a group is in a set; the empty and the full one are among them.
+      member: [G, N] whether a group is in a set. The empty and the full set are among them.
     """
 
     def __init__(self, problem: Problem, member: np.ndarray):
         self.problem = problem
         num_sets = member.shape[1]
-        # Sums in one order keep a set's sum at least that of a set inside it in spite of rounding.
+        # All sums run in one order, so that in spite of rounding no set has a smaller sum than a
+        # set inside it.
         device, host, memory, size = np.zeros((4, num_sets))
         not_device, not_host = np.zeros((2, num_sets), np.int32)
         for g in range(len(member)):
@@ -73,13 +75,14 @@ class ClosedSets:
     def best_split(
         self, below: float = math.inf, max_pairs: float = math.inf
     ) -> tuple[float, Split] | None:
-        """The split along these sets whose slowest stage is fastest.
+        """The split along these sets whose slowest stage takes the least time.
 
         Args:
-          below: only splits with less are of interest.
-          max_pairs: of sets to be compared, at most.
+          below: only splits whose slowest stage is below this count.
+          max_pairs: the most pairs of sets to compare.
 
-        Returns: Its slowest stage and its stages; None if there is none below `below`.
+        Returns:
+          The time of the slowest stage, and the stages; None if no split is below `below`.
 
         Raises:
           TooLarge: if there are more pairs.
@@ -87,11 +90,11 @@ class ClosedSets:
         return _SplitSearch(self, below).run(max_pairs)
 
 
-_ENDS, _STARTS = 128, 2048  # of a block, whose matrices are to stay in the cache
+_ENDS, _STARTS = 128, 2048  # sets per block; the matrices of a block fit the cache
 
 
 class _SplitSearch:
-    """The dynamic program over pairs of closed sets, all the inner ones of a block of outer ones at once.
+    """The dynamic program over pairs of closed sets, by blocks of outer sets.
 
     best[j, h, I] is the slowest stage of the best split of I on exactly j devices and h hosts.
     """
@@ -99,7 +102,7 @@ class _SplitSearch:
     def __init__(self, sets: ClosedSets, below: float):
         self.sets, self.below = sets, below
         k, h = sets.problem.num_devices, sets.problem.num_hosts
-        # More stages than groups can't be.
+        # There are at most as many stages as groups.
         self.k, self.h = (min(n, len(sets.problem.groups)) for n in (k, h))
         self.best = np.full((self.k + 1, self.h + 1, len(sets)), math.inf)
         self.best[0, 0, 0] = 0.0
@@ -108,7 +111,7 @@ class _SplitSearch:
         on_hosts = [
             work_on_hosts(sets.problem, below * n) for n in range(1, self.h + 1)
         ]
-        # The work that so many devices and hosts can do at most, each within `below`.
+        # [j, h]: the most work that j devices and h hosts do, each within `below`.
         on_devices = below * np.arange(1, self.k + 1)
         self.capacity = slack + np.add.outer([0.0, *on_devices], [0.0, *on_hosts])
         self.left = self.capacity[::-1, ::-1]
@@ -123,7 +126,7 @@ class _SplitSearch:
                 f"{len(sets)} closed sets have {num_pairs:.3g} pairs that could be a stage, more than "
                 f"{max_pairs:.3g}. Use `linearised`."
             )
-        # From here on a set is of use only to outer ones with at least this work.
+        # A set is of use only to outer sets with at least this work.
         useful_from = np.zeros(len(sets))
         for begin in range(1, last + 1, _ENDS):
             ends = np.arange(begin, min(begin + _ENDS, last + 1))
@@ -154,11 +157,11 @@ class _SplitSearch:
         return float(whole[j, h]), self._trace(int(j), int(h))
 
     def _stages(self, starts: np.ndarray, ends: np.ndarray):
-        """(ends, starts, loads) of the stages below `below`, on a device and on a host."""
+        """(ends, starts, loads) of the stages below `below`: on a device, and on a host."""
         sets, problem = self.sets, self.sets.problem
         inside = sets.member[starts]
         has = sets.member[ends]
-        # Where a start could have what an end lacks.
+        # The groups that a start can contain and an end can lack.
         columns = np.flatnonzero(inside.any(axis=0) & ~has.all(axis=0))
         is_stage = starts[None, :] != ends[:, None]
         if len(columns):
@@ -166,10 +169,10 @@ class _SplitSearch:
                 some = columns[i : i + 64]
                 lacks = _words(~has[:, some])
                 is_stage &= (lacks[:, None] & _words(inside[:, some])[None, :]) == 0
-        found = []
+        kinds = []
         for on_host in range(2):
             if not (self.h if on_host else self.k):
-                found.append(None)
+                kinds.append(None)
                 continue
             if on_host:
                 load = sets.host[ends][:, None] - sets.host[starts][None, :]
@@ -193,19 +196,22 @@ class _SplitSearch:
                 taken = sets.memory[ends][:, None] - sets.memory[starts][None, :]
                 fits &= taken <= problem.most_memory
             e, s = np.nonzero(fits)
-            found.append((e, starts[s], load[e, s]))
-        return found
+            kinds.append((e, starts[s], load[e, s]))
+        return kinds
 
     def _extend(self, states, ends: np.ndarray, pairs) -> None:
-        """Finds `best` of a block; a state has one stage more than those it comes from, so pairs may be in any order."""
+        """Fills in `best` for a block of ends.
+
+        A state has one stage more than the states it comes from, so pairs may be in any order.
+        """
         groups = [
-            [None if p is None or not len(p[0]) else _runs(p) for p in found]
-            for found in pairs
+            [None if p is None or not len(p[0]) else _runs(p) for p in kinds]
+            for kinds in pairs
         ]
         for j, h in states:
             values = np.full(len(ends), math.inf)
-            for found in groups:
-                for on_host, of in enumerate(found):
+            for kinds in groups:
+                for on_host, of in enumerate(kinds):
                     if of is None or not (h if on_host else j):
                         continue
                     heads, which, starts, load = of
@@ -213,7 +219,7 @@ class _SplitSearch:
                     slowest = np.maximum(before[starts], load)
                     np.minimum.at(values, which, np.minimum.reduceat(slowest, heads))
             values[self.total - self.sets.device[ends] > self.left[j, h]] = math.inf
-            # What fewer devices or hosts do as well is never needed.
+            # A state is never needed if fewer devices or hosts do as well.
             if j:
                 values[self.best[:j, : h + 1, ends].min(axis=(0, 1)) <= values] = (
                     math.inf
@@ -224,7 +230,7 @@ class _SplitSearch:
             self.best[j, h, ends] = values
 
     def _useful_from(self, ends: np.ndarray) -> np.ndarray:
-        """The least work that an outer set must have for these to lead anywhere."""
+        """The least work of an outer set for which these ends are of use."""
         least = np.full(len(ends), math.inf)
         for j, h in itertools.product(range(self.k + 1), range(self.h + 1)):
             reached = self.best[j, h, ends] < math.inf
@@ -235,13 +241,13 @@ class _SplitSearch:
         return least
 
     def _trace(self, j: int, h: int) -> Split:
-        """The stages of the best split of everything."""
+        """The stages of the best split of the full set."""
         sets, end = self.sets, len(self.sets) - 1
         stages: Split = []
         while end:
-            found = self._stages(np.arange(end), np.array([end]))
+            kinds = self._stages(np.arange(end), np.array([end]))
             options = []
-            for on_host, of in enumerate(found):
+            for on_host, of in enumerate(kinds):
                 if of is not None and (h if on_host else j):
                     _, starts, load = of
                     before = self.best[j - 1 + on_host, h - on_host, starts]
@@ -257,7 +263,7 @@ class _SplitSearch:
 
 
 def _words(bits: np.ndarray) -> np.ndarray:
-    """Rows of at most 64 bits as one number each."""
+    """Packs rows of at most 64 bits into one number each."""
     packed = np.packbits(bits, axis=1)
     width = next(n for n in (1, 2, 4, 8) if n >= packed.shape[1])
     padded = np.zeros((len(bits), width), np.uint8)
@@ -266,7 +272,7 @@ def _words(bits: np.ndarray) -> np.ndarray:
 
 
 def _runs(pairs):
-    """Pairs, which are sorted by end, with the first of each end."""
+    """The pairs, which are sorted by end, with the position of the first pair of each end."""
     ends, starts, load = pairs
     heads = np.flatnonzero(np.diff(ends, prepend=-1))
     return heads, ends[heads], starts, load

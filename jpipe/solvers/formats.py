@@ -11,20 +11,20 @@ from jpipe.solvers.graph import FORMAT, LIMITS, FaultyItem, Graph, Id, Node
 
 
 def read_graph(path: str | os.PathLike, format: str = "jpipe") -> Graph:
-    """Reads a graph.
+    """Reads a graph from a file.
 
     Args:
-      path: of the file.
-      format: "jpipe", what `Graph.save` writes; "pipedream", the text of PipeDream's
-        profiler, whose milliseconds become seconds, and whose stages are not kept;
-        "placement", the JSON of the optimal device-placement algorithms, whose unit of time
-        is kept.
+      path: the file.
+      format: "jpipe" is the form that `Graph.save` writes. "pipedream" is the text of PipeDream's
+        profiler; its milliseconds become seconds, and its stages are dropped. "placement" is the
+        JSON of the optimal device-placement algorithms; its unit of time is kept.
 
-    Returns: The graph, its nodes and edges in the file's order.
+    Returns:
+      The graph. Nodes and edges have the file's order.
 
     Raises:
-      ValueError: with file and line, if something in it is wrong or of another format.
-      OSError: if the file can't be read.
+      ValueError: if the content is wrong or has another format; names file and line.
+      OSError: if the file cannot be read.
 
     References:
       https://github.com/msr-fiddle/pipedream, graph/graph.py;
@@ -43,16 +43,18 @@ def read_graph(path: str | os.PathLike, format: str = "jpipe") -> Graph:
 
 
 def _graph(path, nodes, edges, **limits) -> Graph:
-    """A graph of lines.
+    """Makes a graph, and reports errors with the line of the file.
 
     Args:
-      path: for messages.
-      nodes: (line, node).
-      edges: (line, source's id, destination's id).
+      path: the file's name, for messages.
+      nodes: pairs (line, node).
+      edges: triples (line, id of the source, id of the destination).
       **limits: the graph's other fields.
     """
     if not nodes:
-        raise ValueError(f"{path}: there is no node. Is this the format you named?")
+        raise ValueError(
+            f"{path}: there is no node. Is `format` the format of this file?"
+        )
     try:
         graph = Graph(tuple(node for _, node in nodes), (), **limits)
         position = {node.id: v for v, node in enumerate(graph.nodes)}
@@ -131,25 +133,25 @@ def _read_pipedream(path: str, text: str) -> Graph:
 
 
 class _Record(dict):
-    """A JSON object that knows its line."""
+    """A JSON object with its line in the file."""
 
     line = 0
 
 
 class _List(list):
-    """A JSON array that knows its line."""
+    """A JSON array with its line in the file."""
 
     line = 0
 
 
 class _Decoder(json.JSONDecoder):
-    """Its objects are `_Record`s, its arrays `_List`s."""
+    """Decodes objects as `_Record` and arrays as `_List`."""
 
     def __init__(self, text: str):
         super().__init__()
         ends = [match.start() for match in re.finditer("\n", text)]
 
-        def knowing(parse, kind):
+        def with_lines(parse, kind):
             def parse_with_line(text_and_start, *args):
                 value, after = parse(text_and_start, *args)
                 value = kind(value)
@@ -158,13 +160,13 @@ class _Decoder(json.JSONDecoder):
 
             return parse_with_line
 
-        self.parse_object = knowing(json.decoder.JSONObject, _Record)
-        self.parse_array = knowing(json.decoder.JSONArray, _List)
+        self.parse_object = with_lines(json.decoder.JSONObject, _Record)
+        self.parse_array = with_lines(json.decoder.JSONArray, _List)
         self.scan_once = json.scanner.py_make_scanner(self)
 
 
 def _read_json(path: str, text: str) -> tuple[_Record, list[_Record], _List]:
-    """The whole, its nodes, its edges."""
+    """The whole content, its nodes and its edges."""
     try:
         content = _Decoder(text).decode(text)
     except json.JSONDecodeError as error:
@@ -176,7 +178,7 @@ def _read_json(path: str, text: str) -> tuple[_Record, list[_Record], _List]:
     for key in ("nodes", "edges"):
         if not isinstance(content, _Record) or not isinstance(content.get(key), _List):
             raise ValueError(
-                f"{path}:1: a graph must be an object with a list `{key}`. Is this the format you named?"
+                f"{path}:1: a graph must be an object with a list `{key}`. Is `format` the format of this file?"
             )
     nodes, edges = content["nodes"], content["edges"]
     for n, node in enumerate(nodes):
@@ -188,7 +190,7 @@ def _read_json(path: str, text: str) -> tuple[_Record, list[_Record], _List]:
 
 
 def _get(path: str, record: _Record, key: str, kind: Any = int | float):
-    """A field that must be there."""
+    """The value of a required field."""
     if not isinstance(record.get(key), kind):
         got = repr(record[key]) if key in record else "nothing"
         raise ValueError(
@@ -207,7 +209,7 @@ _NAMES = {
 
 def _read_placement(path: str, text: str) -> Graph:
     content, records, edge_records = _read_json(path, text)
-    moving: dict[Id, float] = {}  # node -> what moving its output takes
+    moving: dict[Id, float] = {}  # node -> time to move its output
     size: dict[Id, float] = {}
     edges: dict[tuple[Id, Id], int] = {}
     for n, edge in enumerate(edge_records):
@@ -263,7 +265,7 @@ def _read_jpipe(path: str, text: str) -> Graph:
     content, records, edges = _read_json(path, text)
     if content.get("format") != FORMAT:
         raise ValueError(
-            f"{path}:1: `format` must be {FORMAT!r}, got {content.get('format')!r}. Is this the format you named?"
+            f"{path}:1: `format` must be {FORMAT!r}, got {content.get('format')!r}. Is `format` the format of this file?"
         )
     for n, edge in enumerate(edges):
         if not isinstance(edge, _List) or len(edge) != 2:

@@ -1,4 +1,4 @@
-"""What planners read: a graph of layers with what each costs, and what they come back with."""
+"""The input and output of solvers: a graph of layers with their costs, and a solution."""
 
 import dataclasses
 import functools
@@ -18,22 +18,22 @@ class Node:
     """A layer or an operator.
 
     Attributes:
-      id: its name in the graph.
-      description: for people.
-      forward: seconds on a device, or whatever the graph's unit of time is.
-      backward: seconds; of a node of its own in the backward pass, all that it takes.
-      activation_bytes: one size an output.
-      parameter_bytes: of its weights.
-      memory_bytes: what it takes of a device's memory; None: parameters and activations.
-      transfer: time to move its output between a device and the host's memory, in the
-        graph's unit; None: its activations divided by a bandwidth.
-      host: time on the host's processor; None: not measured, so it can't be placed there.
-      colocation: nodes with the same one must share a device; None: free.
-      is_backward: whether it belongs to the backward pass.
-      on_device: whether a device can run it at all.
+      id: the node's name in the graph.
+      description: a text for people.
+      forward: seconds on a device, or the graph's own unit of time.
+      backward: seconds of the backward. A node of the backward pass has all its time here.
+      activation_bytes: one size per output.
+      parameter_bytes: bytes of the weights.
+      memory_bytes: bytes that the node takes on a device; None: parameters and activations.
+      transfer: time to move the output between a device and the host's memory, in the graph's unit;
+        None: the activations divided by a bandwidth.
+      host: time on the host's processor; None: not measured, so the node cannot be placed there.
+      colocation: nodes with equal values must share a device; None: no such constraint.
+      is_backward: whether the node belongs to the backward pass.
+      on_device: whether a device can run the node.
 
     Raises:
-      ValueError: if a time or a size is negative or not finite, or a field of another type.
+      ValueError: if a time or a size is negative or not finite, or a field has a wrong type.
 
     Example:
       >>> layer = Node("dense", forward=0.25, backward=0.5, activation_bytes=(8.0, 4.0))
@@ -77,7 +77,7 @@ class Node:
                 _check_size(name, getattr(self, name))
         if not isinstance(self.activation_bytes, tuple):
             raise ValueError(
-                f"`activation_bytes` must be a tuple, one size an output, got {self.activation_bytes!r}."
+                f"`activation_bytes` must be a tuple with one size per output, got {self.activation_bytes!r}."
             )
         for size in self.activation_bytes:
             _check_size("activation_bytes", size)
@@ -89,12 +89,12 @@ class Node:
 
     @property
     def output_bytes(self) -> float:
-        """Of all its outputs together."""
+        """Bytes of all outputs together."""
         return sum(self.activation_bytes)
 
     @property
     def device_bytes(self) -> float:
-        """What it takes of a device's memory."""
+        """Bytes that the node takes on a device."""
         if self.memory_bytes is not None:
             return self.memory_bytes
         return self.parameter_bytes + self.output_bytes
@@ -108,7 +108,7 @@ def _check_size(name: str, value: Any) -> None:
 
 
 class FaultyItem(ValueError):
-    """A node or an edge that does not fit the graph; `item` is its position."""
+    """A node or an edge that does not fit the graph. `item` is its position."""
 
     def __init__(self, kind: str, item: int, message: str):
         super().__init__(message)
@@ -120,15 +120,15 @@ class Graph:
     """A directed graph without cycles.
 
     Attributes:
-      nodes: in any order.
-      edges: (source, destination), positions in `nodes`; each once.
-      num_devices: that the graph was made for; None: not said.
-      num_hosts: processors of the host beside them.
-      memory_limit: bytes of one device; None: not said.
+      nodes: the nodes, in any order.
+      edges: pairs (source, destination) of positions in `nodes`, without repetition.
+      num_devices: the number of devices that the graph was made for; None: unknown.
+      num_hosts: the number of host processors beside them.
+      memory_limit: bytes per device; None: unknown.
 
     Raises:
-      ValueError: if two nodes have one id, an edge leads to itself or to no node or stands
-        twice, there is a cycle, or a count or the limit of memory can't be.
+      ValueError: if two nodes have one id, an edge joins a node to itself or to no node or occurs
+        twice, there is a cycle, or a count or the memory limit is impossible.
 
     Example:
       >>> fork = Graph((Node("a"), Node("b"), Node("c")), ((0, 2), (0, 1)))
@@ -160,7 +160,7 @@ class Graph:
                 )
             if u == v or (u, v) in seen:
                 name = f"{self.nodes[u].id} -- {self.nodes[v].id}"
-                why = "leads to its own node" if u == v else "stands twice"
+                why = "leads to its own node" if u == v else "occurs twice"
                 raise FaultyItem("edge", e, f"the edge {name} {why}. Remove it.")
             seen.add((u, v))
         assert len(self.topological_order) == len(self.nodes)
@@ -175,17 +175,20 @@ class Graph:
 
     @functools.cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
-        """Of each node, those with an edge to it."""
+        """For each node, the nodes with an edge to it."""
         return _neighbours(len(self.nodes), ((v, u) for u, v in self.edges))
 
     @functools.cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
-        """Of each node, those it has an edge to."""
+        """For each node, the nodes that its edges lead to."""
         return _neighbours(len(self.nodes), self.edges)
 
     @functools.cached_property
     def topological_order(self) -> tuple[int, ...]:
-        """Every node behind its predecessors; among those that are free, the first in `nodes` first."""
+        """Every node after its predecessors.
+
+        Of the nodes that may come next, the first in `nodes` does.
+        """
         waits = [len(before) for before in self.predecessors]
         free = [v for v, count in enumerate(waits) if not count]
         order = []
@@ -207,7 +210,7 @@ class Graph:
         return tuple(order)
 
     def _cycle(self, waits: Sequence[int]) -> list[int]:
-        """Around a cycle; every node that waits has a predecessor that does."""
+        """The nodes of a cycle. Every node that waits has a predecessor that waits."""
         v = next(v for v, count in enumerate(waits) if count)
         path: dict[int, None] = {}
         while v not in path:
@@ -217,7 +220,7 @@ class Graph:
         return [v, *reversed(around[around.index(v) :])]
 
     def to_json(self) -> dict[str, Any]:
-        """Our own form; what is left at its default is left out. See `from_json`."""
+        """The graph in our own form, without the fields that have their default values."""
         content: dict[str, Any] = {
             "format": FORMAT,
             "nodes": [_without_defaults(node) for node in self.nodes],
@@ -230,7 +233,7 @@ class Graph:
         return content
 
     def save(self, path: str | os.PathLike) -> None:
-        """Writes it in our own form, one node or edge a line."""
+        """Writes the graph in our own form, one node or edge per line. `read_graph` reads it."""
         content = self.to_json()
         with open(path, "w") as file:
             file.write("{")
@@ -267,12 +270,12 @@ def _without_defaults(node: Node) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A set of nodes on devices of its own.
+    """A set of nodes with its own devices.
 
     Attributes:
-      nodes: ids, in topological order.
-      replicas: on so many devices, each for its share of the minibatches.
-      on_host: whether the host's processor runs it.
+      nodes: the ids of the nodes, in topological order.
+      replicas: the number of devices. Each works on its share of the minibatches.
+      on_host: whether a processor of the host runs the stage.
     """
 
     nodes: tuple[Id, ...]
@@ -282,18 +285,16 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """What a solver found.
+    """The result of a solver.
 
     Attributes:
-      solver: its name.
-      objective: time a stage takes for one minibatch, of the slowest: seconds, or the
-        graph's own unit.
-      stages: first to last; every node of the graph is in one.
-      bound: no solution of the solver's kind has less; equal to `objective` where that is
-        proved.
-      optimal: whether it is.
-      data_parallel: the objective of pure data parallelism; None where the solver's model
-        has none.
+      solver: the solver's name.
+      objective: the time of the slowest stage per minibatch, in seconds or the graph's own unit.
+      stages: the stages, first to last. Every node of the graph is in one of them.
+      bound: a lower bound of the objective of all solutions of this kind.
+      optimal: whether the solution is proved to be the best of its kind.
+      data_parallel: the objective of pure data parallelism; None if the solver's cost model does
+        not cover it.
     """
 
     solver: str

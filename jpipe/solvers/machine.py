@@ -10,19 +10,21 @@ class Machine:
     """Equal servers of equal devices.
 
     Attributes:
-      num_devices: of all servers, counted from the first server on.
-      memory_limit: bytes of one device.
-      bandwidth: bytes a second between two devices, in one server and in two.
-      latency: seconds of a message of no size.
-      devices_per_server: how many share the fast links; None: all.
-      tick: seconds of a tick beside its operations and the bytes of its messages.
-      jitter: the part by which a tick takes longer in which several devices compute; see `jpipe.simulate.Costs`.
-      step: seconds of a step beside its ticks.
-      num_cores: that all devices share, as devices faked on CPU do; None: each is its own.
-      cores_per_device: how many of them one device can use at once.
+      num_devices: number of devices on all servers. Numbers begin on the first server.
+      memory_limit: bytes per device.
+      bandwidth: bytes per second between two devices, in one server and on two servers.
+      latency: seconds of an empty message.
+      devices_per_server: number of devices that share the fast links; None: all devices.
+      tick: seconds of a tick without its operations and the bytes of its messages.
+      jitter: the fraction by which a tick takes longer if several devices compute in it; see
+        `jpipe.simulate.Costs`.
+      step: seconds of a step without its ticks.
+      num_cores: number of cores that all devices share, as CPU devices do; None: devices do not
+        share.
+      cores_per_device: number of cores that one device can use at once.
 
     Raises:
-      ValueError: if a number is not above 0, or a time is below it.
+      ValueError: if a count, size or bandwidth is not above 0, or a time is negative or not finite.
     """
 
     num_devices: int
@@ -48,34 +50,37 @@ class Machine:
         for name, value in positive.items():
             if not value > 0:
                 raise ValueError(
-                    f"`{name}` must be above 0, got {getattr(self, name)}: nothing would run."
+                    f"`{name}` must be above 0, got {getattr(self, name)}: with it nothing could run."
                 )
         for name in ("latency", "tick", "jitter", "step"):
             if not 0 <= getattr(self, name) < math.inf:
-                what = "part of a tick" if name == "jitter" else "number of seconds"
+                what = "fraction of a tick" if name == "jitter" else "number of seconds"
                 raise ValueError(
                     f"`{name}` must be a {what}, at least 0, got {getattr(self, name)}."
                 )
 
     @property
     def server_size(self) -> int:
-        """How many devices share fast links."""
+        """Number of devices that share the fast links."""
         if self.devices_per_server is None:
             return self.num_devices
         return self.devices_per_server
 
     def message_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
-        """What a message takes between two devices; or a ring of several, for one of its turns.
+        """Seconds of a message between two devices, or of one turn of a ring of devices.
 
         Args:
-          num_bytes: that each sends.
-          devices: their numbers; the slowest link between neighbours counts.
+          num_bytes: bytes that each device sends.
+          devices: the numbers of the devices. The slowest link between neighbours counts.
         """
         servers = {d // self.server_size for d in devices}
         return self.latency + num_bytes / self.bandwidth[len(servers) > 1]
 
     def reduce_seconds(self, num_bytes: float, devices: Sequence[int]) -> float:
-        """What it takes to add up `num_bytes` over devices, in a ring: 2 (n - 1) turns of 1 / n of the bytes."""
+        """Seconds to add up `num_bytes` over n devices in a ring.
+
+        The ring makes 2 (n - 1) turns, each with 1 / n of the bytes.
+        """
         n = len(devices)
         if n == 1:
             return 0.0

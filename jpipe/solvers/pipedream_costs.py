@@ -60,15 +60,15 @@ class StageCosts:
 
     _sums: ClassVar = ("seconds", "parameters", "memory", "cut")
 
-    def __init__(self, graph, kept, found, placed, limit, transfers):
+    def __init__(self, graph, kept, state_set, placed, limit, transfers):
         nodes = [graph.nodes[v] for v in kept]
-        self.contains = found.contains
-        self.seconds = found.total([node.seconds for node in nodes])
-        self.parameters = found.total([node.parameter_bytes for node in nodes])
+        self.contains = state_set.contains
+        self.seconds = state_set.total([node.seconds for node in nodes])
+        self.parameters = state_set.total([node.parameter_bytes for node in nodes])
         self.memory = np.array([node.device_bytes for node in graph.nodes]) @ placed
         sizes = np.array([node.output_bytes for node in nodes])
         self.cut = sizes @ self._handed_on(
-            found,
+            state_set,
             neighbours_within(graph.predecessors, kept),
             neighbours_within(graph.successors, kept),
         )
@@ -89,7 +89,13 @@ class StageCosts:
         return np.maximum(sums[j] - sums[i], 0.0)
 
     def device(self, i, j, behind: int) -> np.ndarray:
-        """Seconds on one device with `behind` devices behind it; infinite for an impossible stage."""
+        """Seconds of the stage from i to j on one device; infinite if the stage is impossible.
+
+        Args:
+          i: state at which the stage begins.
+          j: state at which the stage ends.
+          behind: number of devices in later stages.
+        """
         seconds = np.where(
             self.contains[i, j], self.between(self.seconds, i, j), np.inf
         )
@@ -101,14 +107,23 @@ class StageCosts:
     def replicated(
         self, seconds: np.ndarray, i, j, level: Level, m: int, first: bool
     ) -> np.ndarray:
-        """Seconds of m replicas of a component that takes `seconds`; `first`: in the first stage."""
+        """Seconds of m replicas of a component that takes `seconds`.
+
+        Args:
+          seconds: time of one component for a minibatch.
+          i: state at which the stage begins.
+          j: state at which the stage ends.
+          level: the level of the components.
+          m: number of replicas.
+          first: whether the stage is the first.
+        """
         raise NotImplementedError
 
     def moving(self, i, j, level: Level, m: int) -> np.ndarray:
         """Seconds to move activations in and out of m replicas."""
         raise NotImplementedError
 
-    def _handed_on(self, found: States, predecessors, successors) -> np.ndarray:
+    def _handed_on(self, state_set: States, predecessors, successors) -> np.ndarray:
         """[n, S] bool: whether a node's output leaves the state."""
         raise NotImplementedError
 
@@ -121,9 +136,9 @@ class _Sosp19(StageCosts):
     def moving(self, i, j, level, m):
         return 2 * self.cut[i] / level.bandwidth
 
-    def _handed_on(self, found, predecessors, successors):
+    def _handed_on(self, state_set, predecessors, successors):
         """Outputs that a node outside reads."""
-        inside = found.members
+        inside = state_set.members
         return np.array(
             [
                 inside[v] & ~inside[after].all(axis=0)
@@ -142,7 +157,7 @@ class _Repo(StageCosts):
         out = np.where(j == len(self.cut) - 1, 0.0, self.cut[j])
         return 2 * np.maximum(self.cut[i], out) / (level.bandwidth * m)
 
-    def _handed_on(self, found, predecessors, successors):
+    def _handed_on(self, state_set, predecessors, successors):
         """The antichain, and nodes before one of its nodes that another branch reads too.
 
         That is more than the nodes outside read: an output that two nodes of the antichain read
@@ -153,12 +168,12 @@ class _Repo(StageCosts):
         for v, nodes in enumerate(predecessors):
             for u in nodes:
                 before[v] |= before[u]
-        handed_on = found.antichain.copy()
+        handed_on = state_set.antichain.copy()
         beside = np.zeros_like(before)
         for u, after in enumerate(successors):
             beside[:, u] = before[:, u] & ~before[:, after].all(axis=1)
         for v in range(num_nodes):
-            handed_on[beside[v]] |= found.antichain[v]
+            handed_on[beside[v]] |= state_set.antichain[v]
         return handed_on
 
 

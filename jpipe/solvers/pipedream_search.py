@@ -176,15 +176,15 @@ class LevelSearch:
             return [(i, j, copies)]
         level = self._levels[depth - 1]
         least = self._rows(depth, behind, i, i + 1)[:, 0]
-        found: list[tuple[int, int, int]] = []
+        stages: list[tuple[int, int, int]] = []
         used = level.size
         while least[used - 1, j] != self._first(depth, i, j, behind, used):
             k, m = self._split(depth, i, j, behind, used, least)
             after = self._behind(level, behind, used, m)
-            found = self._trace(depth - 1, k, j, after, copies * m) + found
+            stages = self._trace(depth - 1, k, j, after, copies * m) + stages
             used, j = used - m, k
         after = self._behind(level, behind, used, used)
-        return self._trace(depth - 1, i, j, after, copies * used) + found
+        return self._trace(depth - 1, i, j, after, copies * used) + stages
 
     def _split(
         self, depth: int, i: int, j: int, behind: int, used: int, least: np.ndarray

@@ -1,4 +1,7 @@
-"""The solvers of graphs by name. A new solver is a file beside this one and an entry in `SOLVERS`."""
+"""The solvers of graphs by name.
+
+A new solver is a file beside this one and an entry in `SOLVERS`.
+"""
 
 import dataclasses
 import difflib
@@ -19,10 +22,11 @@ class Solver:
     """A solver and its description.
 
     Attributes:
-      solve: `(graph, num_devices, **options) -> Solution`. Its signature says which options it takes.
+      solve: `(graph, num_devices, **options) -> Solution`. Its signature defines the options.
       finds: what it finds, in a phrase.
       proof: what it proves of the result.
-      takes_levels: whether `num_devices` and `bandwidth` may be sequences, with one number per level of the machine.
+      takes_levels: whether `num_devices` and `bandwidth` may be sequences, with one number per
+        level of the machine.
       needs_bandwidth: whether `bandwidth` must be given for every graph.
     """
 

@@ -202,7 +202,7 @@ WRONG = [
     ("pipedream", "\tnode1 -- node2", "\tnode1 node2", "\tnode1 node2", "an edge must be `source -- destination`"),
     ("pipedream", "\tnode1 -- node2", "\tnode1 -- node9", "\tnode1 -- node9", "an edge must join ids of nodes, got 'node9'"),
     ("pipedream", "\tnode1 -- node2", "\tnode2 -- node2", "\tnode2 -- node2", "the edge node2 -- node2 leads to its own node"),
-    ("pipedream", "\tnode2 -- node3", "\tnode1 -- node2 ", "\tnode1 -- node2 ", "the edge node1 -- node2 stands twice"),
+    ("pipedream", "\tnode2 -- node3", "\tnode1 -- node2 ", "\tnode1 -- node2 ", "the edge node1 -- node2 occurs twice"),
     ("pipedream", "\tnode2 -- node3", "\tnode2 -- node1", "\tnode2 -- node1", "must have no cycle, got node1 -> node2 -> node1. Remove"),
     ("pipedream", "node3 -- a", "node1 -- a", "node1 -- a", "two nodes have the id 'node1'. Rename one"),
     ("jpipe", '{"id": 2}', '{"id": 2', '{"id": 3}', "not JSON: "),
@@ -221,7 +221,7 @@ WRONG = [
     ("jpipe", "  [1, 2]", "  5", '"edges"', "edge 0 in the list must be two ids, got 5"),
     ("jpipe", "  [1, 2]", "  [1]", "  [1]", r"edge 0 in the list must be two ids, got \[1\]"),
     ("jpipe", "  [1, 2]", "  [1, {}]", "  [1, {}]", "an edge must join ids of nodes, got {}"),
-    ("jpipe", "  [2, 3]", "  [1,  2]", "  [1,  2]", "the edge 1 -- 2 stands twice"),
+    ("jpipe", "  [2, 3]", "  [1,  2]", "  [1,  2]", "the edge 1 -- 2 occurs twice"),
     ("jpipe", "  [2, 3]", "  [2, 1]", "  [2, 1]", "must have no cycle, got 1 -> 2 -> 1"),
     ("jpipe", "jpipe graph 1", "jpipe graph 2", "{", "`format` must be 'jpipe graph 1', got 'jpipe graph 2'"),
     ("jpipe", '"edges"', '"edge"', "{", "a graph must be an object with a list `edges`"),
@@ -255,7 +255,7 @@ def test_wrong_files_are_told_by_their_line(tmp_path, format, good, bad, at, mes
 
 def test_files_that_are_no_graphs(tmp_path):
     path = written(tmp_path, "\n\n")
-    with pytest.raises(ValueError, match=": there is no node. Is this the format"):
+    with pytest.raises(ValueError, match=": there is no node. Is `format` the format"):
         read_graph(path, "pipedream")
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="graph: not a text file"):
@@ -361,7 +361,7 @@ def test_wrong_nodes(fields, message):
         ("aa", (), {}, "two nodes have the id 'a'"),
         ("ab", ((0, 2),), {}, r"the edge 0 -- 2 must join positions in 0\.\.1"),
         ("ab", ((0, 0),), {}, "the edge a -- a leads to its own node"),
-        ("ab", ((0, 1), (0, 1)), {}, "the edge a -- b stands twice"),
+        ("ab", ((0, 1), (0, 1)), {}, "the edge a -- b occurs twice"),
         (
             "abc",
             ((0, 1), (1, 2), (2, 1)),

@@ -1,4 +1,7 @@
-"""The registry of solvers: every entry solves a graph; solvers load no JAX and say what SciPy is needed for."""
+"""The registry of solvers: every entry solves a graph.
+
+Solvers load no JAX and say what SciPy is needed for.
+"""
 
 import pathlib
 import re
@@ -86,3 +89,11 @@ def test_without_scipy_the_error_says_what_to_install(monkeypatch):
     for name in ("pipedream", "min-max", "block"):  # these need NumPy alone
         options = {"bandwidth": 1e9} if name == "pipedream" else {}
         assert solvers.get(name).solve(CHAIN, 2, **options).stages
+
+
+def test_solvers_import_solvers_and_schedules_alone():
+    """What stands below them in the package: an import upwards would make a circle."""
+    for path in (ROOT / "jpipe" / "solvers").glob("*.py"):
+        modules = re.findall(r"^\s*(?:from|import) (jpipe\S*)", path.read_text(), re.M)
+        for module in modules:
+            assert module == "jpipe.schedule" or module.startswith("jpipe.solvers")
