@@ -58,6 +58,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["References"]
 python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
 
 PUBLIC = (
     "jpipe",
@@ -114,7 +115,9 @@ def resolve(name):
 def check_reference(app, env):
     """Fails the build if the reference lacks a public name. One page for an object that has two names is enough."""
     python = env.domaindata["py"]
-    documented = {id(resolve(name)) for name in (*python["objects"], *python["modules"])}
+    documented = {
+        id(resolve(name)) for name in (*python["objects"], *python["modules"])
+    }
     for name in public_names():
         if id(resolve(name)) not in documented and name not in python["objects"]:
             logging.getLogger(__name__).warning(
@@ -144,7 +147,7 @@ def format_docstring(app, what, name, obj, options, lines):
             line = f"  {line}"
         picture = line.startswith("    ") and (i == 0 or not lines[i - 1].strip())
         if picture and not in_section and not line.lstrip().startswith(("-", ">>>")):
-            result += ["::", ""]
+            result += [".. code-block:: text", ""]
         if not line.startswith("    "):
             line = re.sub(r"\|(\w+)\|", r"\\|\1\\|", line)  # no substitution
         result.append(line)
