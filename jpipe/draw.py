@@ -140,15 +140,9 @@ def figure(schedule: Schedule) -> "Figure":
     Raises:
       ValueError: if the schedule is not legal.
     """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ImportError(
-            f"pictures need Matplotlib, which cannot be imported ({error}). Install it: "
-            '`pip install "matplotlib>=3.9"`, or install this package with its extra `[plot]`.'
-        ) from error
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    from matplotlib.ticker import MaxNLocator
 
     facts = schedule.facts()
     shown = _unrolled(schedule)
@@ -311,12 +305,11 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
             f"cannot draw to `{path}`: its suffix {suffix!r} is none of "
             f"{', '.join(_SUFFIXES)}. Choose one of these."
         )
-    drawn = figure(schedule)
     import matplotlib
 
     undated = {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}.get(suffix)
     with matplotlib.rc_context({"svg.hashsalt": "jpipe", "svg.fonttype": "none"}):
-        drawn.savefig(path, dpi=150, metadata=undated)
+        figure(schedule).savefig(path, dpi=150, metadata=undated)
 
 
 def trace(schedule: Schedule, timing: Timing, unit: float = 1e3) -> dict[str, Any]:
