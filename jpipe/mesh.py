@@ -1,4 +1,4 @@
-"""Where stages, replicas and parts of layers lie."""
+"""Meshes: which device runs which stage, replica and part of a layer."""
 
 import math
 from collections.abc import Sequence
@@ -9,6 +9,9 @@ from jax.sharding import AxisType, Mesh
 
 STAGE, DATA, MODEL = "stage", "data", "model"
 """Names of the axes of a mesh."""
+
+DEVICE_MEMORY = "device"
+"""The kind of memory that arrays of the state are in: the device's own."""
 
 
 def make_mesh(

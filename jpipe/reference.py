@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jpipe.layers.as_layers import as_layers
-from jpipe.layers.backward import is_inexact
+from jpipe.layers.avals import is_inexact
 from jpipe.layers.trace import trace_layers
 from jpipe.schedule import IDLE, Schedule
 from jpipe.stages.cut import check_boundaries, cut

@@ -66,8 +66,8 @@ def trained(request):
 
 
 def test_the_second_step_compiles_nothing(trained):
-    pipe, _, _, _ = trained
-    assert pipe._step._cache_size() == 1
+    _, _, _, state = trained
+    assert state.program._step._cache_size() == 1
 
 
 def test_state_is_donated(trained):
@@ -129,7 +129,7 @@ def test_no_ring_is_copied(model, ticks):
             family.batches(1, 12)[0],
         )
     text = pipe.compile(batch).as_text()
-    rings = pipe._plan(pipe._microbatch(batch)).engine.buffer_shapes()["rings"]
+    rings = pipe._program(batch).engine.buffer_shapes()["rings"]
     assert not copies(text, {a.shape for a in jax.tree.leaves(rings)})
 
 

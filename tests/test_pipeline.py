@@ -390,7 +390,7 @@ def changed(params, **entries):
 
 def test_wrong_params(pipe, params):
     for wrong, message in (
-        (params[:3], r"one entry a layer \(4\), got 3"),
+        (params[:3], r"one entry per layer \(4\), got 3"),
         (
             changed(params, kernel=np.zeros((4, 5), np.float32)),
             r"layer 3 \(Linear\) do not fit: \['kernel'\] should be float32\[4, 4\], got float32\[4, 5\]",

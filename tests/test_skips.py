@@ -168,7 +168,7 @@ def test_stages_between_never_see_a_skip():
         schedule=jpipe.schedules.one_f_one_b(4, 4),
     )
     batch = {k: np.zeros((8, DIM), np.float32) for k in ("inputs", "targets")}
-    engine = pipe._plan(pipe._microbatch(batch)).engine
+    engine = pipe._program(batch).engine
     (portal,) = engine.stages.portals
     assert (portal.source, portal.target, portal.names) == (0, 3, ("far",))
     assert engine.stages.activations.num_bytes == 2 * DIM * 4

@@ -13,11 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jpipe.layers.as_layers import Layer
 from jpipe.layers.backward import LayerProgram
+from jpipe.layers.equations import Equations
+from jpipe.layers.layer import Layer
 from jpipe.layers.trace import Mutable, Traced
 from jpipe.packing import Leaf, Packing
-from jpipe.solvers.min_max import min_max
+from jpipe.solvers import min_max
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
 
 
@@ -67,7 +68,7 @@ class Stages:
       layers: the layers.
       kinds: `LayerProgram` of each kind; kind_of_layer: which one a layer is.
       mutable: `Mutable` of each kind.
-      loss: the loss's program, `((), outputs, microbatch) -> scalar`.
+      loss: the program of the loss; loss_weight: the weight of a microbatch: see `Traced`.
       outputs: abstract values and tree structure of the model's outputs.
       inputs: abstract microbatch of `batch["inputs"]`, as a list of leaves.
       starts: first layer of each stage, and the number of layers at the end.
@@ -85,6 +86,7 @@ class Stages:
     kind_of_layer: Sequence[int]
     mutable: Sequence[Mutable]
     loss: LayerProgram | None
+    loss_weight: Equations | None
     inputs: Sequence[jax.ShapeDtypeStruct]
     outputs: tuple[tuple, Any]
     starts: Sequence[int]
@@ -293,6 +295,7 @@ def cut(
         kind_of_layer=traced.kind_of_layer,
         mutable=traced.mutable,
         loss=traced.loss,
+        loss_weight=traced.loss_weight,
         inputs=traced.inputs,
         outputs=(traced.outputs[-1], traced.output_tree),
         starts=starts,

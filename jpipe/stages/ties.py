@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jpipe.layers.as_layers import Layer
+from jpipe.layers.layer import Layer
 
 
 def resolve_ties(

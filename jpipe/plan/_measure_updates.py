@@ -1,0 +1,153 @@
+"""Measures the optimizer's update of every kind of layer."""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+
+from jpipe import packing
+from jpipe.layers.equations import Equations
+from jpipe.layers.trace import Traced
+from jpipe.packing import Leaf, Packing
+from jpipe.plan._loops import (
+    Loop,
+    Measured,
+    Member,
+    Progress,
+    groups_of,
+    num_bytes,
+    num_rows_of,
+    packed,
+    random_like,
+    zeros,
+)
+from jpipe.stages.optimizer import GIVEN
+
+
+class LayerUpdate(NamedTuple):
+    """The update of a layer: `(*parameters, *gradients, *state, *given) -> [*parameters, *state]`; see `update.GIVEN`."""
+
+    equations: Equations
+    parameters: Sequence
+    state: Sequence
+    norm_dtype: np.dtype
+
+
+def trace_updates(traced: Traced, optimizer) -> tuple[list[LayerUpdate], list[int]]:
+    """The updates that differ, and which one each layer has."""
+    optimizer = optax.with_extra_args_support(optimizer)
+    everything = [layer.parameters for layer in traced.layers]
+    dtypes = [a.dtype for a in jax.tree.leaves(everything)]
+    norm_dtype = np.result_type(np.float32, *dtypes)
+    given = [jax.ShapeDtypeStruct((), t) for t in (np.float32, np.float32, norm_dtype)]
+    found: dict[str, LayerUpdate] = {}
+    of_layer = []
+    for i, parameters in enumerate(everything):
+        tree: list = [None] * len(everything)
+        tree[i] = parameters
+        leaves, treedef = jax.tree.flatten(tree)
+        state_leaves, state_tree = jax.tree.flatten(
+            jax.eval_shape(optimizer.init, tree)
+        )
+
+        n = len(leaves)
+
+        def update(*args, treedef=treedef, state_tree=state_tree, n=n):
+            weights, gradients = (
+                treedef.unflatten(args[:n]),
+                treedef.unflatten(args[n : 2 * n]),
+            )
+            changes, state = optimizer.update(
+                gradients,
+                state_tree.unflatten(args[2 * n : -len(GIVEN)]),
+                weights,
+                **dict(zip(GIVEN, args[-len(GIVEN) :])),
+            )
+            return jax.tree.leaves((optax.apply_updates(weights, changes), state))
+
+        equations = Equations.trace(update, *leaves, *leaves, *state_leaves, *given)
+        made = LayerUpdate(equations, leaves, state_leaves, norm_dtype)
+        text = equations.text()
+        found.setdefault(text, made)
+        of_layer.append(list(found).index(text))
+    return list(found.values()), of_layer
+
+
+def measure_updates(
+    updates: Sequence[LayerUpdate],
+    update_of_layer: Sequence[int],
+    programs: Sequence[str],
+    min_seconds: float,
+    devices: Sequence[jax.Device],
+    progress: Progress,
+) -> list[dict[str, Measured]]:
+    """Measures each update, if "update" is among `programs`; arguments and result as of `measure_layers`."""
+    if "update" not in programs:
+        return [{} for _ in updates]
+    found = [{"update": Measured()} for _ in updates]
+    order = [u for u in update_of_layer if updates[u].parameters]
+    some = sorted({*order})
+    num_rows = {
+        u: num_rows_of(order.count(u), devices, updates[u].parameters) for u in some
+    }
+    sizes = [
+        num_rows[u] * num_bytes((*updates[u].parameters * 2, *updates[u].state))
+        for u in some
+    ]
+    groups = groups_of(sizes)
+    progress.total += len(groups) - 1
+    for group in groups:
+        of = [some[m] for m in group]
+        progress(f"update of {len(of)} kinds of layer")
+        members = [_update(updates[u], num_rows[u]) for u in of]
+        loop = Loop(members, [of.index(u) for u in order if u in of], devices)
+        for u, one in zip(of, loop.measure(min_seconds), strict=True):
+            found[u]["update"] = one
+    return found
+
+
+def _update(update: LayerUpdate, num_rows: int) -> Member:
+    pack, state = (
+        Packing.of([map(Leaf, a)]) for a in (update.parameters, update.state)
+    )
+    rng = np.random.default_rng(0)
+    weights = [random_like(rng, a) for a in update.parameters]
+
+    def body(reads, carry, slot, row):
+        names = "parameters", "gradients", "state"
+        places = {n: p.places[0] for n, p in zip(names, (pack, pack, state))}
+        leaves = {n: packing.read_all(carry[n], places[n], [row]) for n in names}
+        squares = [
+            jnp.sum(jnp.square(a.astype(update.norm_dtype)))
+            for a in leaves["gradients"]
+        ]
+        norm = jnp.sqrt(functools.reduce(jnp.add, squares))
+        delay = lax.min(row, np.int32(0)).astype(np.float32)  # not known to be 0
+        flat = list(itertools.chain(*leaves.values()))
+        num_weights = len(update.parameters)
+
+        def compute():
+            """In a branch of its own, or what it reads would be read again, from copies, behind the writes."""
+            return update.equations(*flat, delay, delay, norm)
+
+        before = [*leaves["parameters"], *leaves["state"]]
+        new = lax.cond(row >= 0, compute, lambda: before)
+        new = {
+            "parameters": new[:num_weights],
+            "gradients": [jnp.zeros_like(a) for a in leaves["gradients"]],
+            "state": new[num_weights:],
+        }
+        return {n: packing.write_all(carry[n], places[n], [row], new[n]) for n in names}
+
+    carry = {
+        "parameters": packed(pack, weights, num_rows),
+        "gradients": packed(pack, weights, num_rows),
+        "state": packed(state, zeros(update.state), num_rows),
+    }
+    return Member(body, {}, carry, num_rows)

@@ -1,0 +1,193 @@
+"""PipeDream-2BW's planner: how wide, how deep, which microbatch, recompute or not, for a model of equal blocks."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from jpipe.schedule import check_counts
+from jpipe.solvers.machine import Machine
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """A model of equal blocks.
+
+    Attributes:
+      num_blocks: how many.
+      seconds: microbatch size -> seconds of one block's forward and backward. The planner
+        tries these sizes.
+      parameter_bytes: of the weights of one block.
+      activation_bytes: of what one block keeps of one sample until its backward.
+      boundary_bytes: of one sample's activation between two blocks.
+    """
+
+    num_blocks: int
+    seconds: Mapping[int, float]
+    parameter_bytes: float
+    activation_bytes: float
+    boundary_bytes: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Configuration:
+    """One way to train.
+
+    Attributes:
+      width: replicas of the pipeline; depth: stages.
+      microbatch_size: samples of a microbatch; num_microbatches: of a minibatch in one
+        replica.
+      recompute: whether backwards run their forwards again.
+      seconds: between microbatches, of the slowest stage.
+      samples_per_second: of all replicas together.
+      memory_bytes: of one device.
+    """
+
+    width: int
+    depth: int
+    microbatch_size: int
+    num_microbatches: int
+    recompute: bool
+    seconds: float
+    samples_per_second: float
+    memory_bytes: float
+
+
+def two_bw(
+    blocks: Blocks,
+    machine: Machine,
+    batch_size: int,
+    *,
+    schedule: Literal["2bw", "flush", "gpipe"] = "2bw",
+    recompute_factor: float = 4 / 3,
+) -> list[Configuration]:
+    """Every configuration that fits, fastest first.
+
+    With width w, depth d, microbatch size b and m(b) = B / (w b), a device holds
+
+        2BW:   2 |W| / d + d A / d + d a        with recompute   2 |W| / d + A / d + d a
+        Flush:   |W| / d + d A / d + d a                           |W| / d + A / d + d a
+        GPipe:   |W| / d + m A / d + m a                           |W| / d + A / d + m a
+
+    with |W| all weights, A all activations of a microbatch, a the input of one stage; and a
+    microbatch takes max(c T(b) + 2 (a + a) / bandwidth(d), all-reduce(w) / m), where c is 1,
+    or `recompute_factor`. The weights of a stage are reduced in a ring,
+    2 (w - 1) / w |W| / d bytes a device. A dimension below the size of a server has the fast
+    links.
+
+    Args:
+      blocks: the model.
+      machine: where it runs.
+      batch_size: B, the samples of a minibatch.
+      schedule: what is held: two versions of the weights and one microbatch for each stage;
+        one version; or one and all microbatches.
+      recompute_factor: what a recomputed block takes, by one that is not.
+
+    Returns:
+      Configurations of at most `num_devices`, the highest `samples_per_second` first; of
+      equal ones that with fewer devices, then less memory. 2BW needs m >= d.
+
+    Raises:
+      ValueError: if none fits: it says the least memory that would do.
+
+    Example: eight blocks on four devices with little memory are cut
+      >>> blocks = Blocks(8, {1: 0.01, 2: 0.018}, 10e6, 2e6, 1e5)
+      >>> machine = Machine(4, memory_limit=100e6, bandwidth=(1e10, 1e9))
+      >>> best = two_bw(blocks, machine, batch_size=16)[0]
+      >>> best.width, best.depth, best.microbatch_size
+      (1, 4, 2)
+
+    References:
+      Narayanan et al., ICML 2021, arXiv:2006.09503, section 3.3 and appendix A.
+    """
+    check_counts(
+        num_blocks=blocks.num_blocks,
+        num_devices=machine.num_devices,
+        devices_per_server=machine.server_size,
+        batch_size=batch_size,
+    )
+    if schedule not in _VERSIONS:
+        raise ValueError(
+            f"`schedule` must be one of {', '.join(_VERSIONS)}, got {schedule!r}."
+        )
+    found, least = [], math.inf
+    for width in range(1, machine.num_devices + 1):
+        for depth in range(1, machine.num_devices // width + 1):
+            if blocks.num_blocks % depth:
+                continue  # stages would not be equal
+            for size in blocks.seconds:
+                if batch_size % (width * size):
+                    continue
+                if schedule == "2bw" and batch_size // (width * size) < depth:
+                    continue
+                for recompute in (False, True):
+                    one = _configuration(
+                        blocks,
+                        machine,
+                        batch_size // (width * size),
+                        schedule,
+                        recompute_factor if recompute else None,
+                        width,
+                        depth,
+                        size,
+                    )
+                    least = min(least, one.memory_bytes)
+                    if one.memory_bytes <= machine.memory_limit:
+                        found.append(one)
+    if not found:
+        what = (
+            f"the least memory that would do is {least:.4g} bytes a device, the limit is {machine.memory_limit:.4g}. Use "
+            "more devices or smaller microbatches."
+            if least < math.inf
+            else f"no microbatch size of {sorted(blocks.seconds)} divides the batch of {batch_size}, with replicas, into as many "
+            "microbatches as there are stages."
+        )
+        raise ValueError(f"no configuration fits: {what}")
+    return sorted(
+        found,
+        key=lambda c: (-c.samples_per_second, c.width * c.depth, c.memory_bytes),
+    )
+
+
+_VERSIONS = {"2bw": 2, "flush": 1, "gpipe": 1}
+
+
+def _configuration(
+    blocks: Blocks,
+    machine: Machine,
+    num_microbatches: int,
+    schedule: str,
+    recompute_factor: float | None,
+    width: int,
+    depth: int,
+    size: int,
+) -> Configuration:
+    """The configuration's price; `recompute_factor=None` does not recompute."""
+
+    def bandwidth(dimension: int) -> float:
+        return machine.bandwidth[dimension >= machine.server_size]
+
+    per_stage = blocks.num_blocks // depth
+    weights = per_stage * blocks.parameter_bytes
+    boundary = size * blocks.boundary_bytes
+    in_flight = num_microbatches if schedule == "gpipe" else depth
+    stashed = in_flight if recompute_factor is None else 1
+    memory = (
+        _VERSIONS[schedule] * weights
+        + stashed * per_stage * size * blocks.activation_bytes
+        + in_flight * boundary
+    )
+    compute = per_stage * blocks.seconds[size] * (recompute_factor or 1.0)
+    transfer = 2 * (2 * boundary) / bandwidth(depth) if depth > 1 else 0.0
+    reduce = 2 * (width - 1) / width * weights / bandwidth(width)
+    seconds = max(compute + transfer, reduce / num_microbatches)
+    return Configuration(
+        width=width,
+        depth=depth,
+        microbatch_size=size,
+        num_microbatches=num_microbatches,
+        recompute=recompute_factor is not None,
+        seconds=seconds,
+        samples_per_second=width * size / seconds,
+        memory_bytes=memory,
+    )
