@@ -33,9 +33,9 @@ nitpick_ignore_regex = [
     for library in ("jax", "flax", "numpy", "np", "optax", "jnp", "nnx", "linen")
 ] + [
     (r"py:.*", r"(?!jpipe)[\w.]+"),
-    # Private ones, and two that only annotate: `Skip`, which `jpipe.skip` returns, and the layout of a state.
-    (r"py:.*", r"jpipe\.(?:\w+\.)*(_\w+|Skip|Plan|Program)(\..*)?"),
-    (r"py:.*", r"jpipe\.plan\.\w+\.Machine"),
+    # Private modules, and classes of the inner packages, which some public functions name in annotations.
+    (r"py:.*", r"jpipe\.(?:\w+\.)*_\w+(\..*)?"),
+    (r"py:.*", r"jpipe\.(layers|stages|lowering|engine|packing|program|portable|state)(\..*)?"),
 ]
 
 html_theme = "furo"
@@ -77,24 +77,10 @@ _AS_WRITTEN: dict[str, list[str]] = {}
 
 
 def public_names():
-    """Every public name as "module.name": `__all__`, or what a module without one defines itself."""
+    """Every public name as "module.name"."""
     for module_name in PUBLIC:
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name != module_name:
-                raise
-            continue
-        names = getattr(module, "__all__", None)
-        if names is None:
-            names = [
-                name
-                for name, value in vars(module).items()
-                if not name.startswith("_")
-                and callable(value)
-                and getattr(value, "__module__", "").startswith(module_name)
-            ]
-        yield from (f"{module_name}.{name}" for name in names)
+        module = importlib.import_module(module_name)
+        yield from (f"{module_name}.{name}" for name in module.__all__)
 
 
 def resolve(name):

@@ -13,6 +13,8 @@ from numpy.typing import ArrayLike
 
 from jpipe.schedule import IDLE, Schedule
 
+__all__ = ["Costs", "Timing", "simulate"]
+
 _KINDS = ("forward", "backward", "weight_grad")
 TRANSFERS = {"forward": "transfer", "backward": "gradient_transfer"}
 """Kind of operation -> the name of the cost of its message."""
