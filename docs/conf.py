@@ -148,6 +148,12 @@ def restore_docstring(app, what, name, obj, options, lines):
         lines[:] = _AS_WRITTEN.pop(name)
 
 
+# Files outside docs/ that a page includes.
+_PAGE_OF = {
+    ROOT / "CHANGELOG.md": DOCS / "changelog.md",
+    ROOT / "CONTRIBUTING.md": DOCS / "contributing.md",
+    ROOT / "README.md": DOCS / "index.md",
+}
 _INCLUDE = re.compile(r"^```\{include\} (\S+)\n```$", flags=re.M)
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -158,6 +164,7 @@ def localise(text, folder, page_folder):
     def link(match):
         words, path, fragment = match.groups()
         target = (folder / path).resolve()
+        target = _PAGE_OF.get(target, target)
         if target.is_relative_to(DOCS):
             return f"[{words}]({os.path.relpath(target, page_folder)}{fragment or ''})"
         name = target.relative_to(ROOT).as_posix()
