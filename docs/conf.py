@@ -35,7 +35,10 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!jpipe)[\w.]+"),
     # Private modules, and classes of the inner packages, which some public functions name in annotations.
     (r"py:.*", r"jpipe\.(?:\w+\.)*_\w+(\..*)?"),
-    (r"py:.*", r"jpipe\.(layers|stages|lowering|engine|packing|program|portable|state)(\..*)?"),
+    (
+        r"py:.*",
+        r"jpipe\.(layers|stages|lowering|engine|packing|program|portable|state)(\..*)?",
+    ),
 ]
 
 html_theme = "furo"

@@ -18,7 +18,6 @@ from jpipe.schedule import IDLE, Schedule
 from jpipe.stages.cut import check_boundaries, cut
 from jpipe.stages.optimizer import stage_tree
 
-
 __all__ = ["Reference"]
 
 

@@ -28,7 +28,6 @@ from jpipe.schedules.zero_bubble import zero_bubble_h2 as zero_bubble_h2
 from jpipe.schedules.zero_bubble import zero_bubble_v as zero_bubble_v
 from jpipe.suggest import did_you_mean
 
-
 __all__ = [
     "SearchResult",
     "check_options",
