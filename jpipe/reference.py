@@ -13,6 +13,7 @@ import optax
 
 from jpipe.layers.as_layers import as_layers
 from jpipe.layers.avals import is_inexact
+from jpipe.layers.loss import Loss
 from jpipe.layers.trace import trace_layers
 from jpipe.schedule import IDLE, Schedule
 from jpipe.stages.cut import check_boundaries, cut
@@ -68,7 +69,7 @@ class Reference:
         self.optimizer_state = [None] * S
 
     def _start(self, microbatch) -> None:
-        traced = trace_layers(self.layers, self.loss, microbatch)
+        traced = trace_layers(self.layers, Loss.of(self.loss, False), microbatch)
         self.stages = cut(traced, self.starts, self.schedule.num_stages)
         for s in range(self.schedule.num_stages):
             tree = stage_tree(self.stages, s, self.params)
@@ -96,14 +97,17 @@ class Reference:
                     first,
                 )
             )
-        losses: list[float] = []
+        losses: list[tuple[float, float]] = []
         for t in range(self.schedule.num_ticks):
             arriving: dict = {}
             for c in range(self.schedule.num_columns):
                 self._cell(t, c, arriving, losses)
             self.inbox |= arriving
         self.round += 1
-        return float(np.mean(losses)) if losses else None
+        if not losses:
+            return None
+        totals, weights = np.transpose(losses)
+        return float(totals.sum() / weights.sum())
 
     def get_params(self) -> list:
         """The newest weights, one nested dict a layer."""
@@ -150,6 +154,13 @@ class Reference:
             self.weights[s, version] = optax.apply_updates(tree, updates)
             self.gradients[s] = jax.tree.map(np.zeros_like, tree)
 
+    def _weight(self, m: int) -> float:
+        """The weight of a microbatch in the loss of its minibatch."""
+        weight = self.stages.loss_weight
+        if weight is None:
+            return 1.0
+        return float(weight(*jax.tree.leaves(self.batches[m]))[0])
+
     def _kind(self, layer: int):
         return self.stages.kinds[self.stages.kind_of_layer[layer]]
 
@@ -172,10 +183,11 @@ class Reference:
             (value,), stash, _ = self.stages.loss.forward_and_stash(
                 [], x, jax.tree.leaves(self.batches[m])
             )
-            losses.append(float(value))
-            one = np.ones((), value.dtype) / np.asarray(
-                self.schedule.num_microbatches, value.dtype
-            )
+            losses.append((float(value), self._weight(m)))
+            N = self.schedule.num_microbatches
+            minibatch = range(m // N * N, (m // N + 1) * N)
+            divisor = sum(self._weight(k) for k in minibatch)
+            one = np.ones((), value.dtype) / np.asarray(divisor, value.dtype)
             self.inbox[s, m, "gradient"] = self.stages.loss.backward([], stash, [one])[
                 1
             ]

@@ -13,7 +13,7 @@ from jpipe.entry_points import ENTRY_POINTS
 ROOT = pathlib.Path(__file__).parents[1]
 
 LEVELS = [
-    {"schedule", "optim", "packing", "mesh", "solvers", "entry_points"},
+    {"schedule", "optim", "packing", "mesh", "solvers", "entry_points", "in_flight"},
     {"simulate"},
     {"schedules"},
     {"lowering", "draw"},

@@ -1,13 +1,12 @@
 """A synchronous pipeline computes what the plain model computes: losses, every gradient, weights after updates."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import optax
 import oracles
 import pytest
 from families import FAMILIES, cross_entropy, schedule_named, slow
+from helpers import assert_close, with_nan_buffers
 
 import jpipe
 
@@ -50,37 +49,6 @@ CASES = [
     slow("transformer", "zero_bubble_h1", 2, 4, "full", None, "float64"),
     slow("transformer", "zero_bubble_h2", 3, 5, "none", None, "float32"),
 ]
-
-
-def with_nan_buffers(state, all_but: str | None = None):
-    """The state with everything in flight, and every idle and unused slot, not a number."""
-
-    def nan(a):
-        return (
-            jax.device_put(np.full(a.shape, np.nan, a.dtype), a.sharding)
-            if a.dtype.kind == "f"
-            else a
-        )
-
-    buffers = {
-        name: values if name == all_but else jax.tree.map(nan, values)
-        for name, values in state.buffers.items()
-    }
-    return dataclasses.replace(state, buffers=buffers)
-
-
-def assert_close(got, want, dtype):
-    """float64: rtol 1e-9; float32: 1e-5; both of the leaf's largest magnitude."""
-    tolerance = 1e-9 if dtype == "float64" else 1e-5
-    paths = jax.tree.leaves_with_path(want)
-    for (path, b), a in zip(paths, jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(
-            a,
-            b,
-            rtol=0,
-            atol=tolerance * max(np.abs(b).max(), 1e-30),
-            err_msg=jax.tree_util.keystr(path),
-        )
 
 
 @pytest.mark.filterwarnings("ignore:.*bubble")

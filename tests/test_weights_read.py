@@ -10,7 +10,7 @@ import oracles
 import pytest
 from families import FAMILIES, cross_entropy
 from flax import nnx
-from test_transparency import assert_close
+from helpers import assert_close
 
 import jpipe
 from jpipe.optim import correct_discrepancy, corrected_params

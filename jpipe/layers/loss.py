@@ -276,11 +276,7 @@ def cut_warning(
     )
     for masked in (None, 0, -1, -100):
         rows_of_batch = jax.tree.map(
-            lambda a, values: _draw(
-                rng, values, (rows, *a.shape[1:]), a.dtype, masked
-            ),
-            dict(microbatch),
-            dict(batch),
+            functools.partial(_draw, rng, rows, masked), dict(microbatch), dict(batch)
         )
         try:
             whole, *halves = (
@@ -307,9 +303,7 @@ def _disagreement(whole: LossValue, first: LossValue, second: LossValue) -> str 
     if not np.isfinite([total, *parts]).all():
         return None
     scale = max(abs(total), *map(abs, parts), 1e-30)
-    tolerance = scale * (
-        1e-3 if jnp.asarray(whole.total).dtype.itemsize >= 4 else 5e-2
-    )
+    tolerance = scale * (1e-3 if jnp.asarray(whole.total).dtype.itemsize >= 4 else 5e-2)
     added = sum(parts)
     remedy = (
         "Return `(sum, weight)`, for example `(jnp.sum(losses * mask), jnp.sum(mask))`: the sums are then divided by the "
@@ -355,9 +349,7 @@ def _slice(tree: Any, part: slice) -> Any:
     return jax.tree.map(lambda a: a[part], tree)
 
 
-def _random(
-    rng: np.random.Generator, shape: tuple[int, ...], dtype: Any
-) -> np.ndarray:
+def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     if jnp.issubdtype(dtype, jnp.inexact):
         return np.asarray(rng.normal(size=shape)).astype(dtype)
     return rng.integers(0, 2, shape).astype(dtype)
@@ -365,21 +357,22 @@ def _random(
 
 def _draw(
     rng: np.random.Generator,
-    values: Any,
-    shape: tuple[int, ...],
-    dtype: Any,
+    num_rows: int,
     masked: int | None,
+    aval: jax.ShapeDtypeStruct,
+    values: Any,
 ) -> np.ndarray:
     """Rows of an entry of the batch, or random ones where the batch is abstract.
 
     Args:
       rng: draws.
-      values: the entry.
-      shape: of the result, `[rows, ...]`.
-      dtype: of the result.
+      num_rows: rows of the result.
       masked: None keeps the rows. A number takes the place of about half of all integers, and booleans and floating-point
         masks of 0 and 1 are drawn anew. Losses use numbers such as 0, -1 and -100 for labels without a loss.
+      aval: the entry of the abstract microbatch.
+      values: the entry of the batch.
     """
+    shape, dtype = (num_rows, *aval.shape[1:]), aval.dtype
     if isinstance(values, jax.ShapeDtypeStruct) or not values.shape[0]:
         rows = _random(rng, shape, dtype)
     else:
@@ -389,7 +382,7 @@ def _draw(
         return rows
     drop = rng.integers(0, 2, shape).astype(bool)
     drop.reshape(len(drop), -1)[[0, -1], 0] = False  # each half keeps some weight
-    if is_number or dtype == bool:
+    if is_number or np.dtype(dtype) == np.dtype(bool):
         return np.where(drop, 0, 1).astype(dtype)
     if masked < 0 and not jnp.issubdtype(dtype, jnp.signedinteger):
         return rows
