@@ -33,9 +33,12 @@ nitpick_ignore_regex = [
     for library in ("jax", "flax", "numpy", "np", "optax", "jnp", "nnx", "linen")
 ] + [
     (r"py:.*", r"(?!jpipe)[\w.]+"),
-    # Private ones, and two that only annotate: `Skip`, which `jpipe.skip` returns, and the layout of a state.
-    (r"py:.*", r"jpipe\.(?:\w+\.)*(_\w+|Skip|Plan|Program)(\..*)?"),
-    (r"py:.*", r"jpipe\.plan\.\w+\.Machine"),
+    # Private modules, and classes of the inner packages, which some public functions name in annotations.
+    (r"py:.*", r"jpipe\.(?:\w+\.)*_\w+(\..*)?"),
+    (
+        r"py:.*",
+        r"jpipe\.(layers|stages|lowering|engine|packing|program|portable|state)(\..*)?",
+    ),
 ]
 
 html_theme = "furo"
@@ -58,6 +61,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["References"]
 python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
 
 PUBLIC = (
     "jpipe",
@@ -76,24 +80,10 @@ _AS_WRITTEN: dict[str, list[str]] = {}
 
 
 def public_names():
-    """Every public name as "module.name": `__all__`, or what a module without one defines itself."""
+    """Every public name as "module.name"."""
     for module_name in PUBLIC:
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name != module_name:
-                raise
-            continue
-        names = getattr(module, "__all__", None)
-        if names is None:
-            names = [
-                name
-                for name, value in vars(module).items()
-                if not name.startswith("_")
-                and callable(value)
-                and getattr(value, "__module__", "").startswith(module_name)
-            ]
-        yield from (f"{module_name}.{name}" for name in names)
+        module = importlib.import_module(module_name)
+        yield from (f"{module_name}.{name}" for name in module.__all__)
 
 
 def resolve(name):
@@ -146,7 +136,7 @@ def format_docstring(app, what, name, obj, options, lines):
             line = f"  {line}"
         picture = line.startswith("    ") and (i == 0 or not lines[i - 1].strip())
         if picture and not in_section and not line.lstrip().startswith(("-", ">>>")):
-            result += ["::", ""]
+            result += [".. code-block:: text", ""]
         if not line.startswith("    "):
             line = re.sub(r"\|(\w+)\|", r"\\|\1\\|", line)  # no substitution
         result.append(line)
@@ -161,6 +151,12 @@ def restore_docstring(app, what, name, obj, options, lines):
         lines[:] = _AS_WRITTEN.pop(name)
 
 
+# Files outside docs/ that a page includes.
+_PAGE_OF = {
+    ROOT / "CHANGELOG.md": DOCS / "changelog.md",
+    ROOT / "CONTRIBUTING.md": DOCS / "contributing.md",
+    ROOT / "README.md": DOCS / "index.md",
+}
 _INCLUDE = re.compile(r"^```\{include\} (\S+)\n```$", flags=re.M)
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
 
@@ -171,6 +167,7 @@ def localise(text, folder, page_folder):
     def link(match):
         words, path, fragment = match.groups()
         target = (folder / path).resolve()
+        target = _PAGE_OF.get(target, target)
         if target.is_relative_to(DOCS):
             return f"[{words}]({os.path.relpath(target, page_folder)}{fragment or ''})"
         name = target.relative_to(ROOT).as_posix()

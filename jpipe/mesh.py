@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -69,7 +70,7 @@ def make_mesh(
 
 def _rings(devices: Sequence, number: int, size: int) -> np.ndarray | None:
     """`[number, size]`, the chips of a flat grid, each row a ring of neighbours; None if they are no such grid."""
-    coords = [getattr(device, "coords", None) for device in devices]
+    coords: list[Any] = [getattr(device, "coords", None) for device in devices]
     if size % 2 or size < 4 or None in coords:
         return None
     at = np.array(coords) - np.min(coords, axis=0)

@@ -19,6 +19,8 @@ from jpipe.schedule import IDLE, Schedule
 from jpipe.stages.cut import check_boundaries, cut
 from jpipe.stages.optimizer import stage_tree
 
+__all__ = ["Reference"]
+
 
 class Reference:
     """Trains by walking a table, one cell after the other.

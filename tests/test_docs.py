@@ -79,7 +79,8 @@ def workspace(page, folder):
     for name in ("benchmarks", "configs", "models", "train"):
         ignore = shutil.ignore_patterns("env", "__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
-    (folder / "jpipe").symlink_to(ROOT / "jpipe")
+    for name in ("conftest.py", "docs", "jpipe", "pyproject.toml", "tests"):
+        (folder / name).symlink_to(ROOT / name)
     for command in pages.commands(page):
         if command.text.startswith("cat "):
             (folder / command.text.split()[1]).write_text(command.printed)

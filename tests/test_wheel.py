@@ -104,7 +104,7 @@ def test_a_missing_extra_is_named(python, tmp_path):
         text=True,
     )
     assert result.returncode != 0
-    assert 'jpipe-jax[plot]"' in result.stderr
+    assert "extra `[plot]`" in result.stderr
 
 
 def test_the_version_stands_in_one_place():

@@ -17,3 +17,5 @@ from jpipe.draw._export import trace as trace
 from jpipe.draw._figure import figure as figure
 from jpipe.draw._figure import save as save
 from jpipe.draw._text import text as text
+
+__all__ = ["figure", "main", "save", "summary", "text", "trace"]

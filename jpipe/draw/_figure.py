@@ -59,7 +59,13 @@ def figure(schedule: Schedule) -> "Figure":
       ValueError: if the schedule is not legal.
       ImportError: if Matplotlib is not installed.
     """
-    from matplotlib.figure import Figure
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"pictures need Matplotlib, which cannot be imported ({error}). Install it: "
+            '`pip install "matplotlib>=3.9"`, or install this package with its extra `[plot]`.'
+        ) from error
 
     facts = schedule.facts()
     shown = unrolled(schedule)
@@ -374,10 +380,11 @@ def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
             f"cannot draw to `{path}`: its suffix {suffix!r} is none of "
             f"{', '.join(SUFFIXES)}. Choose one of these."
         )
+    drawn = figure(schedule)
     import matplotlib
 
     metadata: dict[str, str | None] = {"Title": headline(schedule)}
     # Without a date the file is the same every time.
     metadata |= {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}.get(suffix, {})
     with matplotlib.rc_context({"svg.hashsalt": "jpipe", "svg.fonttype": "none"}):
-        figure(schedule).savefig(path, dpi=150, metadata=metadata)
+        drawn.savefig(path, dpi=150, metadata=metadata)
