@@ -180,6 +180,11 @@ class Program:
         self.settings, self.microbatch, self.traced = settings, microbatch, traced
         self.stages = settings.cut(traced, starts)
         check_stages(self.stages, settings.schedule, settings.recompute)
+        # Here belongs, as soon as `jpipe.optim` has it:
+        # optim.check_hooks(
+        #     jax.eval_shape(settings.optimizer.init, [l.parameters for l in self.stages.layers]),
+        #     **settings.hooks,
+        # )
         self.engine = Engine(
             settings.schedule,
             self.stages,
