@@ -21,7 +21,7 @@ from jpipe.plan.profile import (
     profile,
     programs_of,
 )
-from jpipe.program import Settings
+from jpipe.settings import Settings
 from jpipe.stages.ties import resolve_ties
 
 
