@@ -318,7 +318,8 @@ def check_same_parts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None
     """Refuses a state of a pipeline that differs, and names the part that does.
 
     Args:
-      theirs, ours: `Program.parts` or `Settings.parts` of the state's pipeline and of this one.
+      theirs: `Program.parts` or `Settings.parts` of the state's pipeline.
+      ours: the same of this pipeline.
     """
     for name, part in ours.items():
         if theirs[name] != part:

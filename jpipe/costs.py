@@ -7,7 +7,8 @@ import jax
 
 from jpipe import packing
 from jpipe.layers.trace import Traced
-from jpipe.program import Program, Settings, abstract
+from jpipe.program import Program
+from jpipe.settings import Settings, abstract
 from jpipe.solvers import min_max
 
 

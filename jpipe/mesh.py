@@ -53,8 +53,8 @@ def make_mesh(
         remedy = "Use fewer stages." if needed == stage else "Use fewer of them."
         if platform == "cpu":
             remedy = (
-                f"Set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before JAX starts to fake them on CPU, "
-                "or use fewer."
+                f'Call `jax.config.update("jax_num_cpu_devices", {needed})` before JAX is first used, which makes '
+                "that many devices out of the CPU, or use fewer."
             )
         asked = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(

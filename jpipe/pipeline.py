@@ -17,8 +17,9 @@ from jpipe.layers.avals import shapes_text
 from jpipe.layers.loss import Loss, cut_warning
 from jpipe.layers.trace import Traced
 from jpipe.mesh import make_mesh
-from jpipe.program import Program, Settings, same_shapes
+from jpipe.program import Program
 from jpipe.schedule import Schedule
+from jpipe.settings import Settings, same_shapes
 from jpipe.stages.cut import check_boundaries
 from jpipe.state import PipelineState
 
@@ -29,7 +30,10 @@ if TYPE_CHECKING:
 class Pipeline:
     """Trains a model cut into stages over several devices, by a schedule.
 
-    The model and the training:
+    The arguments come in groups. The model and its training: `layers`, `loss`, `has_aux`, `optimizer`,
+    `ties`. The pipeline: `schedule`, `boundaries`, `mesh`, `overlap`. Memory and precision: `recompute`,
+    `donate`, `compute_dtype`, `loss_scale`. Corrections of asynchronous schedules: `forward_params`,
+    `backward_params`.
 
     Args:
       layers: a sequence. Each is a Flax NNX module (its weights are kept), a factory called as

@@ -119,10 +119,11 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
         values = {i: source.optimizer_state[i][path] for i in here or having}
         (first, leaf), *others = values.items()
         for i, other in others:
-            if not np.array_equal(leaf, other, equal_nan=leaf.dtype.kind == "f"):
+            if leaf.tobytes() != other.tobytes():
                 raise ValueError(
-                    f"stage {s} would hold layers {first} and {i}, whose stages had {leaf} and "
-                    f"{other} for {path} of the optimizer's state: a stage skips its update "
+                    f"stage {s} would hold layers {first} and {i}, whose stages had different "
+                    f"values of {path} in the optimizer's state ({leaf.ravel()[0]} and "
+                    f"{other.ravel()[0]}): a stage skips its update "
                     "if its gradient is not finite. Choose `boundaries` that keep these "
                     "layers on different stages, or start the optimizer anew with "
                     "`init(key, batch, params=...)`."

@@ -22,6 +22,7 @@ LEVELS = [
     {"engine"},
     {"state"},
     {"checks"},
+    {"settings"},
     {"program"},
     {"portable", "costs"},
     {"pipeline"},

@@ -230,7 +230,7 @@ def test_function_takes_a_callable():
     ("stage", "message"),
     [
         (0, "`stage` must be .*at least 1, got 0"),
-        (9, "needs 9 devices, got 8 .*--xla_force_host_platform_device_count=9"),
+        (9, 'needs 9 devices, got 8 .*jax_num_cpu_devices", 9'),
         (2.5, "`stage` must be .*got 2.5"),
         ("2", "`stage` must be .*got '2'"),
     ],
@@ -241,7 +241,7 @@ def test_wrong_meshes(stage, message):
 
 
 def test_too_few_devices_are_noticed_when_the_pipeline_makes_the_mesh():
-    with refused("needs 9 devices, got 8 .*--xla_force_host_platform_device_count=9"):
+    with refused('needs 9 devices, got 8 .*jax_num_cpu_devices", 9'):
         make([LINEAR] * 9, schedule=gpipe(9, 9))
     with refused("needs 2 devices, got 1"):
         jpipe.make_mesh(stage=2, devices=jax.devices()[:1])

@@ -21,7 +21,7 @@ from jpipe.plan._profile import (
     programs_of,
 )
 from jpipe.plan._profiling import profile
-from jpipe.program import Settings
+from jpipe.settings import Settings
 from jpipe.stages.ties import resolve_ties
 
 
