@@ -7,9 +7,8 @@ import numpy as np
 import optax
 import pytest
 from families import schedule_named, slow
-from test_pipeline import refused
-from test_skips import DIM, LAYERS
-from test_transparency import with_nan_buffers
+from helpers import refused, with_nan_buffers
+from skipping import DIM, LAYERS
 
 import jpipe
 

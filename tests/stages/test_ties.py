@@ -7,7 +7,7 @@ import optax
 import pytest
 from families import cross_entropy, schedule_named
 from flax import nnx
-from test_transparency import assert_close, with_nan_buffers
+from helpers import assert_close, with_nan_buffers
 
 import jpipe
 

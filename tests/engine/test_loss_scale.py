@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from test_transparency import assert_close
+from helpers import assert_close
 
 import jpipe
 
