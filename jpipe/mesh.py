@@ -24,16 +24,20 @@ def make_mesh(
 ) -> Mesh:
     """A mesh for pipelines, with an axis "stage".
 
-    On machines with a topology, such as TPU pods, neighbours along an axis are neighbours in the machine.
+    On machines with a topology, such as TPU pods, neighbours along an axis are neighbours in the
+    machine.
 
     Args:
       stage: number of devices of the pipeline.
-      data: replicas of the pipeline. Each trains on its share of every minibatch. Above 1, the mesh has an axis "data".
-      model: devices that share the work of a stage (tensor parallelism). Above 1, the mesh has an axis "model", which is
-        left to the compiler. Parameters are split over it as Flax's `with_partitioning` says.
-      ring: whether the first stage and the last stage must be neighbours too, see `Schedule.ring`. On TPUs only messages
-        between neighbours can overlap with compute. If the chips form a flat grid and `stage` is even, each pipeline gets
-        two rows of the grid; gradients between replicas then travel further.
+      data: replicas of the pipeline. Each trains on its share of every minibatch. Above 1, the mesh
+        has an axis "data".
+      model: devices that share the work of a stage (tensor parallelism). Above 1, the mesh has an
+        axis "model", which is left to the compiler. Parameters are split over it as Flax's
+        `with_partitioning` says.
+      ring: whether the first stage and the last stage must be neighbours too, see `Schedule.ring`.
+        On TPUs only messages between neighbours can overlap with compute. If the chips form a flat
+        grid and `stage` is even, each pipeline gets two rows of the grid; gradients between
+        replicas then travel further.
       devices: the devices to choose from; the first ones are taken. None: `jax.devices()`.
 
     Returns:
@@ -80,7 +84,8 @@ def _rings(devices: Sequence, number: int, size: int) -> np.ndarray | None:
       size: chips per ring.
 
     Returns:
-      `[number, size]` devices, one ring per row; None if the devices form no flat grid that rings of this size fill.
+      `[number, size]` devices, one ring per row; None if the devices form no flat grid that rings
+      of this size fill.
     """
     coords = [getattr(device, "coords", None) for device in devices]
     if size % 2 or size < 4 or None in coords:

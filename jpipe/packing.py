@@ -1,17 +1,20 @@
 """Leaves of many shapes in few arrays of fixed shapes.
 
-One program runs on all devices, so every device holds arrays of the same shapes, although one stage has an embedding
-and another stage has a head. A `Packing` gives each *owner* (a stage's program, a message) a place for each of its
-leaves in
+One program runs on all devices, so every device holds arrays of the same shapes, although one stage
+has an embedding and another stage has a head. A `Packing` gives each *owner* (a stage's program, a
+message) a place for each of its leaves in
 
-- *pools*: one array `[n, *shape]` per shape and dtype. Row i is leaf i. Pools suit leaves that most stages have.
-- *flat vectors*: one array `[size]` per dtype. Vectors suit leaves whose pool would be mostly padding.
+- *pools*: one array `[n, *shape]` per shape and dtype. Row i is leaf i. Pools suit leaves that most
+  stages have.
+- *flat vectors*: one array `[size]` per dtype. Vectors suit leaves whose pool would be mostly
+  padding.
 
-A leaf that is split over automatic axes of the mesh (tensor parallelism) has a *spec*: for each of its dims the axis or
-axes that it is split over, or None. Leaves of one spec share a pool, which is split in the same way. Vectors hold no
-leaves with a spec.
+A leaf that is split over automatic axes of the mesh (tensor parallelism) has a *spec*: for each of
+its dims the axis or axes that it is split over, or None. Leaves of one spec share a pool, which is
+split in the same way. Vectors hold no leaves with a spec.
 
-Every device allocates each array for its largest owner. `Packing.used_bytes` says how many bytes an owner uses.
+Every device allocates each array for its largest owner. `Packing.used_bytes` says how many bytes an
+owner uses.
 """
 
 import collections
@@ -45,9 +48,10 @@ class Leaf(NamedTuple):
 def _stored(shape: tuple[int, ...], spec: tuple) -> tuple[int, ...]:
     """The shape of a pool's row, for a leaf of this shape.
 
-    TPUs store the last two dims of an array in tiles of 8 by 128 numbers: `[256, 4, 64]` would take four times the space
-    of `[256, 256]`, and `[256, 1]` 128 times the space of `[256]`. So a row has no dims of 1, and its last dims are joined
-    until the last has at least 128 numbers. The shape of a leaf with a spec is kept, because its dims may be split.
+    TPUs store the last two dims of an array in tiles of 8 by 128 numbers: `[256, 4, 64]` would take
+    four times the space of `[256, 256]`, and `[256, 1]` 128 times the space of `[256]`. So a row
+    has no dims of 1, and its last dims are joined until the last has at least 128 numbers. The
+    shape of a leaf with a spec is kept, because its dims may be split.
     """
     if spec:
         return shape
@@ -58,7 +62,9 @@ def _stored(shape: tuple[int, ...], spec: tuple) -> tuple[int, ...]:
 
 
 def array_bytes(shape: Sequence[int], dtype, platform: str) -> int:
-    """Bytes of an array in a device's memory. TPUs pad its last two dims to tiles of 8 by 128 numbers.
+    """Bytes of an array in a device's memory.
+
+    TPUs pad the last two dims of an array to tiles of 8 by 128 numbers.
 
     Args:
       shape: shape of the array.
@@ -138,9 +144,10 @@ class Packing:
         """Packs the leaves of each owner.
 
         Args:
-          owners: for each owner a list of `Leaf` or `(aval, count)`; `count` equal leaves are stored one after the other.
-          occupancy: a shape and dtype gets a pool if, on average over the stages, at least this fraction of the pool is
-            used. Leaves that are split always get a pool.
+          owners: for each owner a list of `Leaf` or `(aval, count)`; `count` equal leaves are
+            stored one after the other.
+          occupancy: a shape and dtype gets a pool if, on average over the stages, at least this
+            fraction of the pool is used. Leaves that are split always get a pool.
           num_stages: number of stages that each owner stands for; None: one each.
         """
         owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
@@ -205,8 +212,9 @@ def axes(spec: tuple) -> list[str]:
 def _row_major(block: jax.Array) -> jax.Array:
     """`block` with a fixed layout on TPUs: the last dim is innermost.
 
-    The array that the block is read from or written to gets the same layout. Without this, each branch of a `cond` would
-    choose its own layout, and the whole array would be copied in every tick.
+    The array that the block is read from or written to gets the same layout. Without this, each
+    branch of a `cond` would choose its own layout, and the whole array would be copied in every
+    tick.
     """
     layout = Layout(tuple(range(block.ndim)))
     return lax.platform_dependent(
@@ -287,7 +295,10 @@ def write_all(
 
 
 def _split_as(place: Place, value: jax.Array) -> jax.Array:
-    """`value`, split as the place says. Leaves with a spec need a `shard_map` whose mesh has the axes."""
+    """`value`, split as the place says.
+
+    A leaf with a spec needs a surrounding `shard_map` whose mesh has the axes.
+    """
     if not place.spec:
         return value
     return lax.with_sharding_constraint(value, PartitionSpec(*place.spec))

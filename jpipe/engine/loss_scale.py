@@ -12,8 +12,8 @@ import numpy as np
 class LossScale:
     """Multiplies the loss by a scale, and divides the gradient by it before the optimizer.
 
-    A dynamic scale is divided by `factor` after an update whose gradient is not finite, which is skipped. It is
-    multiplied by `factor` after `growth_interval` updates with finite gradients.
+    A dynamic scale is divided by `factor` after an update whose gradient is not finite, which is
+    skipped. It is multiplied by `factor` after `growth_interval` updates with finite gradients.
 
     Attributes:
       initial: the scale at the start, above 0. A power of two causes no rounding.
@@ -47,7 +47,7 @@ class LossScale:
             )
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of the scale's arrays on each device: "scale", and "num_finite" updates since it last changed."""
+        """Shapes of "scale" and of "num_finite", the finite updates since the scale changed."""
         return {
             "scale": jax.ShapeDtypeStruct((1,), np.float32),
             "num_finite": jax.ShapeDtypeStruct((1,), np.int32),

@@ -1,7 +1,8 @@
 """What a stage does in a tick: forward, backward, weight gradient.
 
-Each operation is a function `(stage, written, read) -> written`, with a function beside it that names the arrays which
-it writes. Nothing here communicates with other devices, except for the mean of statistics over replicas.
+Each operation is a function `(stage, written, read) -> written`, with a function beside it that
+names the arrays that it writes. Nothing here communicates with other devices, except for the mean
+of statistics over replicas.
 """
 
 import functools
@@ -178,7 +179,7 @@ def _loss_and_stash(
 
 
 def _commit_state(stage: StageContext, written: Written) -> Written:
-    """Moves mutable state after the last microbatch of a minibatch, by the statistics of the whole minibatch."""
+    """Moves mutable state after the last microbatch of a minibatch, by the minibatch's statistics."""
 
     def commit(arrays: tuple, _: None) -> tuple:
         column = stage.column
@@ -205,7 +206,10 @@ def _commit_layer(
     i: jax.Array | int,
     arrays: tuple,
 ) -> tuple:
-    """Moves the mutable state of layer i and empties its statistics. A value that is not finite moves nothing."""
+    """Moves the mutable state of layer i and empties its statistics.
+
+    The state stays as it is if its new value is not finite.
+    """
     state, statistics = arrays
     num_microbatches = stage.spec.schedule.num_microbatches
     old = packing.read_all(state, run.state, column, i)
@@ -232,7 +236,8 @@ def backward_writes(stage: StageContext) -> list[str]:
 def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     """The backward of one microbatch: parameter gradients and a message.
 
-    Where the table splits backwards, it computes the input gradient only, and stashes what `weight_grad` needs.
+    Where the table splits backwards, it computes the input gradient only, and stashes what
+    `weight_grad` needs.
     """
     split = stage.spec.schedule.splits_backward
     if stage.spec.recompute:
@@ -266,7 +271,8 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         )
         inexact = [[a for a in leaves if is_inexact(a)] for _, leaves in run.pop]
         gy, *popped = split_leaves(gy, inexact)
-        # Gradients of skips from earlier stages leave with this backward; others meet the layer that stashed the skip.
+        # Gradients of skips from earlier stages leave with this backward; others meet the layer
+        # that stashed the skip.
         skip_gradients |= {name: g for (name, _), g in zip(run.pop, popped)}
     written = written.replace(rings=rings)
     if not split:
@@ -302,7 +308,7 @@ def _recompute(stage: StageContext, written: Written, read: ReadOnly) -> Written
 def _loss_gradient(
     stage: StageContext, written: Written, read: ReadOnly
 ) -> list[jax.Array]:
-    """The gradient of the loss by the stage's outputs, of a minibatch's mean and times the loss scale."""
+    """The gradient of the minibatch's loss by the stage's outputs, multiplied by the loss scale."""
     loss, slot = stage.stages.loss, [stage.scalars.slot("input_stash")]
     places = stage.program.loss_stash
     stash = packing.read_all(written.rings["input_stash"], places, slot)

@@ -1,7 +1,8 @@
-"""Layers of a stage: loops over them, and where a layer's weights, stash and gradients are read and written.
+"""The layers of a stage: loops over them, and where each reads and writes its arrays.
 
-The functions on one layer (`write_stash`, `read_stash`, `add_gradients`, ...) take arrays, the layer's places, leading
-indices and the row of the layer, and nothing of the engine, so that measuring can run a layer as the engine does.
+The functions on one layer (`write_layer_stash`, `read_layer_stash`, `add_gradients`) take arrays, the
+layer's places, leading indices and the row of the layer, and nothing of the engine, so that
+measuring can run a layer as the engine does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -207,7 +208,8 @@ def run_layers(
 ) -> LayersResult:
     """Runs the layers of a stage forward.
 
-    A layer writes its stash straight into `rings`, and adds the statistics of its mutable state to `statistics`.
+    A layer writes its stash straight into `rings`, and adds the statistics of its mutable state to
+    `statistics`.
 
     Args:
       stage: the stage.

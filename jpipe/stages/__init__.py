@@ -1,1 +1,1 @@
-"""From traced layers to stages: cutting, messages, tied weights, and the optimizer of each stage."""
+"""From traced layers to stages: cutting, messages, tied weights, optimizer."""

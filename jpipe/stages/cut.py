@@ -2,8 +2,9 @@
 
     layers ── traced ──> kinds ── boundaries ──> stages ── equal lists of kinds ──> programs
 
-Consecutive layers of one kind in a stage are one *run*: a loop over rows of the packed arrays. Stages with the same list
-of kinds share a *program*, even if their runs have different lengths, so a trunk of equal layers compiles once.
+Consecutive layers of one kind in a stage are one *run*: a loop over rows of the packed arrays.
+Stages with the same list of kinds share a *program*, even if their runs have different lengths, so
+a trunk of equal layers compiles once.
 
 Letters: S stages.
 """
@@ -74,7 +75,8 @@ class Stages:
       kinds: `LayerProgram` of each kind.
       kind_of_layer: for each layer, position in `kinds`.
       mutable: `Mutable` of each kind.
-      loss: the program of the loss, `((), outputs, microbatch) -> scalar`; None in forward-only pipelines.
+      loss: the program of the loss, `((), outputs, microbatch) -> scalar`; None in forward-only
+        pipelines.
       inputs: abstract leaves of `batch["inputs"]`, of one microbatch.
       outputs: abstract leaves and tree structure of the model's outputs.
       starts: first layer of each stage, and the number of layers at the end.
@@ -86,7 +88,8 @@ class Stages:
       input_stash: the same for stashed values that only the input gradient reads.
       weight_stash: the same for stashed values that the weight gradient reads.
       crossing: the same for values that the input gradient computes and the weight gradient reads.
-      activations: how the messages between stages are packed; owner s is the message from stage s to stage s + 1.
+      activations: how the messages between stages are packed; owner s is the message from stage s
+        to stage s + 1.
       gradients: the same for their gradients.
       portals: the direct messages of skips between stages.
       ties: tied weights, each as `(layer, leaf)` pairs; the optimizer knows the first pair.
@@ -127,7 +130,10 @@ class Stages:
         return range(self.starts[stage], self.starts[stage + 1])
 
     def layer_runs(self, stage: int) -> list[tuple[int, LayerRun, int]]:
-        """`(layer, run, row)` for each layer of a stage; the layer's leaves are in row `row` of the run's places."""
+        """`(layer, run, row)` for each layer of a stage.
+
+        The layer's leaves are in row `row` of the run's places.
+        """
         runs = self.programs[self.program_of_stage[stage]].runs
         rows = [(run, i) for run, n in zip(runs, self.lengths[stage]) for i in range(n)]
         return [
@@ -146,7 +152,8 @@ def check_boundaries(
     """`boundaries` as the first layer of each stage, followed by the number of layers.
 
     Args:
-      boundaries: the layer index at which each stage after the first begins, one of `BALANCES`, or None.
+      boundaries: the layer index at which each stage after the first begins, one of `BALANCES`, or
+        None.
       num_layers: number of layers.
       num_stages: S.
 
@@ -188,7 +195,7 @@ def check_boundaries(
 
 
 class Groups(NamedTuple):
-    """Stages grouped by the kinds of their layers: stages with equal lists of kinds share a program.
+    """Stages grouped by the kinds of their layers; equal lists of kinds share a program.
 
     Attributes:
       signatures: for each program its kinds, with equal neighbours joined to one run.
@@ -311,7 +318,13 @@ def cut(
 
 
 class _Signature(NamedTuple):
-    """What layers of one run have in common: their kind, and the names of the skips that start and end there."""
+    """What the layers of a run have in common.
+
+    Attributes:
+      kind: position in `Stages.kinds`.
+      stash: names of the skips that start there.
+      pop: names of the skips that end there.
+    """
 
     kind: int
     stash: tuple[str, ...]
@@ -326,7 +339,7 @@ _LEAVES_OF: dict[str, Callable[[Traced, int], Sequence]] = {
     "weight_stash": lambda traced, k: _stashed(traced, k, "weight_stash"),
     "crossing": lambda traced, k: traced.kinds[k].crossing,
 }
-# Use -> how each of these leaves is split over automatic axes of the mesh; without an entry: not at all.
+# Use -> how each of these leaves is split over automatic axes; without an entry it is not split.
 _SPECS_OF: dict[str, Callable[[Traced, int], Sequence]] = {
     "parameters": lambda traced, k: traced.specs[k],
     "input_stash": lambda traced, k: _stash_specs(traced, k, "input_stash"),

@@ -1,7 +1,7 @@
 """What an optimizer and parameter hooks may ask for beside gradients, state and parameters.
 
-A new extra argument is one entry of `EXTRA_ARGS`. If no field of `UpdateFacts` has its value, it needs a field there too,
-which `jpipe.engine.updates` fills in.
+A new extra argument is one entry of `EXTRA_ARGS`. If no field of `UpdateFacts` has its value, it
+needs a field there too, which `jpipe.engine.updates` fills in.
 """
 
 from collections.abc import Callable
@@ -17,8 +17,10 @@ class UpdateFacts(NamedTuple):
     """What is known when a stage updates.
 
     Attributes:
-      forward_delay: float32 `[]`, updates between reading the forward's weights and applying its gradient.
-      backward_lead: float32 `[]`, by how many updates the backward's weights are newer than the forward's.
+      forward_delay: float32 `[]`, updates between reading the forward's weights and applying its
+        gradient.
+      backward_lead: float32 `[]`, by how many updates the backward's weights are newer than the
+        forward's.
       global_norm: `[]`, norm of the gradient over all stages.
     """
 
@@ -61,8 +63,8 @@ PASSES = ("forward", "backward")
 def read_delays(schedule: Schedule) -> dict[str, np.ndarray]:
     """Pass -> float `[S]`, how old or new the weights are that the pass reads.
 
-    "forward": optimizer updates between reading the forward's weights and applying its gradient. "backward": by how many
-    updates the backward's weights are newer than the forward's.
+    "forward": optimizer updates between reading the forward's weights and applying its gradient.
+    "backward": by how many updates the backward's weights are newer than the forward's.
     """
     facts = schedule.facts()
     lead = facts.forward_delay - facts.backward_delay

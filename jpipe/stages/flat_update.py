@@ -1,4 +1,4 @@
-"""An Optax chain as functions of flat lists, and the checks that it treats every layer by itself."""
+"""An Optax chain as functions of flat lists, and the checks that it treats layers apart."""
 
 import dataclasses
 import warnings
@@ -19,7 +19,8 @@ class FlatUpdate:
     """An optimizer on one tree, as functions of flat lists.
 
     Attributes:
-      update: `(*parameters, *gradients, *state, *extra) -> [*parameters, *state]`; `extra` are `EXTRA_ARGS`.
+      update: `(*parameters, *gradients, *state, *extra) -> [*parameters, *state]`; `extra` are
+        `EXTRA_ARGS`.
       init: `(*parameters) -> state`.
       parameters: paths of the parameters.
       state: paths of the state's leaves.
@@ -35,7 +36,9 @@ class FlatUpdate:
     def expressions(
         self, numbers: dict, state_names: Mapping[str, Any]
     ) -> dict[str, tuple]:
-        """Canonical ids of the expressions for each updated weight and each state leaf; equal ids mean equal math.
+        """Canonical ids of the expressions for each updated weight and each state leaf.
+
+        Equal ids mean equal math.
 
         Args:
           numbers: see `Equations.expressions`.
@@ -166,7 +169,8 @@ def flat_hook(
 def with_hooks(flat: FlatUpdate, param_hooks: Mapping[str, Callable]) -> Equations:
     """The update, followed by the weights of the hooks.
 
-    Its inputs end with the delays of `PASSES`. Where the delay of a pass is 0, the pass reads the updated weights.
+    Its inputs end with the delays of `PASSES`. Where the delay of a pass is 0, the pass reads the
+    updated weights.
     """
     if not param_hooks:
         return flat.update
@@ -196,8 +200,9 @@ def with_hooks(flat: FlatUpdate, param_hooks: Mapping[str, Callable]) -> Equatio
 def check_layers_apart(whole: FlatUpdate, on_stages: Sequence[FlatUpdate]) -> None:
     """Raises unless every stage updates its weights as the update of the whole model would."""
     numbers: dict = {}
-    # State leaves that may have another value on a stage than in the whole model. Starting from none, every leaf that
-    # turns out to differ is added, until no weight and no further leaf differs.
+    # State leaves that may have another value on a stage than in the whole model. Starting from
+    # none, every leaf that turns out to differ is added, until no weight and no further leaf
+    # differs.
     different: set[str] = set()
     while True:
         expected = whole.expressions(numbers, {p: (p, "whole") for p in different})

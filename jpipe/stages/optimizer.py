@@ -1,10 +1,11 @@
 """The optimizer on each stage: any Optax chain that treats every layer by itself.
 
-    optimizer ── traced on the whole model and on each stage ──> flat updates ── equal? ──> refused, or
-    flat update ── parameter hooks ── independent parts ── equal parts ──> `StageUpdate`
+    optimizer ── traced on the model and on each stage ──> flat updates ── unequal? refused
+    flat update ── parameter hooks ── independent parts ── grouped if equal ──> `StageUpdate`
 
-The chain sees a list with one entry per layer of the model, and None for layers of other stages, so paths and labels
-are the same at any number of stages. Stages whose updates are the same program share it.
+The chain sees a list with one entry per layer of the model, and None for layers of other stages, so
+paths and labels are the same at any number of stages. Stages whose updates are the same program
+share it.
 """
 
 import dataclasses
@@ -52,8 +53,8 @@ class LeafSlots(NamedTuple):
 
     Attributes:
       arrays: "parameters", "gradients", "optimizer_state", or a pass whose weights a hook gives.
-      copies: for each copy of the leaf (several if tied) its place, and int32 `[parts]`, the first index of each part's
-        leaf in that array.
+      copies: for each copy of the leaf (several if tied) its place, and int32 `[parts]`, the first
+        index of each part's leaf in that array.
     """
 
     arrays: str
@@ -80,15 +81,17 @@ class UpdateGroup(NamedTuple):
 class StageUpdate:
     """One program that updates a stage.
 
-    Parts run one after the other, and each reads and writes leaves of its own. For most optimizers a part is one weight,
-    so an update needs temporary memory for one weight only.
+    Parts run one after the other, and each reads and writes leaves of its own. For most optimizers
+    a part is one weight, so an update needs temporary memory for one weight only.
 
     Attributes:
       groups: the program, in groups of equal parts.
-      shared: inputs of every part: scalars among parameters, gradients and state. They are followed by the values of
-        `EXTRA_ARGS`, and with hooks by the delays of `PASSES`.
-      param_hooks: pass -> the function `(parameters, optimizer_state, delay) -> parameters`, of flat lists.
-      parameters: for each parameter leaf, `(place, row)` of all its copies on the stage; several if tied.
+      shared: inputs of every part: scalars among parameters, gradients and state. They are followed
+        by the values of `EXTRA_ARGS`, and with hooks by the delays of `PASSES`.
+      param_hooks: pass -> the function `(parameters, optimizer_state, delay) -> parameters`, of
+        flat lists.
+      parameters: for each parameter leaf, `(place, row)` of all its copies on the stage; several if
+        tied.
       state: the place of each leaf of the optimizer's state.
     """
 
@@ -167,9 +170,9 @@ def _leaf_copies(
 def _state_leaves(flat: FlatUpdate, parameters: Sequence) -> list[Leaf]:
     """The optimizer's state, each leaf split as the parameter that it belongs to.
 
-    A state leaf belongs to the parameter whose path is the end of its own path, if both have the same shape.
-    `optax.tree_map_params` cannot be used: it calls `optimizer.init` on a placeholder without layers, and functions that
-    label parameters by path fail on that.
+    A state leaf belongs to the parameter whose path is the end of its own path, if both have the
+    same shape. `optax.tree_map_params` cannot be used: it calls `optimizer.init` on a placeholder
+    without layers, and functions that label parameters by path fail on that.
     """
     owners = {path: copies[0][0] for path, copies in zip(flat.parameters, parameters)}
     if not any(place.spec for place in owners.values()):
@@ -297,14 +300,16 @@ def make_updates(
     Args:
       stages: the model, cut.
       optimizer: any Optax chain.
-      hooks: of `PASSES`: functions of trees that give the weights of the pass, see `StageUpdate.param_hooks`.
+      hooks: of `PASSES`: functions of trees that give the weights of the pass, see
+        `StageUpdate.param_hooks`.
 
     Returns:
       The updates of all stages.
 
     Raises:
-      ValueError: if the update of a stage's layers depends on layers of other stages, the optimizer asks for other
-        arguments than `EXTRA_ARGS`, its state holds anything but numbers, or a hook returns other shapes than it gets.
+      ValueError: if the update of a stage's layers depends on layers of other stages, the optimizer
+        asks for other arguments than `EXTRA_ARGS`, its state holds anything but numbers, or a hook
+        returns other shapes than it gets.
     """
     optimizer = optax.with_extra_args_support(optimizer)
     parameters = [layer.parameters for layer in stages.layers]

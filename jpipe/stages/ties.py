@@ -18,11 +18,12 @@ def resolve_ties(
       ties: each a sequence of `(layer, "dotted.path")` pairs; negative layers count from the end.
 
     Returns:
-      For each tie its pairs, in order of layers; `leaf` is the position among the layer's parameters.
+      For each tie its pairs, in order of layers; `leaf` is the position among the layer's
+      parameters.
 
     Raises:
-      ValueError: if a layer or a path does not exist, a parameter appears twice, or tied parameters differ in shape or
-        dtype.
+      ValueError: if a layer or a path does not exist, a parameter appears twice, or tied parameters
+        differ in shape or dtype.
     """
     resolved, owner = [], {}
     for t, tie in enumerate(ties):
