@@ -30,7 +30,7 @@ class LossScale:
     factor: float = 2.0
     largest: float = 2.0**24
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 < self.initial < np.inf:
             raise ValueError(
                 f"`initial` of a loss scale must be above 0 and finite, got {self.initial}."

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jpipe import packing
-from jpipe.engine.arrays import ReadOnly, Written
+from jpipe.engine.arrays import Packed, ReadOnly, Written
 from jpipe.engine.context import StageContext
 from jpipe.engine.guard import guarded
 from jpipe.engine.stage_layers import (
@@ -35,7 +35,7 @@ from jpipe.engine.transport import (
     send,
     send_skips,
 )
-from jpipe.layers.backward import is_inexact
+from jpipe.layers.backward import LayerProgram, is_inexact
 from jpipe.packing import Packing, Place
 from jpipe.stages.cut import LayerRun
 
@@ -253,7 +253,12 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         kind = stage.stages.kinds[run.kind]
         gy = [*gy, *(g for name, _ in run.stash for g in skip_gradients.pop(name))]
 
-        def layer(i, state, run=run, kind=kind):
+        def layer(
+            i: jax.Array | int,
+            state: tuple,
+            run: LayerRun = run,
+            kind: LayerProgram = kind,
+        ) -> tuple:
             gy, rings, gradients = state
             parameters = layer_parameters(stage, read, "backward", run, i)
             stash = read_layer_stash(rings, run, kind, lane.slot, i)
@@ -340,7 +345,12 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
     for r, run in enumerate(stage.program.runs):
         kind = stage.stages.kinds[run.kind]
 
-        def layer(i, gradients, run=run, kind=kind):
+        def layer(
+            i: jax.Array | int,
+            gradients: Packed,
+            run: LayerRun = run,
+            kind: LayerProgram = kind,
+        ) -> Packed:
             parameters = layer_parameters(stage, read, "backward", run, i)
             stash = read_layer_stash(
                 read.rings, run, kind, lane.slot, i, only="weight_stash"

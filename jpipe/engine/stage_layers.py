@@ -225,7 +225,14 @@ def run_layers(
         kind = stage.stages.kinds[run.kind]
         popped = [leaf for name, _ in run.pop for leaf in skips.pop(name)]
 
-        def layer(i, state, r=r, run=run, kind=kind, popped=popped):
+        def layer(
+            i: jax.Array | int,
+            state: tuple,
+            r: int = r,
+            run: LayerRun = run,
+            kind: LayerProgram = kind,
+            popped: list[jax.Array] = popped,
+        ) -> tuple:
             x, rings, statistics = state
             parameters = layer_parameters(stage, read, weight_pass, run, i)
             extra = _layer_extra(stage, mutable_state, run, kind, r, i)

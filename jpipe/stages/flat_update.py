@@ -86,10 +86,10 @@ def flat_update(
     leaves, treedef = jax.tree.flatten(tree)
     num_parameters, num_extra = len(leaves), len(EXTRA_ARGS)
 
-    def init(*parameters):
+    def init(*parameters: jax.Array) -> list:
         return jax.tree.leaves(optimizer.init(treedef.unflatten(parameters)))
 
-    def update(*args):
+    def update(*args: jax.Array) -> list:
         parameters = treedef.unflatten(args[:num_parameters])
         gradients = treedef.unflatten(args[num_parameters : 2 * num_parameters])
         state = state_tree.unflatten(args[2 * num_parameters : -num_extra])
@@ -176,7 +176,7 @@ def with_hooks(flat: FlatUpdate, param_hooks: Mapping[str, Callable]) -> Equatio
         return flat.update
     num_parameters, num_passes = len(flat.parameters), len(PASSES)
 
-    def update(*args):
+    def update(*args: jax.Array) -> list:
         outputs = flat.update(*args[:-num_passes])
         delays = dict(zip(PASSES, args[-num_passes:]))
         parameters, state = outputs[:num_parameters], outputs[num_parameters:]

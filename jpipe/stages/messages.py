@@ -24,8 +24,8 @@ class Codec:
     Attributes:
       name: name of the codec.
       encode: packed message, a dict of arrays `[...]` -> dict of arrays that are transferred.
-      decode: what was transferred -> packed message, of the shapes and dtypes that `encode` was
-        given.
+      decode: dict of transferred arrays -> packed message, with the shapes and dtypes of the
+        argument of `encode`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The scalars of a tick, against loops over the lowered table."""
+"""The scalars of a tick equal loops over the lowered table."""
 
 import numpy as np
 import pytest
