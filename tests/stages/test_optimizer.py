@@ -309,7 +309,7 @@ def test_masks_that_are_trees_are_refused():
     optimizer = optax.adamw(0.1, mask=mask)
     make_updates(stages_of(1), optimizer)
     message = (
-        "(?s)`optimizer` cannot update stage 0 by itself.*Masks and labels are given"
+        "(?s)`optimizer` cannot update stage 0 by itself.*Give masks and labels as functions"
     )
     with pytest.raises(ValueError, match=message):
         make_updates(stages_of(2), optimizer)
