@@ -1,1 +1,1 @@
-"""The one program that runs every table: layout of the state, transport, operations, updates, and the scan over ticks."""
+"""The one program that runs every table; `engine.py` lists the parts."""

@@ -12,12 +12,14 @@ Packed = Mapping[str, jax.Array]
 class TickArrays:
     """All arrays of one device that outlive a tick: the loop state of the scan over ticks.
 
-    An array is an attribute. A record may hold only some of the arrays, and an access to another one raises.
+    An array is an attribute. A record may hold only some of the arrays, and an access to another
+    one raises.
 
     Letters: V weight versions, R columns per device, K slots of a ring, N microbatches.
 
     Attributes:
-      aux: sums over finished microbatches of what the loss returns beside its value, `[1, ...]` each.
+      aux: sums over finished microbatches of what the loss returns beside its value, `[1, ...]`
+        each.
       batches: the minibatches that are still read, a tree of `[num_batches * N, microbatch, ...]`.
       count: int32 `[1]`, finished microbatches.
       gradient_norm: `[1]`, norm of the gradient over all stages at the latest update.
@@ -29,15 +31,19 @@ class TickArrays:
       optimizer_state: packed optimizer state, `[R, ...]`.
       outputs: outputs of the last stage, `[N, microbatch, ...]` each; only in forward-only tables.
       parameters: packed weights, `[V, R, ...]`.
-      op_count: int32 `[]`, how many operations have run. A value that reads it waits for all operations of a tick.
-      read_parameters: pass -> the weights that a parameter hook gives to this pass, packed like `parameters`.
+      op_count: int32 `[]`, how many operations have run. A value that reads it waits for all
+        operations of a tick.
+      read_parameters: pass -> the weights that a parameter hook gives to this pass, packed like
+        `parameters`.
       received: channel -> the message that has arrived and is not in an inbox yet.
       rings: ring -> packed stashes, `[K, ...]`.
-      sent_activations: output of a forward -> its packed message; keys are positions in `Lowered.outgoing`.
+      sent_activations: output of a forward -> its packed message; keys are positions in
+        `Lowered.outgoing`.
       sent_gradients: the same for backwards.
       skipped: int32 `[R]`, skipped updates of each column.
       squared_norm: `[R]`, latest squared gradient norm of each column.
-      statistics: sums over the microbatches of a minibatch that move `mutable_state`, packed like it.
+      statistics: sums over the microbatches of a minibatch that move `mutable_state`, packed like
+        it.
     """
 
     aux: list[jax.Array]

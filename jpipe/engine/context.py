@@ -51,7 +51,13 @@ class Device:
         counters: Mapping[str, jax.Array],
         num_entered: jax.Array,
     ) -> "Device":
-        """The device that the code runs on, inside of `shard_map`; counters and `num_entered` are `[1]`."""
+        """The device that this code runs on, inside of `shard_map`.
+
+        Args:
+          spec: the pass.
+          counters: "round", "started" and "key", `[1]` each.
+          num_entered: int32 `[1]`.
+        """
         return cls(
             spec,
             num_entered=num_entered[0],
@@ -139,7 +145,10 @@ class StageContext:
     def _first_or_last(
         self, stage: int, scalar: str, on_stage: Callable, elsewhere: Callable
     ) -> Any:
-        """`on_stage()` on `stage`, else `elsewhere()`; a static choice where the program has only one of the cases."""
+        """`on_stage()` on `stage`, else `elsewhere()`.
+
+        The choice is static if none or all of the program's stages are `stage`.
+        """
         if stage not in self.program.stages:
             return elsewhere()
         if len(self.program.stages) == 1:

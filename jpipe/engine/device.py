@@ -11,19 +11,21 @@ A tick runs these steps, in this order:
 
 A tick writes a ring before it reads the ring, so that XLA updates all buffers in place.
 
-Under overlap a channel belongs to one operation. What forwards send moves while the tick's backwards run, and is
-received in the next tick. What backwards send moves while the next tick's forwards run, and is received before that
-tick's backwards.
+Under overlap a channel belongs to one operation. What forwards send moves while the tick's
+backwards run, and is received in the next tick. What backwards send moves while the next tick's
+forwards run, and is received before that tick's backwards.
 
-*The rule of operations.* An operation gets two records. `written` has the arrays that it writes, and it returns them.
-`read` has all other arrays. The two records have no array in common: an operation that wrote one value of a ring and
-read another would force XLA to copy the ring. `TickArrays.split` makes the records, and an access to an array that a
-record does not hold raises.
+*The rule of operations.* An operation gets two records. `written` has the arrays that it writes,
+and it returns them. `read` has all other arrays. The two records have no array in common: an
+operation that wrote one value of a ring and read another would force XLA to copy the ring.
+`TickArrays.split` makes the records, and an access to an array that a record does not hold raises.
 
-Every lane of an operation and every stage program has a guard of its own, see `jpipe.engine.guard`: one switch over all
-programs would copy the buffers. JAX's profiler shows each of them as, for example, "forward/stage1-2".
+Every lane of an operation and every stage program has a guard of its own, see `jpipe.engine.guard`:
+one switch over all programs would copy the buffers. JAX's profiler shows each of them as, for
+example, "forward/stage1-2".
 
-The buffers live in the donated training state. As temporaries of the step they would be paged in anew by every step.
+The buffers live in the donated training state. As temporaries of the step they would be paged in
+anew by every step.
 """
 
 import functools
@@ -98,7 +100,8 @@ def _take_batch(device: Device, kept: Any, batch: Any) -> tuple[Any, Any]:
 
     Args:
       device: the device.
-      kept: the latest minibatches, `[num_batches * N, microbatch, ...]`; None if only this pass's minibatch is read.
+      kept: the latest minibatches, `[num_batches * N, microbatch, ...]`; None if only this pass's
+        minibatch is read.
       batch: this pass's minibatch, `[1, N, microbatch, ...]`; None if nothing enters.
     """
     spec = device.spec

@@ -40,18 +40,19 @@ class Engine(PassSpec):
         """One pass over the table.
 
         Args:
-          replicated: global arrays of the layout's replicated groups, except the counters; a forward-only table takes
-            "parameters" and "mutable_state".
-          per_device: global arrays of the groups "gradients" and "buffers"; a forward-only table takes "buffers".
-          counters: "round", int32 `[D]`, passes so far; "started", int32 `[D]`, microbatches before round 0; "key",
-            `[D]`, the random key of training.
-          num_entered: int32 `[D]`, microbatches that have entered the pipe since round 0, including this round's. Cells
-            of microbatches before the first or after the last do nothing.
+          replicated: global arrays of the layout's replicated groups, except the counters; a
+            forward-only table takes "parameters" and "mutable_state".
+          per_device: global arrays of the groups "gradients" and "buffers"; a forward-only table
+            takes "buffers".
+          counters: "round", int32 `[D]`, passes so far; "started", int32 `[D]`, microbatches before
+            round 0; "key", `[D]`, the random key of training.
+          num_entered: int32 `[D]`, microbatches that have entered the pipe since round 0, including
+            this round's. Cells of microbatches before the first or after the last do nothing.
           batch: tree of `[replicas, N, microbatch, ...]` arrays; None if nothing enters.
 
         Returns:
-          `replicated` and `per_device`, updated, and a dict of `[devices, ...]` results: "loss" and "aux" (sums),
-          "count", "skipped" and "gradient_norm". A forward-only table returns outputs
+          `replicated` and `per_device`, updated, and a dict of `[devices, ...]` results: "loss" and
+          "aux" (sums), "count", "skipped" and "gradient_norm". A forward-only table returns outputs
           `[devices * N, microbatch, ...]` instead.
         """
         replicated_spec = layouts.REPLICATED

@@ -21,10 +21,12 @@ def guarded(
 ) -> WrittenArrays:
     """`operation(written, read)` where `predicate` holds, else `written` as it is.
 
-    The predicate may differ between devices of the axis "stage", so the operation must not communicate along that axis.
+    The predicate may differ between devices of the axis "stage", so the operation must not
+    communicate along that axis.
 
     Args:
-      policy: one of `jpipe.lowering.lower.GUARDS`. "cond": a `lax.cond`; a device does not compute what it leaves out.
+      policy: one of `jpipe.lowering.lower.GUARDS`. "cond": a `lax.cond`; a device does not compute
+        what it leaves out.
       predicate: bool `[]`.
       operation: `(written, read) -> written`.
       written: tree of the arrays that the operation writes.

@@ -1,9 +1,11 @@
 """The layout of the training state: the one place that knows every array of it.
 
-An array belongs to a *group*. A group is either replicated over the mesh axis "data" (weights, optimizer state) or
-private to a device (gradients, everything in flight), and it has a kind of memory.
+An array belongs to a *group*. A group is either replicated over the mesh axis "data" (weights,
+optimizer state) or private to a device (gradients, everything in flight), and it has a kind of
+memory.
 
-Letters: D devices of the pipeline, V weight versions, R columns per device, K slots of a ring, N microbatches.
+Letters: D devices of the pipeline, V weight versions, R columns per device, K slots of a ring, N
+microbatches.
 """
 
 import dataclasses
@@ -45,8 +47,8 @@ class ArrayGroup:
 
     Attributes:
       name: name of the group.
-      shapes: tree of the local shapes on one device. The first axis is split over devices; a shape with a sharding is
-        split over automatic axes of the mesh too, as its sharding says.
+      shapes: tree of the local shapes on one device. The first axis is split over devices; a shape
+        with a sharding is split over automatic axes of the mesh too, as its sharding says.
       spec: how the first axis is split, `REPLICATED` or `per_device_spec(mesh)`.
       memory_kind: the memory that holds the arrays, see `jpipe.mesh`.
     """
@@ -93,9 +95,9 @@ class StateLayout:
 
     Attributes:
       mesh: the devices.
-      groups: name -> group: "parameters", "read_parameters", "optimizer_state", "mutable_state", "loss_scale", "round",
-        "started", "key", "gradients" and "buffers". A forward-only table has "parameters", "mutable_state" and
-        "buffers".
+      groups: name -> group: "parameters", "read_parameters", "optimizer_state", "mutable_state",
+        "loss_scale", "round", "started", "key", "gradients" and "buffers". A forward-only table has
+        "parameters", "mutable_state" and "buffers".
     """
 
     mesh: Mesh
@@ -177,7 +179,8 @@ def training_layout(
       packings: how the leaves are packed.
       microbatch: the abstract microbatch.
       norm_dtype: dtype of gradient norms.
-      hooked_passes: the passes ("forward", "backward") that read weights of their own, from a parameter hook.
+      hooked_passes: the passes ("forward", "backward") that read weights of their own, from a
+        parameter hook.
       loss_scale: the loss scale, or None.
       key_impl: implementation of the random keys.
     """
@@ -299,8 +302,8 @@ def packed_shapes(
     """Local shapes of packed arrays.
 
     Args:
-      mesh: gives arrays that are split over automatic axes the sharding that says how; None: all arrays are whole on
-        their device.
+      mesh: gives arrays that are split over automatic axes the sharding that says how; None: all
+        arrays are whole on their device.
       pack: the packing.
       *lead: sizes of the leading axes.
     """
@@ -310,7 +313,8 @@ def packed_shapes(
     }
     for name, spec in pack.specs.items() if mesh is not None else ():
         dims = [None] * (len(lead) + 1) + list(spec)
-        # XLA leaves out None at the end. With another spelling a second program would be compiled for the same arrays.
+        # XLA leaves out None at the end. With another spelling a second program would be compiled
+        # for the same arrays.
         while dims[-1] is None:
             dims.pop()
         sharding = NamedSharding(mesh, PartitionSpec(*dims))

@@ -1,7 +1,8 @@
 """What a stage does in a tick: forward, backward, weight gradient.
 
-Each operation is a function `(stage, written, read) -> written`, with a function beside it that names the arrays which
-it writes. Nothing here communicates with other devices, except for the mean of statistics over replicas.
+Each operation is a function `(stage, written, read) -> written`, with a function beside it that
+names the arrays that it writes. Nothing here communicates with other devices, except for the mean
+of statistics over replicas.
 """
 
 import functools
@@ -14,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jpipe import packing
-from jpipe.engine.arrays import ReadOnly, Written
+from jpipe.engine.arrays import Packed, ReadOnly, Written
 from jpipe.engine.context import StageContext
 from jpipe.engine.guard import guarded
 from jpipe.engine.stage_layers import (
@@ -35,6 +36,7 @@ from jpipe.engine.transport import (
     send_skips,
 )
 from jpipe.layers.avals import is_inexact
+from jpipe.layers.backward import LayerProgram
 from jpipe.packing import Packing, Place
 from jpipe.stages.cut import LayerRun
 
@@ -186,7 +188,7 @@ def _loss_and_stash(
 
 
 def _commit_state(stage: StageContext, written: Written) -> Written:
-    """Moves mutable state after the last microbatch of a minibatch, by the statistics of the whole minibatch."""
+    """Moves mutable state after the last microbatch of a minibatch, by the minibatch's statistics."""
 
     def commit(arrays: tuple, _: None) -> tuple:
         column = stage.column
@@ -213,7 +215,10 @@ def _commit_layer(
     i: jax.Array | int,
     arrays: tuple,
 ) -> tuple:
-    """Moves the mutable state of layer i and empties its statistics. A value that is not finite moves nothing."""
+    """Moves the mutable state of layer i and empties its statistics.
+
+    The state stays as it is if its new value is not finite.
+    """
     state, statistics = arrays
     num_microbatches = stage.spec.schedule.num_microbatches
     old = packing.read_all(state, run.state, column, i)
@@ -240,7 +245,8 @@ def backward_writes(stage: StageContext) -> list[str]:
 def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     """The backward of one microbatch: parameter gradients and a message.
 
-    Where the table splits backwards, it computes the input gradient only, and stashes what `weight_grad` needs.
+    Where the table splits backwards, it computes the input gradient only, and stashes what
+    `weight_grad` needs.
     """
     split = stage.spec.schedule.splits_backward
     if stage.spec.recompute:
@@ -256,7 +262,12 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         kind = stage.stages.layer_kinds[run.kind]
         gy = [*gy, *(g for name, _ in run.stash for g in skip_gradients.pop(name))]
 
-        def layer(i, state, run=run, kind=kind):
+        def layer(
+            i: jax.Array | int,
+            state: tuple,
+            run: LayerRun = run,
+            kind: LayerProgram = kind,
+        ) -> tuple:
             gy, rings, gradients = state
             parameters = layer_parameters(stage, read, "backward", run, i)
             stash = read_layer_stash(rings, run, kind, lane.slot, i)
@@ -276,7 +287,8 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         )
         inexact = [[a for a in leaves if is_inexact(a)] for _, leaves in run.pop]
         gy, *popped = split_leaves(gy, inexact)
-        # Gradients of skips from earlier stages leave with this backward; others meet the layer that stashed the skip.
+        # Gradients of skips from earlier stages leave with this backward; others meet the layer
+        # that stashed the skip.
         skip_gradients |= {name: g for (name, _), g in zip(run.pop, popped)}
     written = written.replace(rings=rings)
     if not split:
@@ -347,7 +359,12 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
     for r, run in enumerate(stage.program.runs):
         kind = stage.stages.layer_kinds[run.kind]
 
-        def layer(i, gradients, run=run, kind=kind):
+        def layer(
+            i: jax.Array | int,
+            gradients: Packed,
+            run: LayerRun = run,
+            kind: LayerProgram = kind,
+        ) -> Packed:
             parameters = layer_parameters(stage, read, "backward", run, i)
             stash = read_layer_stash(
                 read.rings, run, kind, lane.slot, i, only="weight_stash"

@@ -26,7 +26,14 @@ from jpipe.stages.optimizer import StageUpdates, read_delays
 
 
 class TiedCopy(NamedTuple):
-    """One copy of a tied weight: its device, the device's column that has it, and its place there."""
+    """One copy of a tied weight.
+
+    Attributes:
+      device: its device.
+      chunk: position of its column among the device's columns.
+      place: its place in the packed weights.
+      row: its row there.
+    """
 
     device: int
     chunk: int
@@ -39,19 +46,21 @@ class PassSpec:
     """A table, a model and an optimizer on a mesh, and all that follows from them.
 
     Attributes:
-      schedule: the table. A forward-only table collects the outputs of the last stage instead of losses.
+      schedule: the table. A forward-only table collects the outputs of the last stage instead of
+        losses.
       stages: the model, cut into stages.
       updates: the optimizer on each stage, or None for a forward-only table.
-      mesh: has an axis "stage" with the schedule's number of devices, and optionally an axis "data" of replicas. Other
-        axes are left to the compiler: weights, gradients and optimizer state are split over them as the layers say,
-        stashed activations as the compiler would; messages and batches are whole on each of their devices.
+      mesh: has an axis "stage" with the schedule's number of devices, and optionally an axis "data"
+        of replicas. Other axes are left to the compiler: weights, gradients and optimizer state are
+        split over them as the layers say, stashed activations as the compiler would; messages and
+        batches are whole on each of their devices.
       recompute: whether a stage keeps only its inputs from forward to backward.
       microbatch: the abstract microbatch.
       loss_scale: the factor of the loss for its gradient, or None.
       key_impl: implementation of the random keys that layers get.
       trained: for a forward-only table, the lowered table that trains the weights.
-      overlap: whether transfers overlap with compute. If False, all messages of a tick are sent after its compute, which
-        is faster where devices share cores.
+      overlap: whether transfers overlap with compute. If False, all messages of a tick are sent
+        after its compute, which is faster where devices share cores.
     """
 
     schedule: Schedule

@@ -1,7 +1,8 @@
-"""Layers of a stage: loops over them, and where a layer's weights, stash and gradients are read and written.
+"""The layers of a stage: loops over them, and where each reads and writes its arrays.
 
-The functions on one layer (`write_stash`, `read_stash`, `add_gradients`, ...) take arrays, the layer's places, leading
-indices and the row of the layer, and nothing of the engine, so that measuring can run a layer as the engine does.
+The functions on one layer (`write_layer_stash`, `read_layer_stash`, `add_gradients`) take arrays, the
+layer's places, leading indices and the row of the layer, and nothing of the engine, so that
+measuring can run a layer as the engine does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -206,7 +207,8 @@ def run_layers(
 ) -> LayersResult:
     """Runs the layers of a stage forward.
 
-    A layer writes its stash straight into `rings`, and adds the statistics of its mutable state to `statistics`.
+    A layer writes its stash straight into `rings`, and adds the statistics of its mutable state to
+    `statistics`.
 
     Args:
       stage: the stage.
@@ -222,7 +224,14 @@ def run_layers(
         kind = stage.stages.layer_kinds[run.kind]
         popped = [leaf for name, _ in run.pop for leaf in skips.pop(name)]
 
-        def layer(i, state, r=r, run=run, kind=kind, popped=popped):
+        def layer(
+            i: jax.Array | int,
+            state: tuple,
+            r: int = r,
+            run: LayerRun = run,
+            kind: LayerProgram = kind,
+            popped: list[jax.Array] = popped,
+        ) -> tuple:
             x, rings, statistics = state
             parameters = layer_parameters(stage, read, weight_pass, run, i)
             extra = _layer_extra(stage, mutable_state, run, kind, r, i)

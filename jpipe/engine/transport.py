@@ -72,7 +72,8 @@ def move(
       arrays: hold what is sent.
       scalars: of the tick.
       sends: channel -> bool `[]`, whether any device sends in this tick; the same on all devices.
-      after: the operation: "forward" or "backward"; None: the channels that both feed, at the end of the tick.
+      after: the operation: "forward" or "backward"; None: the channels that both feed, at the end
+        of the tick.
 
     Returns:
       Channel -> the received message, encoded.
@@ -85,8 +86,9 @@ def move(
         message = codec.encode(_select_output(arrays, scalars, number, channel))
         transfer = functools.partial(_transfer, channel)
         if after is None:
-            # Reading `op_count` delays the transfer until all operations of the tick have run: a transfer between two
-            # operations would make all devices wait for each other twice per tick.
+            # Reading `op_count` delays the transfer until all operations of the tick have run: a
+            # transfer between two operations would make all devices wait for each other twice per
+            # tick.
             now = sends[number] & (arrays.op_count >= 0)
             message = lax.cond(now, transfer, lambda message: message, message)
         else:
@@ -140,7 +142,7 @@ def send(
 def portals_of(
     spec: PassSpec, program: StageProgram, end: str
 ) -> Iterator[tuple[int, Portal]]:
-    """Number and record of the portals that begin ("source") or end ("target") in a program's stages."""
+    """Number and record of each portal whose `end`, "source" or "target", is in a program."""
     for i, portal in enumerate(spec.stages.portals):
         if getattr(portal, end) in program.stages:
             yield i, portal
@@ -188,7 +190,7 @@ def send_skips(
     lane: LaneScalars,
     skips: Mapping[str, Sequence[jax.Array]],
 ) -> Written:
-    """Sends the skips that leave the stage, or in a backward the gradients of the skips that it popped."""
+    """Sends the skips that leave the stage; in a backward, the gradients of skips that it popped."""
     backward = lane.operation == "backward"
     for i, portal in portals_of(spec, program, "target" if backward else "source"):
         inbox = f"skip{i}.gradient" if backward else f"skip{i}"

@@ -1,8 +1,8 @@
-"""The update of a tick: gradients over replicas and tied weights, norms, the loss scale, and the optimizer.
+"""The update of a tick: replicas, tied weights, norms, the loss scale, and the optimizer.
 
-In a tick in which any device updates, every device runs `update`: the norms need all devices. Then each device updates
-its own columns. A column skips its update if its gradient is not finite, or if the gradient is not finite on any other
-column that applies the same minibatch in the same tick.
+In a tick in which any device updates, every device runs `update`: the norms need all devices. Then
+each device updates its own columns. A column skips its update if its gradient is not finite, or if
+the gradient is not finite on any other column that applies the same minibatch in the same tick.
 """
 
 import dataclasses
@@ -23,14 +23,8 @@ from jpipe.engine.transport import put_row
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import STAGE
 from jpipe.packing import Place
-from jpipe.stages.optimizer import (
-    EXTRA_ARGS,
-    PASSES,
-    LeafSlots,
-    StageUpdate,
-    UpdateFacts,
-    UpdateGroup,
-)
+from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, UpdateFacts
+from jpipe.stages.optimizer import LeafSlots, StageUpdate, UpdateGroup
 
 
 def update(device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArrays:
@@ -90,8 +84,9 @@ def _mean_over_replicas(
 
 # -- Tied weights
 #
-# The first copy gets the sum of all copies' gradients and the others get zeros, so that a norm counts the gradient once
-# and one stage updates the weight. The other copies take over the updated value.
+# The first copy gets the sum of all copies' gradients and the others get zeros, so that a norm
+# counts the gradient once and one stage updates the weight. The other copies take over the updated
+# value.
 
 
 def _sum_tied_gradients(
@@ -188,9 +183,9 @@ def _norms(
 class _Apply:
     """The optimizer's update of one column by one program, part by part.
 
-    Two tricks keep all arrays in place. A loop over the parts of a group has a dynamic number of turns, so that XLA does
-    not unroll it (and copy). A part computes inside of a `cond`, so that XLA does not read its inputs again after they
-    were overwritten.
+    Two tricks keep all arrays in place. A loop over the parts of a group has a dynamic number of
+    turns, so that XLA does not unroll it (and copy). A part computes inside of a `cond`, so that
+    XLA does not read its inputs again after they were overwritten.
 
     Attributes:
       device: the device.
@@ -240,7 +235,8 @@ class _Apply:
             parameters=updated["parameters"],
             optimizer_state=updated["optimizer_state"],
             read_parameters={name: updated[name] for name in arrays.read_parameters},
-            # Depends on `num_done`: emptied before the last part had read them, gradients would be copied for it.
+            # Reading `num_done` delays this until all parts have read the gradients. Emptied
+            # earlier, the gradients would have to be copied.
             gradients=_emptied(arrays.gradients, chunk, num_done > 0),
             skipped=arrays.skipped.at[chunk].add(
                 (self.now & self.skip).astype(jnp.int32)
@@ -255,7 +251,7 @@ class _Apply:
         i: jax.Array,
         state: tuple[dict[str, Packed], jax.Array],
     ) -> tuple[dict[str, Packed], jax.Array]:
-        """Part i of a group: `state` is the updated arrays, and the number of parts that are done."""
+        """Part i of a group; `state` has the updated arrays and the number of parts done."""
         updated, num_done = state
         kept = [j for j, slots in enumerate(group.outputs) if slots.arrays in updated]
         outputs = [group.outputs[j] for j in kept]

@@ -1,7 +1,7 @@
 """Messages as permutations of devices: which channel carries which message.
 
-A collective costs more than the bytes that it moves, so messages share as few channels as possible. One channel is
-one permutation of devices, and one `ppermute` per tick in the engine.
+A collective costs more than the bytes that it moves, so messages share as few channels as possible.
+One channel is one permutation of devices, and one `ppermute` per tick in the engine.
 
 Letters: T ticks, D devices, S stages, N microbatches.
 """
@@ -27,8 +27,8 @@ class Route:
       operation: the operation that sends the message and reads it: "forward" or "backward".
       target: sending stage -> receiving stage.
       payload: shapes of the message. Routes share a channel only if their payloads are equal.
-      codec: how the message is encoded for its transfer, see `jpipe.stages.messages.Codec`. Lowering only compares it:
-        routes share a channel only if their codecs are equal.
+      codec: how the message is encoded for its transfer, see `jpipe.stages.messages.Codec`.
+        Lowering only compares it: routes share a channel only if their codecs are equal.
     """
 
     inbox: str
@@ -39,7 +39,7 @@ class Route:
 
 
 def neighbours(num_stages: int, activation: Any = 0, gradient: Any = 0) -> list[Route]:
-    """The two routes of every pipeline: activations to the next stage, gradients to the previous stage.
+    """The two routes of every pipeline: activations to the next stage, gradients back.
 
     Args:
       num_stages: S.
@@ -62,13 +62,15 @@ class Channel:
     """One permutation of devices, used in the ticks where some device sends.
 
     Attributes:
-      operation: the operation whose outputs the channel carries, "forward" or "backward"; None: outputs of both.
+      operation: the operation whose outputs the channel carries, "forward" or "backward"; None:
+        outputs of both.
       pairs: (source, target) devices; None: every device hands its message to itself.
       sends: bool `[T]`, whether any device sends.
       lane: int32 `[T, D]`, the output that a device sends, as a position in `Lowered.outgoing`.
       lanes: all outputs that the channel ever sends, as positions in `Lowered.outgoing`.
-      arrives: inbox -> int32 `[T, D, 2]`, the stage and the position of the message that is readable from tick t, which
-        determine its slot; stage -1: no message. Holds only inboxes that the channel fills in some tick.
+      arrives: inbox -> int32 `[T, D, 2]`, the stage and the position of the message that is
+        readable from tick t, which determine its slot; stage -1: no message. Holds only inboxes
+        that the channel fills in some tick.
       codec: the codec of all routes that share the channel.
     """
 
@@ -118,7 +120,8 @@ class _Draft:
             sends[tick], lane[tick, source] = True, output
         arrives: dict[str, np.ndarray] = {}
         for (tick, target), (inbox, (stage, position)) in self.arrivals.items():
-            # A message is readable from the next tick; after the last tick, that is the first tick of the next round.
+            # A message is readable from the next tick; after the last tick, that is the first tick
+            # of the next round.
             next_round, next_tick = divmod(tick + 1, T)
             cells = arrives.setdefault(inbox, np.full((T, D, 2), -1, np.int32))
             cells[next_tick, target] = stage, position - N * next_round

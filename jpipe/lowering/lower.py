@@ -1,9 +1,10 @@
 """A table, lowered to the static integers that the engine needs.
 
-- *Operations*: for each tick, device and lane, the stage to run, its microbatch and the versions that it reads. A
-  device that runs several columns in one tick has as many lanes.
-- *Rings*: arrays that keep values for later ticks in slots. A microbatch's slot is its position in its column's order,
-  modulo the depth of the ring: the smallest depth at which no live value is overwritten.
+- *Operations*: for each tick, device and lane, the stage to run, its microbatch and the versions
+  that it reads. A device that runs several columns in one tick has as many lanes.
+- *Rings*: arrays that keep values for later ticks in slots. A microbatch's slot is its position in
+  its column's order, modulo the depth of the ring: the smallest depth at which no live value is
+  overwritten.
 - *Channels*: the permutations of devices that the messages need, see `jpipe.lowering.channels`.
 
 Letters: T ticks, D devices, S stages, C columns, N microbatches, V weight versions.
@@ -23,18 +24,19 @@ STASHES = ("input_stash", "weight_stash", "split_residuals")
 """Rings that keep a stage's values from one of its operations to another."""
 
 GUARDS = ("cond",)
-"""Policies for operations that only some devices run in a tick, see `jpipe.engine.guard.guarded`."""
+"""Policies for operations that only some devices run in a tick: see `jpipe.engine.guard`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Operations:
-    """One kind of operation, int32 `[T, D, lanes]` each; `stage` is -1 in cells without an operation.
+    """One kind of operation, int32 `[T, D, lanes]` each. `stage` is -1 where nothing runs.
 
     Attributes:
       stage: the stage that runs.
       chunk: the position of the stage's column among its device's columns.
       microbatch: relative to the round, as in the table.
-      position: rank of the microbatch in the column's order, relative to the round. It determines ring slots.
+      position: rank of the microbatch in the column's order, relative to the round. It determines
+        ring slots.
       version: the weight version that is read (`update`: written), relative to the round.
     """
 
@@ -63,10 +65,12 @@ class Lowered:
       offset: ring -> int `[S]`, first slot of the stage's column on its device.
       num_slots: ring -> slots on every device.
       num_chunks: the most columns on any device.
-      placement: for each stage its device, and the position of its column among the device's columns.
+      placement: for each stage its device, and the position of its column among the device's
+        columns.
       num_versions: V, weight versions on every device; version v is stored in slot v modulo V.
       newest: int `[S]`, the newest version of a stage between rounds, relative to the next round.
-      num_batches: how many of the latest minibatches are read, including the minibatch of this round.
+      num_batches: how many of the latest minibatches are read, including the minibatch of this
+        round.
       drain_rounds: rounds without new microbatches after which nothing is in flight.
       guard: one of `GUARDS`.
     """
@@ -100,9 +104,10 @@ def lower(
       schedule: the table; `check` must have passed.
       recompute: keep only the inputs of a stage from its forward to its backward.
       routes: the messages; None: `neighbours`, all of one payload.
-      overlap: whether messages of forwards and messages of backwards travel at different times, and therefore never
-        share a channel.
-      guard: one of `GUARDS`: how a device leaves out the operations that other devices run in the same tick.
+      overlap: whether messages of forwards and messages of backwards travel at different times, and
+        therefore never share a channel.
+      guard: one of `GUARDS`: how a device leaves out the operations that other devices run in the
+        same tick.
 
     Returns:
       The `Lowered` table.
@@ -171,7 +176,7 @@ def _newest_and_last_tick(schedule: Schedule) -> tuple[np.ndarray, int]:
 
 
 def _num_versions(schedule: Schedule) -> int:
-    """The smallest V at which version v + V overwrites version v only after the last read of version v."""
+    """The smallest V such that version v is last read before version v + V overwrites it."""
     if schedule.forward_only:
         return 1
     updated, T, V = schedule.update_ticks(), schedule.num_ticks, 1
@@ -186,7 +191,7 @@ def _num_versions(schedule: Schedule) -> int:
 
 
 def _num_batches(schedule: Schedule, columns: np.ndarray, recompute: bool) -> int:
-    """How many of the latest minibatches the first and the last stage read, including this round's."""
+    """How many of the latest minibatches the first and the last stage read, with this round's."""
     ends, oldest = [columns[0], columns[-1]], 0
     readers = [schedule.forward, schedule.backward] if recompute else [schedule.forward]
     for cells in readers:
@@ -318,7 +323,7 @@ def _lifetimes(
     recompute: bool,
     routes: Sequence[Route],
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Ring -> first and last tick `[N, C]` at which a microbatch's slot is in use, `IDLE` where it never is."""
+    """Ring -> first and last tick `[N, C]` of the use of a microbatch's slot; `IDLE`: no use."""
     forward, backward = schedule.forward_ticks(), schedule.backward_ticks()
     weight_grad = schedule.weight_grad_ticks()
     stashed = backward if recompute else forward

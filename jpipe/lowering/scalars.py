@@ -1,8 +1,8 @@
-"""The scalars of a tick: which program a device runs, on which microbatch and version, in which slots.
+"""The scalars of a tick: which program runs, on which microbatch and version, in which slots.
 
-Every per-tick integer is computed on the host, before compilation. On the device a step only adds the round's number,
-for all ticks at once (`ScalarTable.of_device`). In a tick the operations read their scalars through the typed views
-`LaneScalars` and `ChannelScalars`.
+Every per-tick integer is computed on the host, before compilation. On the device a step only adds
+the round's number, for all ticks at once (`ScalarTable.of_device`). In a tick the operations read
+their scalars through the typed views `LaneScalars` and `ChannelScalars`.
 
 Letters: T ticks, D devices, S stages, N microbatches, V weight versions, F scalars of a tick.
 """
@@ -25,15 +25,16 @@ ScalarName: TypeAlias = tuple[str | int, ...]
 """(operation, lane, field, ...) or ("channel", number, field, ...)."""
 
 StageConstants: TypeAlias = Mapping[ScalarName, np.ndarray]
-"""Field of a lane -> `[S]` integers: scalars that depend on the stage that runs and on nothing else."""
+"""Field of a lane -> `[S]` integers: scalars that depend only on the stage that runs."""
 
 
 class ScalarTable:
     """All scalars of all ticks and devices, by name, while a table is filled in and afterwards.
 
-    The value of a scalar in round r is `base + rounds * r + started * s`, but at least `least`; s microbatches came
-    before round 0. A *cyclic* scalar is that value modulo `modulus`, plus `offset`. A *guarded* scalar is `base` if the
-    microbatches `first` to `last`, relative to the round, are all in the pipe, else -1.
+    The value of a scalar in round r is `base + rounds * r + started * s`, but at least `least`; s
+    microbatches came before round 0. A *cyclic* scalar is that value modulo `modulus`, plus
+    `offset`. A *guarded* scalar is `base` if the microbatches `first` to `last`, relative to the
+    round, are all in the pipe, else -1.
     """
 
     def __init__(self, shape: tuple[int, int]):
@@ -68,7 +69,7 @@ class ScalarTable:
     def add_guarded(
         self, name: ScalarName, base: np.ndarray, first: np.ndarray, last: np.ndarray
     ) -> None:
-        """Adds `base`, or -1 unless microbatches `first` to `last` are in the pipe; int `[T, D]` each."""
+        """Adds `base`, or -1 unless microbatches `first` to `last` are in the pipe; all `[T, D]`."""
         self._guarded[name] = (base, first, last)
 
     @functools.cached_property
@@ -153,7 +154,7 @@ class TickScalars:
         return ChannelScalars(self, number)
 
     def get(self, *name: str | int) -> jax.Array:
-        """One scalar, int32 `[]`. It is read where this is called: in the body of a loop, in the loop."""
+        """One scalar, int32 `[]`. Called in the body of a loop, it is read in the loop."""
         return lax.index_in_dim(self.values, self.table.index[name], keepdims=False)
 
 
@@ -229,7 +230,7 @@ class LaneScalars:
         return self._get("slot", ring)
 
     def delay(self, weight_pass: str) -> jax.Array:
-        """Delay of the weights that the "forward" or the "backward" reads, in updates; see `read_delays`."""
+        """Delay of the weights that a pass reads, in updates; see `read_delays`."""
         return self._get("delay", weight_pass)
 
 

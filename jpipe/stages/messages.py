@@ -18,13 +18,14 @@ from jpipe.packing import Leaf, Packing, Place
 class Codec:
     """How messages are encoded for their transfer between devices.
 
-    The source encodes a packed message right before the transfer, and the target decodes it before it writes it into
-    its inbox. Inboxes and stages never see an encoded message.
+    The source encodes a packed message right before the transfer, and the target decodes it before
+    it writes it into its inbox. Inboxes and stages never see an encoded message.
 
     Attributes:
       name: name of the codec.
       encode: packed message, a dict of arrays `[...]` -> dict of arrays that are transferred.
-      decode: what was transferred -> packed message, of the shapes and dtypes that `encode` was given.
+      decode: dict of transferred arrays -> packed message, with the shapes and dtypes of the
+        argument of `encode`.
     """
 
     name: str
@@ -62,8 +63,8 @@ class Portal:
 def pack_messages(outputs: Sequence[Sequence[Leaf]]) -> tuple[Packing, Packing]:
     """Packs the messages between neighbours.
 
-    If all messages are alike, each leaf stays an array of its own shape. Messages that differ share flat vectors, and so
-    share transfers.
+    If all messages are alike, each leaf stays an array of its own shape. Messages that differ share
+    flat vectors, and so share transfers.
 
     Args:
       outputs: the output leaves of every stage except the last.

@@ -1,4 +1,4 @@
-"""Messages that travel under compute arrive as those that travel at the end of a tick do."""
+"""Overlap of transfers with compute changes no number; without it, transfers come last."""
 
 import re
 
@@ -8,7 +8,7 @@ import optax
 import pytest
 from families import schedule_named, slow
 from helpers import refused, with_nan_buffers
-from test_skips import DIM, LAYERS
+from skipping import DIM, LAYERS
 
 import jpipe
 
@@ -68,7 +68,7 @@ def test_overlap_must_be_a_bool():
 
 
 def scheduled_tick(text):
-    """The lines of the scan's body, in the order in which the compiler runs them; and whether a line sends."""
+    """Lines of the scan's body in the compiler's order, and a function: whether a line sends."""
     # Each computation is a line that ends in a brace, its instructions, and a brace.
     bodies = dict(re.findall(r"^(?:ENTRY )?%(\S+) .*\{\n((?:  .*\n)+)\}", text, re.M))
     branches = [name for name, body in bodies.items() if "collective-permute(" in body]
@@ -85,7 +85,7 @@ def scheduled_tick(text):
 
 @pytest.mark.parametrize("name", ["one_f_one_b/paired", "zero_bubble_h1"])
 def test_without_overlap_messages_travel_when_all_have_computed(name):
-    """Else a device waits for the others between its forward and its backward as well."""
+    """Otherwise a device would wait for the others between its forward and its backward too."""
     pipe = make(schedule_named(name, 4, 8), overlap=False)
     tick, sends = scheduled_tick(pipe.compile(batch()).as_text())
     sent = [i for i, line in enumerate(tick) if sends(line)]

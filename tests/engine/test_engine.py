@@ -1,4 +1,4 @@
-"""What the engine must not do: recompile, copy its rings, grow with N, or let a bad gradient in."""
+"""The engine does not recompile, copy its rings, grow with N, or apply a gradient of NaN."""
 
 import functools
 import math
@@ -164,7 +164,7 @@ def test_memory_of_1f1b_does_not_grow_with_the_number_of_microbatches(name):
 
 def test_memory_of_gpipe_does():
     few, many = bytes_beside_the_batch("gpipe", 8), bytes_beside_the_batch("gpipe", 32)
-    # Two layers keep their inputs, and the loss or the inbox the like of one.
+    # Two layers keep their inputs, and the loss or the inbox keeps as much as one layer.
     assert many - few >= 24 * 3 * (64 * 256 * 4)
 
 

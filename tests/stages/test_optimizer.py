@@ -52,7 +52,7 @@ def unknown(like):
 
 
 def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
-    """Weights after one update a gradient, each stage by itself, in arrays packed as the engine packs them."""
+    """Weights after one update per gradient, stage by stage, in packed arrays like the engine's."""
     updates, params = make_updates(stages, optimizer), list(params)
     given = [np.float32(x) for x in (delay, 0.0, global_norm)]
     for s in range(stages.num_stages):
@@ -285,7 +285,7 @@ def test_noise_by_the_number_of_leaves_is_refused():
 
 
 def test_state_that_is_only_looked_at_may_mix():
-    """A stage sees its own norm; what it does to its weights depends on none."""
+    """A stage sees its own norm, but no weight depends on a norm."""
     seen = optax.chain(optax.snapshot("norm", optax.tree.norm), optax.sgd(0.1))
     make_updates(stages_of(2), seen)
 
@@ -308,9 +308,7 @@ def test_masks_that_are_trees_are_refused():
     mask = [{"kernel": True, "bias": False}] * 4
     optimizer = optax.adamw(0.1, mask=mask)
     make_updates(stages_of(1), optimizer)
-    message = (
-        "(?s)`optimizer` cannot update stage 0 by itself.*Masks and labels are given"
-    )
+    message = "(?s)`optimizer` cannot update stage 0 by itself.*Give masks and labels as functions"
     with pytest.raises(ValueError, match=message):
         make_updates(stages_of(2), optimizer)
 
