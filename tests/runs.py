@@ -1,4 +1,4 @@
-"""Reads the files of a run of the training script, and makes a disk full."""
+"""What tests of the training script share: its files, its data, a full disk."""
 
 import contextlib
 import json
@@ -36,3 +36,10 @@ def file_size_limit(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def write_pairs(path: pathlib.Path, count: int) -> pathlib.Path:
+    """Writes short sentence pairs, the number of each pair in both sentences."""
+    lines = [f"number {i}\tZahl {i}!" for i in range(count)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path

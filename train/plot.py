@@ -171,7 +171,7 @@ def _means(records: list[dict], name: str) -> _Curve:
     """The means of the log lines, each in the middle of its steps."""
     points, before = [], 0
     for record in records:
-        if "learning_rate" not in record:  # not a line of training
+        if not {"loss", "learning_rate"} & record.keys():  # not a line of training
             continue
         if record.get(name) is not None:
             points.append(((before + 1 + record["step"]) / 2, record[name]))
