@@ -424,12 +424,15 @@ def _text(value: Any) -> str:
 
 @functools.cache
 def _field_docs(config_class: type) -> dict[str, str]:
-    """The text below each field in the source."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body
+    """The text below each field in the source, also of inherited fields."""
     docs = {}
-    for field, text in zip(node.body, node.body[1:]):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            docs[field.target.id] = " ".join(ast.literal_eval(text.value).split())
+    for base in reversed(config_class.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        for field, text in zip(node.body, node.body[1:]):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                docs[field.target.id] = " ".join(ast.literal_eval(text.value).split())
     return docs
 
 

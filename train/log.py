@@ -310,6 +310,7 @@ class Log:
         except OSError:
             with contextlib.suppress(OSError):
                 self._file.truncate(size)
+                self._file.seek(size)
             raise
 
     def print(self, line: str) -> None:

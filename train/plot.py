@@ -5,7 +5,8 @@
 reads `log.jsonl` in the folder and writes `run.png` beside it. The training script does
 so at its end. Light lines show every step. Dark points show the mean over the steps of a
 line of the log, in the middle of those steps. Points of the held-out data show an
-evaluation after the step at which they are drawn.
+evaluation after the step at which they are drawn. They may lie below the training loss:
+training examples are made harder by random shifts and dropout, held-out ones are not.
 """
 
 import functools
@@ -123,14 +124,14 @@ def _panels(records: list[dict]) -> dict[str, list[_Curve]]:
     names = dict.fromkeys(name for record in records for name in record)
     speeds = [name for name in names if name.endswith(_SPEED)]
     held_out = _Curve(
-        "held-out data, at this step",
+        "held-out data, after this step",
         _of_records(records, "test_loss"),
         dict(color=_HELD_OUT, lw=1.2, marker="o", ms=5, zorder=3),
     )
     return {
         _LOSS: [*_training(records, "loss"), held_out],
         _NORM: _training(records, "gradient_norm"),
-        "learning rate": _training(records, "learning_rate")[:1],
+        "learning rate": [_learning_rate(records)],
         **{
             f"speed ({name.removesuffix(_SPEED)}/s)": [_means(records, name)]
             for name in speeds
@@ -150,16 +151,27 @@ def _training(records: list[dict], name: str) -> list[_Curve]:
     if not points:
         return [means]
     if len(points) <= len(means.points):  # one line per step: the curves are the same
-        marker = "." if len(points) == 1 else ""
-        return [_Curve(label, points, means.style | {"marker": marker})]
+        return [_Curve(label, points, means.style | {"marker": _dot(points)})]
     return [_Curve(label, points, dict(color=_EACH_STEP, lw=0.8)), means]
+
+
+def _learning_rate(records: list[dict]) -> _Curve:
+    """The learning rate of every step, or of the log lines if the log has no more."""
+    points = _of_steps(records, "learning_rate")
+    points = points or _of_records(records, "learning_rate")
+    return _Curve("", points, dict(color=_TRAINING, lw=1.2, marker=_dot(points)))
+
+
+def _dot(points: list) -> str:
+    """A marker for a curve that is a single point."""
+    return "." if len(points) == 1 else ""
 
 
 def _means(records: list[dict], name: str) -> _Curve:
     """The means of the log lines, each in the middle of its steps."""
     points, before = [], 0
     for record in records:
-        if "learning_rate" not in record:  # not a line of training
+        if not {"loss", "learning_rate"} & record.keys():  # not a line of training
             continue
         if record.get(name) is not None:
             points.append(((before + 1 + record["step"]) / 2, record[name]))
