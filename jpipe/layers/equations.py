@@ -62,11 +62,20 @@ class Equations:
             env.update(zip(eqn.outvars, values))
         return [value_of(env, v) for v in self.outputs]
 
-    def slice(self, inputs: Sequence, outputs: Sequence) -> "Equations":
-        """The equations that compute the variables `outputs` from the variables `inputs`."""
+    def slice(
+        self, inputs: Sequence, outputs: Sequence, *, effects: bool = False
+    ) -> "Equations":
+        """The equations that compute the variables `outputs` from the variables `inputs`.
+
+        Args:
+          inputs: variables.
+          outputs: variables or literals.
+          effects: whether to keep equations with side effects, such as `jax.debug.print`, although
+            no output needs them.
+        """
         needed, kept = set(variables(outputs)) - set(inputs), []
         for eqn in reversed(self.equations):
-            if needed.intersection(eqn.outvars):
+            if needed.intersection(eqn.outvars) or (effects and eqn.effects):
                 needed.difference_update(eqn.outvars)
                 needed.update(set(variables(eqn.invars)) - set(inputs))
                 kept.append(eqn)
@@ -118,6 +127,10 @@ class Equations:
         return set(variables(self.outputs)).union(
             *(variables(e.invars) for e in self.equations)
         )
+
+    def effects(self) -> set:
+        """The side effects of all equations, as JAX names them."""
+        return set().union(*(eqn.effects for eqn in self.equations))
 
     def depending_on(self, inputs: Iterable) -> set:
         """The variables whose value depends on any of `inputs`, these included."""
