@@ -133,8 +133,12 @@ class Equations:
         return set().union(*(eqn.effects for eqn in self.equations))
 
     def depending_on(self, inputs: Iterable) -> set:
-        """The variables whose value depends on any of `inputs`, these included."""
-        return _depending_on(self.equations, inputs)
+        """The variables that cannot be computed without `inputs`, these included."""
+        dependent = set(inputs)
+        for eqn in self.equations:
+            if not dependent.isdisjoint(variables(eqn.invars)):
+                dependent.update(eqn.outvars)
+        return dependent
 
     def text(self) -> str:
         """The program as text: equal texts are equal programs. Constants are named by content."""
@@ -235,24 +239,6 @@ def _inline(jaxpr: Any, constants: Sequence, args: Sequence) -> list:
 
 
 # -- Dependence
-
-
-def _depending_on(equations: Sequence, inputs: Iterable) -> set:
-    dependent = set(inputs)
-    for eqn in equations:
-        if dependent.isdisjoint(variables(eqn.invars)):
-            continue
-        if eqn.primitive.name == "cond" and not contains(dependent, eqn.invars[0]):
-            for branch in eqn.params["branches"]:  # branches pass most values through
-                jaxpr = branch.jaxpr
-                operands = dict(zip(jaxpr.invars, eqn.invars[1:]))
-                taken = [v for v, a in operands.items() if contains(dependent, a)]
-                inner = _depending_on(jaxpr.eqns, taken)
-                results = dict(zip(eqn.outvars, jaxpr.outvars))
-                dependent.update(v for v, a in results.items() if contains(inner, a))
-        else:
-            dependent.update(eqn.outvars)
-    return dependent
 
 
 def _connected(program: Equations, shared: set) -> Callable[[Any], Any]:

@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.extend.core as jex
 
 from jpipe.layers.backward import LayerProgram
@@ -148,10 +147,11 @@ _Rule = Callable[[_Equation], tuple[list[RowDims], bool]]
 
 
 def _elementwise(eqn: _Equation) -> tuple[list[RowDims], bool]:
-    """All operands are scalars or have the shape of the result."""
-    (shape,) = set(eqn.out_shapes)
-    if any(s not in ((), shape) for s in eqn.shapes):
-        return eqn.results(None)
+    """All operands are scalars, or have the shape of the result except for dims of size 1."""
+    (result,) = set(eqn.out_shapes)
+    for shape in eqn.shapes:
+        if shape != () and len(shape) != len(result):
+            return eqn.results(None)
     return eqn.results(frozenset().union(*eqn.dims))
 
 
