@@ -106,19 +106,20 @@ def memory(program: Program, batch: Any) -> Memory:
         for s in range(stages.num_stages)
         for _, run, _ in stages.layer_runs(s)
     )
+    assert updates is not None
     used_state = sum(
         engine.device_bytes(updates.programs[u].state, updates.state.arrays)
         for u in updates.program_of_stage
     )
     copies = engine.lowered.num_versions * (1 + len(reads)) + 1
-    compiled = program.lower(batch).compile()
+    analysis: Any = program.lower(batch).compile().memory_analysis()
     return Memory(
         weights=weights,
         optimizer=optimizer,
         gradients=gradients,
         activations=size(engine.buffer_shapes()),
         batch=size(jax.tree.map(abstract, dict(batch))) // settings.num_replicas,
-        temporaries=int(compiled.memory_analysis().temp_size_in_bytes),
+        temporaries=int(analysis.temp_size_in_bytes),
         padding=round(
             weights
             + optimizer

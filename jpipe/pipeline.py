@@ -199,10 +199,10 @@ class Pipeline:
           starts: the cut of a state that comes from elsewhere, which counts if there is none yet.
         """
         if key_impl is None:
-            key_impl = jax.config.jax_default_prng_impl
+            key_impl = jax.config.jax_default_prng_impl  # type: ignore[attr-defined]
         leaves, tree = jax.tree.flatten(microbatch)
         shapes = tuple((a.shape, a.dtype) for a in leaves)
-        key = tree, shapes, str(key_impl)
+        key: tuple = (tree, shapes, str(key_impl))
         if key not in self._traced:
             self._traced[key] = self._settings.trace(microbatch, key_impl)
         traced = self._traced[key]

@@ -184,6 +184,7 @@ def training_layout(
       loss_scale: the loss scale, or None.
       key_impl: implementation of the random keys.
     """
+    assert packings.optimizer_state is not None
     R, V = lowered.num_chunks, lowered.num_versions
     key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl)[None])
     counter = jax.ShapeDtypeStruct((1,), np.int32)
@@ -317,6 +318,7 @@ def packed_shapes(
         # for the same arrays.
         while dims[-1] is None:
             dims.pop()
+        assert mesh is not None
         sharding = NamedSharding(mesh, PartitionSpec(*dims))
         a = shapes[name]
         shapes[name] = jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
