@@ -308,9 +308,7 @@ def test_masks_that_are_trees_are_refused():
     mask = [{"kernel": True, "bias": False}] * 4
     optimizer = optax.adamw(0.1, mask=mask)
     make_updates(stages_of(1), optimizer)
-    message = (
-        "(?s)`optimizer` cannot update stage 0 by itself.*Give masks and labels as functions"
-    )
+    message = "(?s)`optimizer` cannot update stage 0 by itself.*Give masks and labels as functions"
     with pytest.raises(ValueError, match=message):
         make_updates(stages_of(2), optimizer)
 
