@@ -19,6 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
 from jpipe.engine.loss_scale import LossScale
+from jpipe.layers.avals import check_nans
 from jpipe.layers.layer import Layer
 from jpipe.layers.trace import Traced, trace_layers
 from jpipe.mesh import DATA, STAGE
@@ -208,6 +209,7 @@ class Program:
 
     def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict]:
         """One pass over the table, with a minibatch that enters."""
+        check_nans(state.parameters, "the state's parameters")
         return self._restore(state, *self._step(state, self._place(dict(batch))))
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict]:
@@ -270,6 +272,7 @@ class Program:
 
     def _place(self, batch: Any) -> Any:
         """The batch, each replica's rows on the replica's devices."""
+        check_nans(batch, "batch")
         if self.settings.num_replicas == 1:
             return batch
         sharding = NamedSharding(self.settings.mesh, PartitionSpec(DATA))
