@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jpipe import in_flight
 from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
-from jpipe.layers.avals import shapes_text
+from jpipe.layers.avals import check_nans, shapes_text
 from jpipe.layers.trace import Traced
 from jpipe.mesh import DATA
 from jpipe.optim import check_hooks
@@ -191,6 +191,7 @@ class Program:
 
     def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict]:
         """One pass over the table, with a minibatch that enters."""
+        check_nans(state.parameters, "the state's parameters")
         return self._restore(
             state, *self._call(self._step, state, self._place(dict(batch)))
         )
@@ -264,6 +265,7 @@ class Program:
 
     def _place(self, batch: Any) -> Any:
         """The batch, each replica's rows on the replica's devices."""
+        check_nans(batch, "batch")
         if self.settings.num_replicas == 1:
             return self._on_mesh(batch)
         sharding = NamedSharding(self.settings.mesh, PartitionSpec(DATA))
