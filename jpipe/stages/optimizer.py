@@ -33,7 +33,6 @@ from jpipe.stages.flat_update import (
 
 __all__ = [
     "EXTRA_ARGS",
-    "GIVEN",
     "PASSES",
     "LeafSlots",
     "StageUpdate",
@@ -43,9 +42,6 @@ __all__ = [
     "read_delays",
     "stage_tree",
 ]
-
-GIVEN = tuple(arg.name for arg in EXTRA_ARGS)
-"""The names of `EXTRA_ARGS`."""
 
 
 class LeafSlots(NamedTuple):
@@ -100,11 +96,6 @@ class StageUpdate:
     param_hooks: Mapping[str, Callable]
     parameters: Sequence[Sequence[tuple[Place, int]]]
     state: Sequence[Place]
-
-    @property
-    def reads(self) -> Mapping[str, Callable]:
-        """The same as `param_hooks`."""
-        return self.param_hooks
 
 
 @dataclasses.dataclass(frozen=True)
