@@ -21,6 +21,8 @@ _MODULE_OF = {
     "Schedule": "jpipe.schedule",
     "StageRecord": "jpipe.costs",
     "make_mesh": "jpipe.mesh",
+    "report": "jpipe.layers.report",
+    "report_weights": "jpipe.layers.report",
     "skip": "jpipe.layers.layer",
 }
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from jpipe.layers.layer import InitApply as InitApply
     from jpipe.layers.layer import Linen as Linen
     from jpipe.layers.layer import skip as skip
+    from jpipe.layers.report import report as report
+    from jpipe.layers.report import report_weights as report_weights
     from jpipe.mesh import make_mesh as make_mesh
     from jpipe.pipeline import Pipeline as Pipeline
     from jpipe.schedule import IDLE as IDLE

@@ -197,8 +197,11 @@ def batch_size(batch: Any) -> int:
     for path, leaf in jax.tree.leaves_with_path(dict(batch)):
         name = f"batch{jax.tree_util.keystr(path)}"
         if len(getattr(leaf, "shape", ())) == 0:
+            is_in_list = any(isinstance(k, jax.tree_util.SequenceKey) for k in path)
+            remedy = " Convert lists with `np.asarray`." if is_in_list else ""
             raise ValueError(
-                f"`{name}` must be an array with a leading minibatch axis, got {leaf!r}."
+                f"`{name}` must be an array with a leading minibatch axis, got "
+                f"{leaf!r}.{remedy}"
             )
         if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             raise ValueError(
@@ -212,6 +215,16 @@ def batch_size(batch: Any) -> int:
             f"{sizes}."
         )
     return next(iter(sizes.values()))
+
+
+def check_not_traced(method: str, *trees: Any) -> None:
+    """Refuses arrays of `jax.jit`, `jax.grad` and other transformations."""
+    if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(trees)):
+        raise ValueError(
+            f"`Pipeline.{method}` is called inside a transformation such as `jax.jit` or "
+            "`jax.grad`, and cannot be traced. It runs compiled programs and takes the "
+            "gradient itself: call it from plain Python."
+        )
 
 
 def check_key(key: Any) -> jax.Array:
@@ -291,6 +304,23 @@ def check_state(state: Any) -> None:
             "`state` was donated to an earlier `step` and its arrays are gone. Keep the "
             "state that step returned: `state, metrics = pipe.step(state, batch)`."
         )
+
+
+def check_same_parts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuses a state of a pipeline that differs, and names the part that does.
+
+    Args:
+      theirs: `Program.parts` or `Settings.parts` of the state's pipeline.
+      ours: the same of this pipeline.
+    """
+    for name, part in ours.items():
+        if theirs[name] != part:
+            text = f" ({theirs[name]!r} there, {part!r} here)"
+            shown = text if len(text) <= 100 else ""
+            raise ValueError(
+                f"`state` was made by another pipeline, which differs in `{name}`{shown}. Take "
+                "the state over with `state = pipe.adopt(state)`."
+            )
 
 
 # -- What depends on how the layers are cut

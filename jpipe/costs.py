@@ -7,8 +7,9 @@ import jax
 
 from jpipe import packing
 from jpipe.layers.trace import Traced
-from jpipe.program import Program, Settings, abstract
-from jpipe.solvers.min_max import min_max
+from jpipe.program import Program
+from jpipe.settings import Settings, abstract
+from jpipe.solvers import min_max
 
 
 class StageRecord(NamedTuple):

@@ -1,6 +1,7 @@
 """The public class: `Pipeline`."""
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,21 +14,28 @@ from jpipe.costs import Memory, StageRecord
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.as_layers import as_layers, shared_weights
 from jpipe.layers.avals import shapes_text
+from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
+from jpipe.layers.loss import Loss, cut_warning
+from jpipe.layers.rows import row_mixing
 from jpipe.layers.trace import Traced
 from jpipe.mesh import make_mesh
-from jpipe.program import Program, Settings
+from jpipe.program import Program
 from jpipe.schedule import Schedule
+from jpipe.settings import Settings, same_shapes
 from jpipe.stages.cut import check_boundaries
-from jpipe.state import PipelineState, num_rounds
+from jpipe.state import PipelineState
 
 if TYPE_CHECKING:
-    from jpipe.plan.profile import Profile
+    from jpipe.plan._profile import Profile
 
 
 class Pipeline:
     """Trains a model cut into stages over several devices, by a schedule.
 
-    The model and the training:
+    The arguments come in groups. The model and its training: `layers`, `loss`, `has_aux`, `optimizer`,
+    `ties`. The pipeline: `schedule`, `boundaries`, `mesh`, `overlap`. Memory and precision: `recompute`,
+    `donate`, `compute_dtype`, `loss_scale`. Corrections of asynchronous schedules: `forward_params`,
+    `backward_params`.
 
     Args:
       layers: a sequence. Each is a Flax NNX module (its weights are kept), a factory called as
@@ -77,6 +85,8 @@ class Pipeline:
         the number of updates by which the weights of the backward are newer than those of the
         forward. Under recompute a backward runs the forward again on the weights that the backward
         reads.
+      donate: whether `step` and `flush` write the new state over the old one, whose arrays are gone
+        then. False keeps the old state usable, and needs memory for both.
       overlap: whether messages between stages travel during compute: a forward's during the tick's
         backward, a backward's during the next tick's forward. If False, all messages of a tick are
         sent after its compute, which is faster on CPU devices, because they share cores. None is
@@ -129,6 +139,7 @@ class Pipeline:
         forward_params: Callable[[Any, Any, Any], Any] | None = None,
         backward_params: Callable[[Any, Any, Any], Any] | None = None,
         overlap: bool | None = None,
+        donate: bool = True,
     ):
         checks.check_schedule(schedule)
         checks.check_loss(loss)
@@ -148,7 +159,7 @@ class Pipeline:
         self.overlap = checks.check_overlap(overlap, mesh)
         self._settings = Settings(
             layers=self.layers,
-            loss=loss,
+            loss=Loss.of(loss, has_aux),
             optimizer=optimizer,
             schedule=schedule,
             mesh=self.mesh,
@@ -159,6 +170,7 @@ class Pipeline:
             ties=self.ties,
             hooks=hooks,
             overlap=self.overlap,
+            donate=bool(donate),
         )
         self._balance = boundaries if isinstance(boundaries, str) else "flops"
         self._starts: list[int] | None = starts
@@ -177,8 +189,15 @@ class Pipeline:
         """The program for a minibatch, with the cut that `init` chose or would choose for it."""
         return self._program_of(self._settings.microbatch(batch))
 
-    def _program_of(self, microbatch: Any, key_impl: Any = None) -> Program:
-        """The program for an abstract microbatch, made once."""
+    def _program_of(
+        self, microbatch: Any, key_impl: Any = None, starts: Sequence[int] | None = None
+    ) -> Program:
+        """The program for an abstract microbatch, made once.
+
+        Args:
+          key_impl: implementation of the random keys; None: JAX's default.
+          starts: the cut of a state that comes from elsewhere, which counts if there is none yet.
+        """
         if key_impl is None:
             key_impl = jax.config.jax_default_prng_impl
         leaves, tree = jax.tree.flatten(microbatch)
@@ -186,7 +205,8 @@ class Pipeline:
         key = tree, shapes, str(key_impl)
         if key not in self._traced:
             self._traced[key] = self._settings.trace(microbatch, key_impl)
-        traced, starts = self._traced[key], self._starts
+        traced = self._traced[key]
+        starts = self._starts or starts
         if starts is None:
             if key not in self._balanced:
                 balance = entry_points.load(f"boundaries by {self._balance}")
@@ -199,6 +219,35 @@ class Pipeline:
                 self._settings, microbatch, key_impl, traced, starts
             )
         return self._programs[key]
+
+    def _own(self, state: Any) -> PipelineState:
+        """The state as one of this pipeline, whose program is this pipeline's.
+
+        Raises:
+          ValueError: if it is no state, its arrays are gone, or another pipeline made it that is not
+            equal to this one.
+        """
+        checks.check_state(state)
+        program = state.program
+        if not any(program is own for own in self._programs.values()):
+            checks.check_same_parts(program.settings.parts, self._settings.parts)
+            starts = list(program.stages.starts)
+            own = self._program_of(program.microbatch, program.engine.key_impl, starts)
+            checks.check_same_parts(program.parts, own.parts)
+            self._starts, program = starts, own
+        return program.place_state(state)
+
+    def __repr__(self) -> str:
+        schedule, sizes = self.schedule, dict(self.mesh.shape)
+        cut = f"balanced by {self._balance}"
+        if self._starts is not None:
+            cut = f"boundaries {self._starts[1:-1]}"
+        axes = " x ".join(f"{name}={n}" for name, n in sizes.items())
+        return (
+            f"Pipeline({schedule.name}: {schedule.num_stages} stages of "
+            f"{len(self.layers)} layers, {cut}, {schedule.num_microbatches} microbatches, "
+            f"on {self.mesh.size} {self.mesh.devices.flat[0].platform} devices, {axes})"
+        )
 
     # -- States
 
@@ -229,8 +278,13 @@ class Pipeline:
           ValueError: if the batch cannot be cut into microbatches, a layer cannot take its inputs,
             the loss is not a scalar, or `params` or `mutable_state` do not fit the layers.
         """
+        checks.check_not_traced("init", key, batch)
         microbatch = self._settings.microbatch(batch)
         key = checks.check_key(key)
+        if isinstance(params, Sequence):
+            params = [as_parameters(values) for values in params]
+        if isinstance(mutable_state, Sequence):
+            mutable_state = [as_mutable_state(values) for values in mutable_state]
         program = self._program_of(microbatch, jax.random.key_impl(key))
         stages = program.stages
         if params is not None:
@@ -239,13 +293,40 @@ class Pipeline:
         if mutable_state is not None:
             checks.check_fit("mutable_state", mutable_state, stages.layers, "state")
         self._starts = list(stages.starts)
+        self._warn_about_microbatches(program, batch)
         return portable.initial(program, key, params, mutable_state)
+
+    def _warn_about_microbatches(self, program: Program, batch: Any) -> None:
+        """Warns if the loss of a minibatch does not follow from the losses of its microbatches."""
+        if self.schedule.num_microbatches * self.num_replicas == 1:
+            return
+        traced = program.traced
+        outputs = traced.output_tree.unflatten(traced.outputs[-1])
+        if traced.reported:
+            outputs, _ = outputs
+        problem = cut_warning(
+            self._settings.loss, outputs, traced.reported, program.microbatch, batch
+        )
+        if problem is not None:
+            warnings.warn(problem, stacklevel=3)
+        if traced.reported:  # reports may be means over rows, which only the loss sees
+            traced = self._settings.trace(
+                program.microbatch, program.engine.key_impl, train=False
+            )
+        for sentence in row_mixing(traced):
+            warnings.warn(
+                f"{sentence}, so what it computes depends on the other rows of its microbatch, and "
+                "the result of training on `num_microbatches`. Compute each row by itself, or "
+                "choose one microbatch per minibatch.",
+                stacklevel=3,
+            )
 
     def adopt(self, state: PipelineState) -> PipelineState:
         """Takes over the state of another pipeline of the same layers and optimizer.
 
-        Schedule, stages, boundaries, mesh and recompute may differ; the minibatch stays as it is.
-        Weights and optimizer state are kept.
+        Schedule, stages, boundaries, mesh and recompute may differ; the minibatch stays as it is. The
+        new state continues with the weights, the optimizer's state, the mutable state, the random
+        key and, if it moves in both pipelines, the loss scale.
 
         Args:
           state: of the other pipeline; not donated.
@@ -254,57 +335,24 @@ class Pipeline:
           A `PipelineState` of this pipeline.
 
         Raises:
-          ValueError: if the layers or the optimizer differ, or the minibatch cannot be cut into
-            microbatches here.
+          ValueError: if the layers or the optimizer differ, the state has microbatches in flight, or
+            the minibatch cannot be cut into microbatches here.
         """
         checks.check_state(state)
-        source = state.program
-        N = source.settings.schedule.num_microbatches
-        batch = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((N * a.shape[0], *a.shape[1:]), a.dtype),
-            source.microbatch,
-        )
-        if not source.settings.schedule.synchronous and num_rounds(state):
-            raise ValueError(
-                "`state` has microbatches in flight that only its own pipeline can complete. Flush it first: "
-                "`state, metrics = other_pipe.flush(state)`."
-            )
-        params, mutable = portable.parameters(state), portable.mutable_state(state)
-        program = self._program_of(
-            self._settings.microbatch(batch), source.engine.key_impl
-        )
-        checks.check_fit("params", params, program.stages.layers, "parameters")
-        checks.check_fit("mutable_state", mutable, program.stages.layers, "state")
-        inner = portable.optimizer_state(state)
-
-        def of_stage(s: int):
-            mine, leaves = program.stages.layers_of(s), []
-            for path, want in portable.optimizer_paths(program, s).items():
-                if path not in inner or inner[path].shape != want.shape:
-                    raise ValueError(
-                        f"`state` comes from a pipeline with another optimizer: this one keeps {path} of shape "
-                        f"{want.shape}, which the state has not. Give both pipelines the same Optax chain."
-                    )
-                leaves.append(inner[path])
-            return [
-                [each[i] if i in mine else None for i in range(len(self.layers))]
-                for each in (params, mutable)
-            ] + [leaves]
-
-        started = int(state.started.addressable_data(0)[0]) + num_rounds(state) * N
-        key = state.key.addressable_data(0)[0]
+        source = portable.to_portable(state)
+        microbatch = self._settings.microbatch(source.minibatch)
+        program = self._program_of(microbatch, source.key_impl)
+        adopted = portable.from_portable(program, source)
         self._starts = list(program.stages.starts)
-        return portable.new_state(program, of_stage, key, started)
+        return adopted
 
     def get_params(self, state: PipelineState) -> list:
         """The newest weights: one nested dict per layer, by attribute names, of host arrays."""
-        self._check_own(state)
-        return portable.parameters(state)
+        return portable.parameters(self._own(state))
 
     def get_mutable_state(self, state: PipelineState) -> list:
         """The layers' mutable state, such as running statistics: one nested dict per layer, of host arrays."""
-        self._check_own(state)
-        return portable.mutable_state(state)
+        return portable.mutable_state(self._own(state))
 
     # -- Training
 
@@ -324,26 +372,28 @@ class Pipeline:
 
         Returns:
           The new state and metrics: "loss", the mean over the microbatches whose loss was computed
-          in this step, 0 if there were none; "num_microbatches", the number of these microbatches;
+          in this step, NaN if there were none; "num_microbatches", the number of these microbatches;
           "gradient_norm", of the gradient over all stages before the optimizer, at the last update
           of the step; "skipped_updates" int32 `[S]`, 1 where a gradient that is not finite made a
           stage keep its weights; with `has_aux` "aux", means like the loss; with a loss scale
-          "loss_scale", after the step.
+          "loss_scale", after the step. JAX runs the step while Python goes on, and reading a metric
+          waits for it.
 
         Raises:
           ValueError: if the state is not of this pipeline, or the batch has another shape than that
             of `init`.
         """
-        self._check_own(state)
-        microbatch = self._settings.microbatch(batch)
-        program = self._program_of(microbatch, state.program.engine.key_impl)
-        if program is not state.program:
+        checks.check_not_traced("step", state, batch)
+        checks.check_state(state)
+        microbatch, wanted = self._settings.microbatch(batch), state.program.microbatch
+        if not same_shapes(microbatch, wanted):
             raise ValueError(
-                f"`state` was made for microbatches of {shapes_text(state.program.microbatch)}, got a batch whose "
-                f"microbatches are {shapes_text(microbatch)}. Keep the shape of the batch, or make a state for it by "
-                "`init(key, batch, params=pipe.get_params(state))`."
+                f"`state` was made for microbatches of {shapes_text(wanted)}, got a batch whose "
+                f"microbatches are {shapes_text(microbatch)}. Keep the shape of the batch, or "
+                "make a state for it by `init(key, batch, params=pipe.get_params(state))`."
             )
-        return program.step(state, batch)
+        state = self._own(state)
+        return state.program.step(state, batch)
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
         """Completes what is in flight, without new microbatches; nothing, in a synchronous schedule.
@@ -355,9 +405,11 @@ class Pipeline:
           state: the training state; donated if the schedule is asynchronous.
 
         Returns:
-          The new state, and metrics as of `step` over all that was in flight.
+          The new state, and metrics as of `step` over all that was in flight; in a synchronous
+          schedule nothing is, and the loss is NaN.
         """
-        self._check_own(state)
+        checks.check_not_traced("flush", state)
+        state = self._own(state)
         return state.program.flush(state)
 
     def predict(self, state: PipelineState, batch: Any) -> Any:
@@ -372,7 +424,8 @@ class Pipeline:
         Returns:
           The outputs, `[batch, ...]`.
         """
-        self._check_own(state)
+        checks.check_not_traced("predict", state, batch)
+        state = self._own(state)
         return state.program.predict(state, batch)
 
     def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
@@ -388,17 +441,9 @@ class Pipeline:
         Returns:
           "loss", and "aux" with `has_aux`, as the loss function returns them for the whole batch.
         """
-        self._check_own(state)
+        checks.check_not_traced("evaluate", state, batch)
+        state = self._own(state)
         return state.program.evaluate(state, batch)
-
-    def _check_own(self, state: Any) -> None:
-        """Refuses what is not a state of this pipeline."""
-        checks.check_state(state)
-        if not any(program is state.program for program in self._programs.values()):
-            raise ValueError(
-                "`state` was made by another pipeline, whose layout is another. Take it over with "
-                "`state = pipe.adopt(state)`."
-            )
 
     # -- Costs
 
@@ -428,13 +473,13 @@ class Pipeline:
           cache: a file that keeps the profile. If it fits this pipeline it is read and nothing is
             measured.
           num_microbatches: how many microbatches the minibatch makes; None: those of the schedule.
-          programs: what to measure, of `jpipe.plan.profile.PROGRAMS`; None: all.
+          programs: what to measure, of `jpipe.plan.PROGRAMS`; None: all.
           min_seconds: how long each program is measured for, at the least.
           devices: where, all at once, as they share memory and cores in training; None: the mesh's
             first device alone.
 
         Returns:
-          A `jpipe.plan.profile.Profile`.
+          A `jpipe.plan.Profile`.
 
         Raises:
           ValueError: if the batch cannot be cut into microbatches, a layer cannot take its inputs,

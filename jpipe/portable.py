@@ -6,7 +6,7 @@ portable form, `Portable`, holds the same training without them: one tree per la
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,144 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from jpipe.checks import check_fit
 from jpipe.layers.trace import shared_jit
 from jpipe.mesh import STAGE
 from jpipe.packing import Place
 from jpipe.program import Program
-from jpipe.stages.optimizer import Update, stage_tree
+from jpipe.stages.optimizer import StageUpdate, stage_tree
 from jpipe.state import PipelineState, num_rounds
 
 OfStage = Callable[[int], tuple[Sequence, Sequence, Any]]
 """Weights and mutable state, one tree per layer of the model, and the optimizer's state of a stage."""
+
+
+class Portable(NamedTuple):
+    """A training state with nothing in flight, without schedule, cut and mesh.
+
+    Attributes:
+      params: one nested dict per layer: the newest weights.
+      mutable_state: one nested dict per layer.
+      optimizer_state: one dict per layer, path -> leaf; see `optimizer_state`.
+      loss_scale: the arrays of a loss scale that moves, `[1]` each; empty without one.
+      num_microbatches: microbatches of training so far, of each replica.
+      key_data: uint32, the data of the random key of training.
+      key_impl: its implementation.
+      minibatch: abstract arrays shaped like a minibatch.
+    """
+
+    params: list
+    mutable_state: list
+    optimizer_state: list[dict[str, np.ndarray]]
+    loss_scale: dict[str, np.ndarray]
+    num_microbatches: int
+    key_data: np.ndarray
+    key_impl: Any
+    minibatch: Any
+
+
+def to_portable(state: PipelineState) -> Portable:
+    """The portable form of a state.
+
+    Raises:
+      ValueError: if the state has microbatches in flight.
+    """
+    program = state.program
+    settings, engine = program.settings, program.engine
+    if not settings.schedule.synchronous and num_rounds(state):
+        raise ValueError(
+            "`state` has microbatches in flight that only its own pipeline can complete. "
+            "Flush it first: `state, metrics = other_pipe.flush(state)`."
+        )
+    N, loss_scale = settings.schedule.num_microbatches, {}
+    if engine.loss_scale is not None and engine.loss_scale.growth_interval is not None:
+        loss_scale = {
+            name: np.asarray(a.addressable_data(0))
+            for name, a in state.loss_scale.items()
+        }
+    started = int(state.started.addressable_data(0)[0])
+    return Portable(
+        params=parameters(state),
+        mutable_state=mutable_state(state),
+        optimizer_state=optimizer_state(state),
+        loss_scale=loss_scale,
+        num_microbatches=started + num_rounds(state) * N,
+        key_data=np.asarray(state.key.addressable_data(0)[0]),
+        key_impl=engine.key_impl,
+        minibatch=jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(
+                (N * settings.num_replicas * a.shape[0], *a.shape[1:]), a.dtype
+            ),
+            program.microbatch,
+        ),
+    )
+
+
+def from_portable(program: Program, source: Portable) -> PipelineState:
+    """A state of `program` that continues the training of `source`.
+
+    Raises:
+      ValueError: if the layers or the optimizer differ, or one stage would hold layers whose stages
+        had different values of a leaf that they share now.
+    """
+    stages, scale = program.stages, program.engine.loss_scale
+    check_fit("params", source.params, stages.layers, "parameters")
+    check_fit("mutable_state", source.mutable_state, stages.layers, "state")
+    wanted = [optimizer_paths(program, s) for s in range(stages.num_stages)]
+    kept, read = set().union(*source.optimizer_state), set().union(*wanted)
+    for paths, text in (
+        (read - kept, "this pipeline keeps {}, which the state has not"),
+        (kept - read, "the state has {}, which this pipeline does not keep"),
+    ):
+        if paths:
+            raise ValueError(
+                "`state` comes from a pipeline with another optimizer: "
+                f"{text.format(min(paths))}. Give both pipelines the same Optax chain, or "
+                "start the optimizer anew with `init(key, batch, params=...)`."
+            )
+
+    def leaf_of(s: int, path: str, want: jax.ShapeDtypeStruct) -> np.ndarray:
+        """The leaf at a path of the optimizer's state of a stage."""
+        having = [
+            i for i, leaves in enumerate(source.optimizer_state) if path in leaves
+        ]
+        here = [i for i in having if i in stages.layers_of(s)]
+        values = {i: source.optimizer_state[i][path] for i in here or having}
+        (first, leaf), *others = values.items()
+        for i, other in others:
+            if leaf.tobytes() != other.tobytes():
+                raise ValueError(
+                    f"stage {s} would hold layers {first} and {i}, whose stages had different "
+                    f"values of {path} in the optimizer's state ({leaf.ravel()[0]} and "
+                    f"{other.ravel()[0]}): a stage skips its update "
+                    "if its gradient is not finite. Choose `boundaries` that keep these "
+                    "layers on different stages, or start the optimizer anew with "
+                    "`init(key, batch, params=...)`."
+                )
+        if leaf.shape != want.shape:
+            raise ValueError(
+                "`state` comes from a pipeline with another optimizer: this one keeps "
+                f"{path} of shape {want.shape}, the state has shape {leaf.shape}. Give both "
+                "pipelines the same Optax chain."
+            )
+        return leaf
+
+    def of_stage(s: int) -> tuple:
+        layers = stages.layers_of(s)
+        weights, mutable = (
+            [tree if i in layers else None for i, tree in enumerate(trees)]
+            for trees in (source.params, source.mutable_state)
+        )
+        return weights, mutable, [leaf_of(s, *item) for item in wanted[s].items()]
+
+    loss_scale = None
+    if source.loss_scale and scale is not None and scale.growth_interval is not None:
+        largest = np.float32(scale.largest)
+        loss_scale = dict(source.loss_scale)
+        loss_scale["scale"] = np.minimum(loss_scale["scale"], largest)
+    return new_state(
+        program, of_stage, source.key_data, source.num_microbatches, loss_scale
+    )
 
 
 # -- From layers to a state
@@ -72,19 +201,25 @@ def initial(
         seen = stage_tree(stages, s, weights)
         return weights, mutable, jax.jit(optimizer.init)(seen)
 
-    return new_state(program, of_stage, jax.random.fold_in(key, len(layers)), 0)
+    training_key = jax.random.fold_in(key, len(layers))
+    return new_state(program, of_stage, jax.random.key_data(training_key), 0)
 
 
 def new_state(
-    program: Program, of_stage: OfStage, key: jax.Array, started: int
+    program: Program,
+    of_stage: OfStage,
+    key_data: Any,
+    started: int,
+    loss_scale: Mapping[str, np.ndarray] | None = None,
 ) -> PipelineState:
     """A state with nothing in flight.
 
     Args:
       program: whose state it is.
       of_stage: called with a stage, under the default device that runs the stage.
-      key: the random key of training.
+      key_data: data of the random key of training.
       started: microbatches of training so far.
+      loss_scale: arrays of the loss scale on one device; None: as before training.
     """
     engine = program.engine
     num_devices = program.settings.schedule.num_devices
@@ -99,17 +234,22 @@ def new_state(
         out_shardings=jax.tree.map(lambda a: a.sharding, zeros),
     )
     everywhere = NamedSharding(program.settings.mesh, engine.replicated_spec)
+    key_data = jnp.asarray(key_data)
     started = jnp.full(num_devices, started, jnp.int32)
     return PipelineState(
-        **_pack(program, of_stage),
+        **_pack(program, of_stage, loss_scale),
         **empty(),
         started=jax.device_put(started, everywhere),
-        key=jax.device_put(jnp.broadcast_to(key, num_devices), everywhere),
+        key=jax.device_put(
+            jnp.broadcast_to(key_data, (num_devices, *key_data.shape)), everywhere
+        ),
         program=program,
     )
 
 
-def _pack(program: Program, of_stage: OfStage) -> dict[str, Any]:
+def _pack(
+    program: Program, of_stage: OfStage, loss_scale: Mapping | None
+) -> dict[str, Any]:
     """The replicated arrays of a state, each stage's on the stage's devices."""
     engine, stages = program.engine, program.stages
     shapes, mesh = engine.replicated_shapes(), program.settings.mesh
@@ -142,7 +282,7 @@ def _pack(program: Program, of_stage: OfStage) -> dict[str, Any]:
             delay = float(engine.delays[reader][s])
             if delay:
                 with jax.default_device(addressable[0]):
-                    values = update.reads[reader](values, state_leaves, delay)
+                    values = update.param_hooks[reader](values, state_leaves, delay)
             for copies, value in zip(update.parameters, values, strict=True):
                 for place, row in copies:
                     _write(arrays, versions, place, row, value)
@@ -150,7 +290,7 @@ def _pack(program: Program, of_stage: OfStage) -> dict[str, Any]:
             _write(local[d]["optimizer_state"], column, place, 0, leaf)
     if engine.loss_scale is not None:
         for arrays in local:
-            arrays["loss_scale"] = engine.loss_scale.start()
+            arrays["loss_scale"] = loss_scale or engine.loss_scale.start()
 
     def global_array(want: jax.ShapeDtypeStruct, *parts: np.ndarray) -> jax.Array:
         def shard(index):
@@ -196,21 +336,32 @@ def mutable_state(state: PipelineState) -> list:
     return per_layer
 
 
-def optimizer_state(state: PipelineState) -> dict[str, np.ndarray]:
-    """Path -> leaf of the optimizer's state for the whole model.
+def optimizer_state(state: PipelineState) -> list[dict[str, np.ndarray]]:
+    """Path -> leaf of the optimizer's state, one dict per layer, of host arrays.
 
-    Stages hold the same tree with None for the layers of others, so paths agree and the union is the whole.
+    Stages hold the same tree with None for the layers of other stages, so a path is the same at any
+    cut. A leaf whose path ends with that of a weight belongs to the weight's layer, and only the
+    dict of that layer has it. Other leaves, such as a count of updates, are in the dict of every
+    layer of the stage.
     """
     program = state.program
+    stages = program.stages
+    weight_paths = {
+        jax.tree_util.keystr((jax.tree_util.SequenceKey(i), *path)): i
+        for i, layer in enumerate(stages.layers)
+        for path, _ in jax.tree.leaves_with_path(layer.parameters)
+    }
     local = _by_device(program, state.optimizer_state)
-    leaves = {}
-    for s in range(program.stages.num_stages):
+    per_layer: list = [{} for _ in stages.layers]
+    for s in range(stages.num_stages):
         d, chunk = program.placement[s]
-        for path, place in zip(
-            optimizer_paths(program, s), _update(program, s).state, strict=True
-        ):
-            leaves[path] = _read(local, d, (chunk,), place)
-    return leaves
+        paths, places = optimizer_paths(program, s), _update(program, s).state
+        for path, place in zip(paths, places, strict=True):
+            leaf = _read(local, d, (chunk,), place)
+            owner = next((i for p, i in weight_paths.items() if path.endswith(p)), None)
+            for i in stages.layers_of(s) if owner is None else [owner]:
+                per_layer[i][path] = leaf
+    return per_layer
 
 
 def optimizer_paths(program: Program, stage: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -221,7 +372,7 @@ def optimizer_paths(program: Program, stage: int) -> dict[str, jax.ShapeDtypeStr
     return {jax.tree_util.keystr(p): a for p, a in jax.tree.leaves_with_path(shapes)}
 
 
-def _update(program: Program, stage: int) -> Update:
+def _update(program: Program, stage: int) -> StageUpdate:
     updates = program.engine.updates
     return updates.programs[updates.program_of_stage[stage]]
 

@@ -13,118 +13,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe import in_flight
 from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
-from jpipe.engine.loss_scale import LossScale
-from jpipe.layers.avals import check_nans
-from jpipe.layers.layer import Layer
-from jpipe.layers.trace import Traced, trace_layers
-from jpipe.mesh import DATA, STAGE
-from jpipe.schedule import Schedule
+from jpipe.layers.avals import check_nans, shapes_text
+from jpipe.layers.trace import Traced
+from jpipe.mesh import DATA
+from jpipe.optim import check_hooks
 from jpipe.schedules import forward_only
-from jpipe.stages.cut import Stages, cut
+from jpipe.settings import Settings, abstract, shapes_key
 from jpipe.stages.optimizer import make_updates
-from jpipe.stages.ties import resolve_ties
 from jpipe.state import PipelineState
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Settings:
-    """The arguments of `Pipeline`, checked. See there for their meaning.
-
-    Attributes:
-      layers: what `as_layers` returned.
-      hooks: "forward" and "backward" with the functions of `forward_params` and `backward_params`.
-      ties: `(layer, "dotted.path")` pairs of each tied parameter, those of shared NNX variables
-        included.
-    """
-
-    layers: Sequence[Layer]
-    loss: Callable
-    optimizer: optax.GradientTransformation
-    schedule: Schedule
-    mesh: Mesh
-    recompute: str | Callable[..., Any]
-    compute_dtype: np.dtype | None
-    loss_scale: LossScale | None
-    has_aux: bool
-    ties: Sequence[Sequence[tuple[int, str]]]
-    hooks: Mapping[str, Callable]
-    overlap: bool
-
-    @property
-    def num_replicas(self) -> int:
-        """Replicas of the pipeline, along the axis "data" of the mesh."""
-        return self.mesh.shape.get(DATA, 1)
-
-    @property
-    def recompute_name(self) -> str:
-        """`recompute` as text: "none", "full" or the name of the policy."""
-        if callable(self.recompute):
-            return getattr(self.recompute, "__name__", "policy")
-        return self.recompute
-
-    @functools.cached_property
-    def automatic_mesh(self) -> Mesh | None:
-        """The mesh of the axes that are left to the compiler; None if there are none."""
-        sizes = self.mesh.shape.items()
-        names = [name for name, n in sizes if name not in (STAGE, DATA) and n > 1]
-        if not names:
-            return None
-        index = tuple(slice(None) if name in names else 0 for name, _ in sizes)
-        axis_types = (AxisType.Auto,) * len(names)
-        return Mesh(self.mesh.devices[index], names, axis_types=axis_types)
-
-    def microbatch(self, batch: Any, num_microbatches: int | None = None) -> Any:
-        """The abstract microbatch of a minibatch.
-
-        Args:
-          batch: arrays or abstract arrays `[batch, ...]`.
-          num_microbatches: per minibatch and replica; None: that of the schedule.
-
-        Raises:
-          ValueError: if the minibatch cannot be cut into equal microbatches.
-        """
-        N = num_microbatches or self.schedule.num_microbatches
-        size, replicas = batch_size(batch), self.num_replicas
-        parts = N * replicas
-        if size % parts or size == 0:
-            nearest = [size // parts * parts, (size // parts + 1) * parts]
-            per_replica = f' on each of the {replicas} replicas of axis "data"'
-            raise ValueError(
-                f"a batch of {size} cannot be cut into {N} equal microbatches"
-                f"{per_replica if replicas > 1 else ''}. Use a batch of "
-                f"{' or '.join(str(n) for n in nearest if n)}, or a schedule whose "
-                "`num_microbatches` divides "
-                f"{size if replicas == 1 else 'the share of a replica'}."
-            )
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(
-                (a.shape[0] // parts, *a.shape[1:]), abstract(a).dtype
-            ),
-            dict(batch),
-        )
-
-    def trace(self, microbatch: Any, key_impl: Any, *, train: bool = True) -> Traced:
-        """The layers and the loss traced for a microbatch; in evaluation, the layers alone."""
-        return trace_layers(
-            self.layers,
-            self.loss if train else None,
-            microbatch,
-            compute_dtype=self.compute_dtype,
-            has_aux=self.has_aux,
-            key_impl=key_impl,
-            policy=self.recompute if callable(self.recompute) else None,
-            automatic=self.automatic_mesh,
-        )
-
-    def cut(self, traced: Traced, starts: Sequence[int]) -> Stages:
-        """The traced layers cut into stages that begin at `starts`."""
-        ties = resolve_ties(traced.layers, self.ties)
-        return cut(traced, list(starts), self.schedule.num_stages, ties)
 
 
 class Program:
@@ -140,6 +41,9 @@ class Program:
     Attributes:
       stages: the model, cut.
       engine: runs the stages.
+
+    A program is the static part of its states. Two programs are equal if their states have equal
+    layouts and equal meaning, so states of two pipelines that are built alike go together.
     """
 
     def __init__(
@@ -153,6 +57,7 @@ class Program:
         self.settings, self.microbatch, self.traced = settings, microbatch, traced
         self.stages = settings.cut(traced, starts)
         check_stages(self.stages, settings.schedule, settings.recompute)
+        _check_hooks(settings, traced)
         self.engine = Engine(
             settings.schedule,
             self.stages,
@@ -175,29 +80,96 @@ class Program:
         if settings.automatic_mesh is not None:
             # Each array is split in its own way, which `_pack_outputs` states.
             replicated = per_device = None
-        options = dict(
-            donate_argnums=0, out_shardings=(replicated, per_device, everywhere)
+        options: dict[str, Any] = dict(
+            donate_argnums=0 if settings.donate else (),
+            out_shardings=(replicated, per_device, everywhere),
         )
         self._step = jax.jit(self._run_step, **options)
         self._flush = jax.jit(self._run_flush, **options)
         self._predict = jax.jit(self._run_predict)
         self._evaluate = jax.jit(self._run_evaluate)
 
+    # -- Identity
+
+    @functools.cached_property
+    def parts(self) -> dict[str, Any]:
+        """What decides the layout and the meaning of a state, by the argument that causes it.
+
+        A difference in an early entry may cause one in a later entry, not the other way round.
+        """
+        traced, stages, updates = self.traced, self.stages, self.engine.updates
+        layers = [
+            (
+                traced.layer_kinds[kind].text,
+                str(jax.tree.structure((layer.parameters, layer.state))),
+                layer.stash,
+                layer.pop,
+            )
+            for kind, layer in zip(traced.kind_of_layer, stages.layers)
+        ]
+        update_texts = [
+            [
+                (
+                    group.run.text(),
+                    [_slot_key(slot) for slot in (*group.inputs, *group.outputs)],
+                )
+                for group in update.groups
+            ]
+            + [[_slot_key(slot) for slot in update.shared]]
+            for update in updates.programs
+        ]
+        return {
+            "batch": shapes_key(self.microbatch),
+            "implementation of random keys": str(self.engine.key_impl),
+            **self.settings.parts,
+            "boundaries": tuple(stages.starts[1:-1]),
+            "layers": layers,
+            "loss": (
+                traced.loss.text,
+                traced.loss_weight and traced.loss_weight.text(),
+                sorted(traced.reported),
+            ),
+            "forward_params or backward_params": sorted(self.settings.hooks),
+            "optimizer": (update_texts, updates.program_of_stage),
+        }
+
+    def __eq__(self, other: Any) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Program) or hash(self) != hash(other):
+            return False
+        return self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash((shapes_key(self.microbatch), tuple(self.stages.starts)))
+
+    def __deepcopy__(self, memo: dict) -> "Program":
+        return self
+
+    def __reduce__(self):
+        raise TypeError(
+            "a `PipelineState` cannot be pickled: its static part holds compiled functions. "
+            "Save it with Orbax, or pickle `jax.tree.map(np.asarray, jax.tree.leaves(state))` "
+            "and put the leaves into a state of an equal pipeline: "
+            "`jax.tree.unflatten(jax.tree.structure(pipe.init(key, batch)), leaves)`."
+        )
+
     @property
     def placement(self) -> Sequence[tuple[int, int]]:
         """Device of each stage, and which of that device's stages it is."""
         return self.engine.lowered.placement
 
+    @functools.cached_property
     def abstract_state(self) -> PipelineState:
         """The training state as abstract arrays, each with its sharding."""
         engine, scalar = self.engine, jax.ShapeDtypeStruct((1,), jnp.int32)
         impl = engine.key_impl
-        key = jax.eval_shape(lambda: jax.random.key(0, impl=impl)[None])
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
         replicated = {
             **engine.replicated_shapes(),
             "round": scalar,
             "started": scalar,
-            "key": key,
+            "key": jax.ShapeDtypeStruct((1, *key.shape), key.dtype),
         }
         return PipelineState(
             **engine.globally(replicated, engine.replicated_spec),
@@ -205,28 +177,42 @@ class Program:
             program=self,
         )
 
+    def place_state(self, state: PipelineState) -> PipelineState:
+        """The state as one of this program, its arrays moved where they belong if they are elsewhere."""
+        state = dataclasses.replace(state, program=self)
+        want = self.abstract_state.round.sharding
+        array = state.round
+        if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(want, 1):
+            return state
+        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_state)
+        return jax.device_put(state, shardings)
+
     # -- Calls
 
     def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict]:
         """One pass over the table, with a minibatch that enters."""
         check_nans(state.parameters, "the state's parameters")
-        return self._restore(state, *self._step(state, self._place(dict(batch))))
+        return self._restore(
+            state, *self._call(self._step, state, self._place(dict(batch)))
+        )
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict]:
         """Passes over the table until nothing is in flight."""
         if not self.settings.schedule.synchronous:
-            return self._restore(state, *self._flush(state))
-        zero = jnp.zeros(self.settings.schedule.num_stages, jnp.int32)
+            return self._restore(state, *self._call(self._flush, state))
+        loss = self.stages.loss
+
+        def nothing(a: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.asarray(np.full(a.shape, np.nan, a.dtype))
+
         metrics = {
-            "loss": jnp.zeros(()),
-            "num_microbatches": zero[0],
-            "gradient_norm": jnp.zeros(()),
-            "skipped_updates": zero,
+            "loss": nothing(loss.outputs[0]),
+            "num_microbatches": jnp.zeros((), jnp.int32),
+            "gradient_norm": jnp.zeros((), self.engine.updates.norm_dtype),
+            "skipped_updates": jnp.zeros(self.stages.num_stages, jnp.int32),
         }
         if self.settings.has_aux:
-            loss = self.stages.loss
-            zeros = [jnp.zeros(a.shape, a.dtype) for a in loss.aux]
-            metrics["aux"] = loss.aux_tree.unflatten(zeros)
+            metrics["aux"], *_ = loss.aux_tree.unflatten(map(nothing, loss.aux))
         if self.settings.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale["scale"][0]
         return state, metrics
@@ -236,13 +222,22 @@ class Program:
         if isinstance(batch, Mapping):
             batch = {name: a for name, a in batch.items() if name == "inputs"}
         size, padded = self._pad(batch)
-        outputs = self._predict(state, padded)
+        outputs, _ = self._call(self._predict, state, padded)
         return jax.tree.map(lambda a: a[:size], outputs)
 
     def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
         """The loss of the newest weights on all rows of the batch together."""
         _, padded = self._pad(batch, only="inputs")
-        return self._evaluate(state, padded["inputs"], dict(batch))
+        inputs, batch = padded["inputs"], self._on_mesh(dict(batch))
+        result, _ = self._call(self._evaluate, state, inputs, batch)
+        return result
+
+    def _call(self, function: Callable, *args: Any) -> tuple:
+        """Calls a compiled function whose last output holds a small array under "num_microbatches"."""
+        in_flight.wait(self.settings.mesh.devices)
+        outputs = function(*args)
+        in_flight.add(outputs[-1]["num_microbatches"])
+        return outputs
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The step, traced and lowered but not compiled."""
@@ -254,9 +249,7 @@ class Program:
                 return a
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-        return self._step.lower(
-            self.abstract_state(), jax.tree.map(placed, dict(batch))
-        )
+        return self._step.lower(self.abstract_state, jax.tree.map(placed, dict(batch)))
 
     # -- Batches
 
@@ -274,9 +267,21 @@ class Program:
         """The batch, each replica's rows on the replica's devices."""
         check_nans(batch, "batch")
         if self.settings.num_replicas == 1:
-            return batch
+            return self._on_mesh(batch)
         sharding = NamedSharding(self.settings.mesh, PartitionSpec(DATA))
         return jax.device_put(batch, sharding)
+
+    def _on_mesh(self, batch: Any) -> Any:
+        """The batch, with arrays that are committed to other devices moved to those of the mesh."""
+        devices = set(self.settings.mesh.devices.flat)
+        everywhere = NamedSharding(self.settings.mesh, PartitionSpec())
+
+        def on_mesh(a):
+            if not isinstance(a, jax.Array) or not a.committed:
+                return a
+            return a if a.devices() == devices else jax.device_put(a, everywhere)
+
+        return jax.tree.map(on_mesh, batch)
 
     def _pad(self, batch: Any, only: str | None = None) -> tuple[int, Any]:
         """The size of a batch, and the batch with copies of its last row up to a size that can be cut."""
@@ -298,39 +303,66 @@ class Program:
 
     def _run_step(self, state: PipelineState, batch: Any):
         num_entered = (state.round + 1) * self.settings.schedule.num_microbatches
-        state, metrics = self._run_table(state, num_entered, self._cut_batch(batch))
-        return self._pack_outputs(state, metrics)
+        state, totals = self._run_table(state, num_entered, self._cut_batch(batch))
+        return self._pack_outputs(state, self._metrics(totals))
 
     def _run_table(self, state: PipelineState, num_entered: jax.Array, batch: Any):
-        """One pass over the table: the new state and metrics."""
+        """One pass over the table: the new state, and the totals that `_metrics` takes."""
         engine = self.engine
         replicated, per_device, results = engine.run(
-            state.replicated(), state.per_device(), state.counters(), num_entered, batch
+            state.replicated(),
+            state.per_device(),
+            self._counters(state),
+            num_entered,
+            batch,
         )
         columns = [d * engine.lowered.num_chunks + chunk for d, chunk in self.placement]
-        count = results["count"].sum()
-        aux = [_mean(a.sum(axis=0), count) for a in results["aux"]]
-        metrics = {
-            "loss": _mean(results["loss"].sum(), count),
-            "num_microbatches": count // self.settings.num_replicas,
+        totals = {
+            "loss": results["loss"].sum(),
+            "aux": [a.sum(axis=0) for a in results["aux"]],
+            "count": results["count"].sum(),
             "gradient_norm": results["gradient_norm"][0],
             "skipped_updates": results["skipped"][np.array(columns)],
         }
-        if self.settings.has_aux:
-            metrics["aux"] = engine.stages.loss.aux_tree.unflatten(aux)
         if self.settings.loss_scale is not None:
-            metrics["loss_scale"] = replicated["loss_scale"]["scale"][0]
+            totals["loss_scale"] = replicated["loss_scale"]["scale"][0]
         state = dataclasses.replace(
             state, **replicated, **per_device, round=state.round + 1
         )
-        return state, metrics
+        return state, totals
+
+    def _metrics(self, totals: dict) -> dict:
+        """What `step` returns, from sums over the microbatches of all replicas that finished.
+
+        Where none finished, a mean is 0 / 0, which is NaN. A loss that is a sum is divided by the sum
+        of the weights, and so is its aux.
+        """
+        count = totals["count"]
+        aux, *weight = self.stages.loss.aux_tree.unflatten(totals["aux"])
+        divisor = weight[0] if weight else count
+        metrics = {
+            "loss": totals["loss"] / divisor.astype(totals["loss"].dtype),
+            "num_microbatches": count // self.settings.num_replicas,
+            "gradient_norm": totals["gradient_norm"],
+            "skipped_updates": totals["skipped_updates"],
+        }
+        if self.settings.has_aux:
+            metrics["aux"] = jax.tree.map(lambda a: a / divisor.astype(a.dtype), aux)
+        if self.settings.loss_scale is not None:
+            metrics["loss_scale"] = totals["loss_scale"]
+        return metrics
+
+    def _counters(self, state: PipelineState) -> dict[str, jax.Array]:
+        """The counters of a state, with the random key typed as the engine takes it."""
+        key = jax.random.wrap_key_data(state.key, impl=self.engine.key_impl)
+        return {**state.counters(), "key": key}
 
     def _pack_outputs(self, state: PipelineState, metrics: dict):
         """The outputs of a compiled function: the arrays of the state by sharding, and metrics."""
         replicated = {**state.replicated(), **state.counters()}
         per_device = state.per_device()
         if self.settings.automatic_mesh is not None:
-            wanted = self.abstract_state()
+            wanted = self.abstract_state
             wanted = (
                 {**wanted.replicated(), **wanted.counters()},
                 wanted.per_device(),
@@ -356,7 +388,7 @@ class Program:
         def drain(state, _):
             return self._run_table(state, num_entered, None)
 
-        state, metrics = jax.lax.scan(drain, state, length=lowered.drain_rounds)
+        state, totals = jax.lax.scan(drain, state, length=lowered.drain_rounds)
         V, D = lowered.num_versions, self.settings.schedule.num_devices
 
         def newest_everywhere(a):
@@ -364,22 +396,12 @@ class Program:
             latest = jnp.take(versions, newest[None] % V, axis=1)
             return jnp.broadcast_to(latest, versions.shape).reshape(a.shape)
 
-        counts = metrics["num_microbatches"]
-
-        def mean(values):
-            weights = counts.reshape(-1, *[1] * (values.ndim - 1)).astype(values.dtype)
-            return _mean((values * weights).sum(axis=0), counts.sum())
-
-        metrics |= {
-            "loss": mean(metrics["loss"]),
-            "num_microbatches": counts.sum(),
-            "gradient_norm": metrics["gradient_norm"][-1],
-            "skipped_updates": metrics["skipped_updates"].sum(axis=0),
+        latest = {
+            name: totals.pop(name)[-1]
+            for name in ("gradient_norm", "loss_scale")
+            if name in totals
         }
-        if self.settings.has_aux:
-            metrics["aux"] = jax.tree.map(mean, metrics["aux"])
-        if self.settings.loss_scale is not None:
-            metrics["loss_scale"] = metrics["loss_scale"][-1]
+        totals = {**jax.tree.map(lambda a: a.sum(axis=0), totals), **latest}
         empty = jax.tree.map(
             jnp.zeros_like, {**state.per_device(), "round": state.round}
         )
@@ -389,19 +411,27 @@ class Program:
         }
         started = state.started + newest * N
         state = dataclasses.replace(state, **newest_of, started=started, **empty)
-        return self._pack_outputs(state, metrics)
+        return self._pack_outputs(state, self._metrics(totals))
 
-    def _run_evaluate(self, state: PipelineState, inputs: Any, batch: Any) -> dict:
-        outputs = self._run_predict(state, {"inputs": inputs})
+    def _run_evaluate(self, state: PipelineState, inputs: Any, batch: Any) -> tuple:
+        outputs, call = self._run_predict(state, {"inputs": inputs})
         size = batch_size(batch)
         outputs = jax.tree.map(lambda a: a[:size], outputs)
-        result = self.settings.loss(outputs, batch)
-        if not self.settings.has_aux:
-            return {"loss": result}
-        loss, aux = result
-        return {"loss": loss, "aux": aux}
+        # Layers report in training only.
+        reported = {n: jnp.zeros((), a.dtype) for n, a in self.traced.reported.items()}
+        key = self._counters(state)["key"][0]
+        try:
+            loss, aux = self.settings.loss(outputs, batch, reported, key).mean()
+        except Exception as error:
+            raise ValueError(
+                f"`loss` cannot take outputs of {shapes_text(outputs)} and a batch of "
+                f"{shapes_text(batch)}: {type(error).__name__}: {error}"
+            ) from error
+        result = {"loss": loss, "aux": aux} if self.settings.has_aux else {"loss": loss}
+        return result, call
 
-    def _run_predict(self, state: PipelineState, batch: Any) -> Any:
+    def _run_predict(self, state: PipelineState, batch: Any) -> tuple:
+        """The outputs, and a small array for `_call`."""
         engine = self._forward_engine(self.settings.microbatch(batch))
         schedule, stages = self.settings.schedule, engine.stages
         shapes = engine.globally(engine.buffer_shapes(), engine.per_device_spec)
@@ -412,11 +442,12 @@ class Program:
             shapes,
         )
         N = schedule.num_microbatches
+        num_entered = (state.round + 1) * N
         outputs = engine.run(
             {"parameters": state.parameters, "mutable_state": state.mutable_state},
             {"buffers": buffers},
-            state.counters(),
-            (state.round + 1) * N,
+            self._counters(state),
+            num_entered,
             self._cut_batch(batch),
         )
         last_device = int(schedule.device[schedule.stage == stages.num_stages - 1][0])
@@ -425,7 +456,7 @@ class Program:
             y.reshape(*lead, *y.shape[1:])[:, last_device].reshape(-1, *y.shape[2:])
             for y in outputs
         ]
-        return stages.outputs[1].unflatten(flat)
+        return stages.outputs[1].unflatten(flat), {"num_microbatches": num_entered}
 
     def _forward_engine(self, microbatch: Any) -> Engine:
         """The engine that runs the same stages forward only, in evaluation."""
@@ -446,10 +477,18 @@ class Program:
         )
 
 
-def abstract(a: Any) -> jax.ShapeDtypeStruct:
-    """The shape of an array, and the dtype that JAX gives it."""
-    return jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))
+def _check_hooks(settings: Settings, traced: Traced) -> None:
+    """Checks that hooks and the transforms whose state they read come together."""
+    if not settings.hooks and settings.schedule.synchronous:
+        return  # no delays: in a synchronous warm-up all passes read the newest weights
+    parameters = [layer.parameters for layer in traced.layers]
+    try:
+        optimizer_state = jax.eval_shape(settings.optimizer.init, parameters)
+    except Exception:
+        return  # `make_updates` says why the optimizer cannot begin
+    check_hooks(optimizer_state, **settings.hooks)
 
 
-def _mean(total: jax.Array, count: jax.Array) -> jax.Array:
-    return total / jnp.maximum(count, 1).astype(total.dtype)
+def _slot_key(slot: Any) -> tuple:
+    """`LeafSlots` as a value that compares."""
+    return slot.arrays, [(place, starts.tolist()) for place, starts in slot.copies]

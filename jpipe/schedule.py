@@ -434,10 +434,12 @@ class Schedule:
             cells["update"][rows, np.arange(num_columns)] = 1 - rounds
         for field, field_ticks in ticks.items():
             version: ArrayLike | None = versions.get(field)
-            if version is None and update is None:
-                version = 0
-            elif version is None:
-                version = newest_version(field_ticks, update, num_ticks)
+            if version is None:
+                version = (
+                    0
+                    if update is None
+                    else newest_version(field_ticks, update, num_ticks)
+                )
             version_read = np.broadcast_to(version, forward.shape)
             for m, c in np.argwhere(field_ticks != IDLE).tolist():
                 k, t = divmod(int(field_ticks[m, c]), num_ticks)

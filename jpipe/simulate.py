@@ -6,12 +6,14 @@ m a microbatch; T ticks, t a tick.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jpipe.schedule import IDLE, Schedule
+
+__all__ = ["Costs", "Timing", "simulate"]
 
 _KINDS = ("forward", "backward", "weight_grad")
 TRANSFERS = {"forward": "transfer", "backward": "gradient_transfer"}
@@ -101,7 +103,7 @@ class Costs:
         for name in (*_KINDS, "fused_backward", "update", *TRANSFERS.values()):
             cost = getattr(self, name)
             if cost is None:
-                costs[name] = sum(costs[part] for part in _SUM_OF[name])
+                costs[name] = np.sum([costs[part] for part in _SUM_OF[name]], axis=0)
                 continue
             value = np.asarray(cost, float)
             if value.ndim and value.shape != (num_stages,):
@@ -270,16 +272,18 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     transfer = np.zeros(T)
     sends = np.zeros(T, bool)
     begins = {}
+    # NumPy's type of `add.at` does not know tuples.
+    every_device: Any = (slice(None), schedule.device)
     for kind in _ticks(schedule):
         runs = getattr(schedule, kind) != IDLE
         begins[kind] = work[:, schedule.device].copy()
-        np.add.at(work, (slice(None), schedule.device), runs * length[kind])
+        np.add.at(work, every_device, runs * length[kind])
         if kind in TRANSFERS:
             sends |= (runs & _leaves(schedule, kind)).any(axis=1)
             message = (runs * _message(schedule, kind, length)).max(axis=1)
             transfer = np.maximum(transfer, message)
     updating = schedule.update != IDLE
-    np.add.at(updates, (slice(None), schedule.device), updating * length["update"])
+    np.add.at(updates, every_device, updating * length["update"])
     waits = sends + (updating.any(axis=1) & (D > 1)).astype(int)
     transfer += costs.tick * waits
     clock, clock_of_updates = _clock(work, costs), _clock(updates, costs)

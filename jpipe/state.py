@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class PipelineState:
     """The training state. A pytree; every array is split over the devices along its first axis.
 
@@ -30,7 +31,7 @@ class PipelineState:
       buffers: activations and gradients in flight.
       round: int32 `[D]`, steps since `init` or `flush`.
       started: int32 `[D]`, microbatches of training before those steps.
-      key: `[D]`, the random key of training.
+      key: uint32 `[D, ...]`, the data of the random key of training.
       program: the `jpipe.program.Program` that says how the arrays are laid out; static.
     """
 
@@ -45,6 +46,25 @@ class PipelineState:
     started: jax.Array
     key: jax.Array
     program: Any = dataclasses.field(metadata=dict(static=True))
+
+    def __repr__(self) -> str:
+        """Shapes and bytes; the numbers themselves would fill the screen."""
+
+        def size(a: Any) -> int:
+            return getattr(a, "size", 0) * getattr(a, "dtype", np.dtype(bool)).itemsize
+
+        def line(name: str) -> str:
+            leaves = jax.tree.leaves_with_path(getattr(self, name))
+            texts = [
+                f"{jax.tree_util.keystr(path)} {getattr(a, 'dtype', type(a).__name__)}"
+                f"{list(np.shape(a))}".strip()
+                for path, a in leaves
+            ]
+            num_bytes = sum(size(a) for _, a in leaves)
+            return f"  {name}: {num_bytes:,} bytes: {', '.join(texts) or 'nothing'}"
+
+        names = [f.name for f in dataclasses.fields(self) if f.name != "program"]
+        return "\n".join(["PipelineState(", *map(line, names), ")"])
 
     def replicated(self) -> dict[str, Any]:
         """The arrays that are equal on all replicas of a stage, by the engine's names."""

@@ -1,30 +1,35 @@
 """Flax models as lists of layers, for the scripts in `train/`.
 
-A model is a frozen dataclass of options with a method `layers()`: the list that
-`jpipe.Pipeline` takes. Nothing here knows about stages or devices. Each entry is a
-factory, called as `factory(rngs=nnx.Rngs(...))`, so that every layer can be made on
-the device that will hold it; each layer maps one activation (an array, or a dict of
-arrays where later layers need more than one) to the next, the leading axis being the
-batch, so the plain single-device model is
+A model is a frozen dataclass of options with two methods:
+
+    layers()   the list that `jpipe.Pipeline` takes as `layers`
+    loss()     a loss of `models/losses.py`, for `jpipe.Pipeline(..., has_aux=True)`
+
+Nothing here knows about stages or devices. Each layer is given as a factory, called as
+`factory(rngs=nnx.Rngs(...))`, so that a pipeline can make every layer on the device that
+will hold it. A layer maps one activation to the next: an array, or a dict of arrays
+where later layers need more than one. The leading axis is the batch. The same model on
+a single device is
 
     layers = [factory(rngs=rngs) for factory in model.layers()]
     for layer in layers:
-      x = layer(x)
+        x = layer(x)
 
-Models whose layers may share a matrix have a method `ties()` as well. Each tie is a
-tuple of places, `(layer, path)`, whose parameters are one and the same; the first is
-the owner, whose initial value holds. `[((0, "token.embedding"), (-1, "embedding"))]`
-is in the plain model
+A model whose layers may share a matrix also has a method `ties()`. A tie is a tuple of
+places, `(layer, path)`, that hold the same parameter. The first place is the owner: its
+initial value is used. On a single device, the tie
+`((0, "token.embedding"), (-1, "embedding"))` means
 
     layers[-1].embedding = layers[0].token.embedding
 
-`UNet` alone has connections past the next layer: its `parts()` says which.
+Only `UNet` has connections that skip layers: its method `parts()` lists them.
 
-To add a model, write such a dataclass and list it in `Model`: configs and the
-command line (`--config.model=ResNet`) then know it by its class name.
+To add a model, write such a dataclass and add it to `Model` below. Configurations and
+the command line (`--config.model=ResNet`) then know it by its class name.
 """
 
 from models.bert import BERT
+from models.losses import CrossEntropy, Loss, Segmentation
 from models.mlp import MLP
 from models.resnet import ResNet
 from models.transformer import Transformer
@@ -37,8 +42,11 @@ Model = MLP | ResNet | VGG | UNet | Transformer | BERT | Translation
 __all__ = [
     "BERT",
     "MLP",
+    "CrossEntropy",
+    "Loss",
     "Model",
     "ResNet",
+    "Segmentation",
     "Transformer",
     "Translation",
     "UNet",

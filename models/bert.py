@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import checks
+from models.losses import CrossEntropy
 from models.sublayers import Attention, FeedForward, Residual, dropout
 
 _KERNEL = nnx.initializers.truncated_normal(0.02)
@@ -147,6 +148,20 @@ class BERT:
         block = functools.partial(Block, self.dim, self.num_heads, self.dropout)
         head = functools.partial(Head, self.dim, self.vocab_size)
         return [embedding, *[block] * self.num_blocks, *[head] * self.mlm_head]
+
+    def loss(self) -> CrossEntropy:
+        """Cross-entropy of the masked words; a batch marks them by `weights`.
+
+        Raises:
+          ValueError: if the model has no head that predicts words.
+        """
+        if not self.mlm_head:
+            raise ValueError(
+                "`mlm_head` must be true for training: without that head the model "
+                "returns hidden states, which no loss here takes. Set `mlm_head=true`, or "
+                "give `jpipe.Pipeline` these layers and a loss of your own."
+            )
+        return CrossEntropy()
 
     def ties(self) -> list[tuple[tuple[int, str], ...]]:
         """The parameters that are one: `(layer, path)` of each, the owner first."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from flax import nnx
 
 from models import checks
+from models.losses import CrossEntropy
 
 # Named once: layers that are meant to be equal must hold the same function.
 _HE_NORMAL = nnx.initializers.he_normal()
@@ -64,3 +65,7 @@ class MLP:
             for num_inputs, num_outputs in zip(sizes[:-1], sizes[1:])
         ]
         return [*hidden, functools.partial(Output, sizes[-1], self.num_outputs)]
+
+    def loss(self) -> CrossEntropy:
+        """Cross-entropy of the classes of the examples."""
+        return CrossEntropy()

@@ -15,6 +15,7 @@ from flax import nnx
 
 from models import checks
 from models.convolution import Conv
+from models.losses import CrossEntropy
 
 # He initialisation over the fan out, and a last scale of zero in every residual
 # branch so that each block starts as the identity and depth does not change the
@@ -259,3 +260,7 @@ class ResNet:
                 )
                 num_inputs = block.expansion * width
         return [*layers, functools.partial(Head, num_inputs, self.num_classes)]
+
+    def loss(self) -> CrossEntropy:
+        """Cross-entropy of the classes of the images."""
+        return CrossEntropy()

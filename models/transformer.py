@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import checks
+from models.losses import CrossEntropy
 from models.sublayers import dropout
 
 _KERNEL = nnx.initializers.normal(0.02)
@@ -176,6 +177,10 @@ class Transformer:
             *[block] * self.num_blocks,
             functools.partial(head, self.dim, self.vocab_size),
         ]
+
+    def loss(self) -> CrossEntropy:
+        """Cross-entropy of the next tokens."""
+        return CrossEntropy()
 
     def ties(self) -> list[tuple[tuple[int, str], ...]]:
         """The parameters that are one: `(layer, path)` of each, the owner first."""

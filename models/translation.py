@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from models import checks
+from models.losses import CrossEntropy
 from models.sublayers import Attention, FeedForward, Residual, dropout
 
 _KERNEL = nnx.initializers.glorot_uniform()
@@ -245,6 +246,10 @@ class Translation:
             *[decoder_block] * self.num_decoder_blocks,
             functools.partial(Head, self.dim, vocab_size, norm_first),
         ]
+
+    def loss(self) -> CrossEntropy:
+        """Cross-entropy of the next tokens of the target; a batch marks padding by `weights`."""
+        return CrossEntropy()
 
     def ties(self) -> list[tuple[tuple[int, str], ...]]:
         """The parameters that are one: `(layer, path)` of each, the owner first."""

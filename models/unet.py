@@ -21,6 +21,7 @@ from flax import nnx
 
 from models import checks
 from models.convolution import Conv, halve
+from models.losses import Segmentation
 
 _HE_NORMAL = nnx.initializers.he_normal()
 # Each output of an up-convolution sees one pixel: the fan in is without the window.
@@ -143,3 +144,7 @@ class UNet:
             jpipe.skip(factory, **names) if names else factory
             for factory, names in self.parts()
         ]
+
+    def loss(self) -> Segmentation:
+        """Cross-entropy of the classes of the pixels."""
+        return Segmentation()

@@ -13,6 +13,7 @@ from flax import nnx
 
 from models import checks
 from models.convolution import Conv, halve
+from models.losses import CrossEntropy
 from models.sublayers import dropout
 
 # He initialisation, where the paper first trains a shallower net to start from.
@@ -147,3 +148,7 @@ class VGG:
             ),
             functools.partial(Output, self.hidden_width, self.num_classes),
         ]
+
+    def loss(self) -> CrossEntropy:
+        """Cross-entropy of the classes of the images."""
+        return CrossEntropy()

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import jpipe
-from models import MLP, ResNet
+from models import MLP, ResNet, Transformer
 from train import flags
 from train.config import OptimizerConfig, PipelineConfig, TrainConfig
 from train.mnist import MNIST
+from train.text import Text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,8 +153,11 @@ def test_the_name_is_that_of_the_file(tmp_path):
             "Inner or Other, got 'Outer'. Did you mean `Other`?",
         ),
         (["--config.choice.name=x"], "unknown option `--config.choice.name`"),
-        (["--config.count.x=3"], "`--config.count` has no fields of its own"),
-        (["--config.extra=3"], "is set one by one"),
+        (["--config.count.x=3"], "`--config.count` has no fields, got"),
+        (
+            ["--config.extra=3"],
+            "takes one entry per option: `--config.extra.KEY=VALUE`",
+        ),
         (["--config.inner.low=5"], "--config.inner: `high` must be above `low` (5)"),
         (["--config.count"], "`--config.count` needs a value"),
         (["--cfg.count=3"], "unknown argument `--cfg.count=3`. Did you mean `--config"),
@@ -176,8 +180,19 @@ def test_no_configuration_is_named():
     [
         ("def get_config():\n  return 3", "must return a Options, got int"),
         ("x = 1", "must define `get_config()`"),
-        ("def get_config(:", "invalid syntax"),
-        ("def get_config():\n  raise ValueError('too low')", "some.py`: too low"),
+        ("x = 1\ndef get_config(:", "some.py`, line 2: SyntaxError: invalid syntax"),
+        ("def get_config():\n  raise ValueError('low')", "some.py`, line 2: low"),
+        ("import os\nx = y", "some.py`, line 2: NameError: name 'y' is not defined"),
+        ("from train import nope", "some.py`, line 1: ImportError: cannot import name"),
+        (
+            "from test_config import Inner\ndef get_config():\n\n  return Inner(5, 2)",
+            "some.py`, line 4: `high` must be above `low` (5), got 2.",
+        ),
+        (
+            "from train.config import TrainConfig\nget_config = lambda: TrainConfig(\n)",
+            "line 2: TypeError: TrainConfig.__init__() missing 2 required positional",
+        ),
+        ("def get_config():\n  open('/nope')", "line 2: FileNotFoundError: [Errno 2]"),
     ],
 )
 def test_files_that_are_no_configuration(tmp_path, content, message):
@@ -186,7 +201,7 @@ def test_files_that_are_no_configuration(tmp_path, content, message):
     with pytest.raises(ValueError) as caught:
         flags.parse(["--config", str(path)], Options)
     assert message in str(caught.value)
-    assert str(path) in str(caught.value)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_file_that_is_missing_or_of_another_kind(tmp_path):
@@ -195,7 +210,7 @@ def test_a_file_that_is_missing_or_of_another_kind(tmp_path):
         flags.load(str(tmp_path / "smal.py"), Options)
     assert "Did you mean" in str(caught.value) and "small.py" in str(caught.value)
     (tmp_path / "small.yaml").write_text("")
-    with pytest.raises(ValueError, match="a configuration is a Python file"):
+    with pytest.raises(ValueError, match="is a Python file .* or the `config.json` of"):
         flags.load(str(tmp_path / "small.yaml"), Options)
 
 
@@ -233,6 +248,64 @@ def test_json_holds_everything():
     assert values["pipeline"]["schedule"] == "gpipe"
 
 
+def test_a_configuration_is_read_back_from_json(tmp_path):
+    config = TrainConfig(
+        model=Transformer(dim=32),
+        data=Text(path="a.txt"),
+        pipeline=PipelineConfig(
+            "one_f_one_b", options={"ticks": "unit"}, boundaries=(3, 5, 7)
+        ),
+        optimizer=OptimizerConfig(clip_norm=1.0),
+    )
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"name": "mine", **flags.to_json(config)}))
+    assert flags.load(str(path), TrainConfig) == config
+    words = ["--config", str(path), "--config.seed=3", "--config.model.dim=64"]
+    name, changed = flags.parse(words, TrainConfig)
+    assert name == "mine" and changed.seed == 3
+    assert changed.model == Transformer(dim=64) and changed.pipeline == config.pipeline
+    # What an older version did not write has its default.
+    values = flags.to_json(config)
+    del values["eval_every"]
+    path.write_text(json.dumps(values))
+    assert flags.parse(["--config", str(path)], TrainConfig) == ("config", config)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"type": "Profile"}, "must hold the options of a TrainConfig, as training"),
+        ({"num_step": 3}, "unknown option `num_step`. Did you mean `num_steps`?"),
+        ({"num_steps": 0}, "`num_steps` must be at least 1, got 0."),
+        ({"num_steps": "3"}, "`num_steps` must be int, got '3'."),
+        ({"num_steps": True}, "`num_steps` must be int, got True."),
+        ({"eval_every": 1.5}, "`eval_every` must be int or none, got 1.5."),
+        ({"data": {"type": "MNST"}}, "`data.type` must be MNIST, MNISTPixels, Text or"),
+        (
+            {"data": None},
+            "`data.type` must be MNIST, MNISTPixels, Text or Pairs, got N",
+        ),
+        ({"model": {"type": "MLP", "widths": [8, "9"]}}, "`model.widths` must be int,"),
+        (
+            {"model": {"type": "MLP", "width": 8}},
+            "option `model.width`. Did you mean `w",
+        ),
+        ({"pipeline": {"type": "PipelineConfig", "balance": "x"}}, "must be flops, ti"),
+        ({"pipeline": {"type": "PipelineConfig", "options": 3}}, "be KEY=VALUE, got 3"),
+    ],
+)
+def test_json_that_is_no_configuration(tmp_path, change, message):
+    values = flags.to_json(TrainConfig(model=MLP(), data=MNIST()))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(values | change))
+    with pytest.raises(ValueError) as caught:
+        flags.load(str(path), TrainConfig)
+    assert message in str(caught.value) and str(path) in str(caught.value)
+    path.write_text("{")
+    with pytest.raises(ValueError, match="config.json` is not JSON: Expecting"):
+        flags.load(str(path), TrainConfig)
+
+
 # -- The options of a run -----------------------------------------------------------------
 
 
@@ -244,6 +317,17 @@ def test_json_holds_everything():
             "`num_stages` must be at least 1, got 0",
         ),
         (lambda: PipelineConfig(data=0), "`data` must be at least 1, got 0."),
+        (lambda: PipelineConfig(model=0), "`model` must be at least 1, got 0."),
+        (
+            lambda: TrainConfig(MLP(), MNIST(), PipelineConfig(model=2)),
+            "got 2 for MLP, which has no option `model_axis`. Use `pipeline.model=1`",
+        ),
+        (
+            lambda: TrainConfig(
+                Transformer(model_axis="x"), Text(), PipelineConfig(model=2)
+            ),
+            '`model.model_axis` must be "model", the axis that `pipeline.model` adds',
+        ),
         (lambda: OptimizerConfig(learning_rate=0.0), "`learning_rate` must be above 0"),
         (lambda: OptimizerConfig(learning_rate=float("nan")), "above 0, got nan"),
         (lambda: OptimizerConfig(b2=1.0), "`b2` must lie in [0, 1), got 1.0."),
@@ -255,7 +339,7 @@ def test_json_holds_everything():
         ),
         (
             lambda: TrainConfig(MLP(), MNIST(), eval_batches=3),
-            "got 3 without an `eval_every`, which says when they are. Set `eval_every`",
+            "got 3 without `eval_every`, so there are no such evaluations. Set `eval_e",
         ),
         (lambda: TrainConfig(MLP(), MNIST(), seed=-1), "`seed` must lie in [0, 2**32)"),
         (lambda: PipelineConfig(schedule="gpip").table(), "Did you mean 'gpipe'?"),
@@ -375,6 +459,14 @@ def test_a_warm_up_is_synchronous_and_what_follows_is_not():
         gpipe.warm_up_table(gpipe.table())
     with pytest.raises(ValueError, match="got 5 of 5: pipemare would never take over"):
         TrainConfig(MLP(), MNIST(), pipemare, num_steps=5)
+
+
+def test_a_model_axis_is_named_to_the_model():
+    config = TrainConfig(Transformer(), Text(), PipelineConfig(model=2))
+    assert config.model == Transformer(model_axis="model")
+    same = dataclasses.replace(config, seed=1)
+    assert same.model == config.model
+    assert TrainConfig(Transformer(), Text()).model.model_axis is None
 
 
 def test_models_in_place_of_each_other():

@@ -1,12 +1,12 @@
 """Every file in configs/ loads, says what it is, and runs one shrunken step."""
 
 import ast
-import json
 import os
 import pathlib
 
 import pytest
 from families import slow
+from runs import log_of, write_pairs
 
 from train import flags
 from train.config import TrainConfig
@@ -17,25 +17,43 @@ CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.py"))
 
 # What makes one step of each kind of model light.
 SHRUNKEN = {
-    "MLP": ["model.widths=8,8,8,8,8,8,8"],
-    "ResNet": ["model.widths=8,8,8", "model.num_blocks=1,1,1"],
+    "MLP": ["model.widths=8,8"],
+    "ResNet": ["model.widths=8,8", "model.num_blocks=1,1", "model.block=basic"],
+    "UNet": ["model.width=4", "model.num_levels=1"],
     "Transformer": [
         "model.dim=8",
         "model.num_heads=2",
-        "model.num_blocks=3",
+        "model.num_blocks=1",
+        "data.seq_len=16",
+    ],
+    "Translation": [
+        "model.dim=8",
+        "model.num_heads=2",
+        "model.mlp_dim=8",
+        "model.num_encoder_blocks=1",
+        "model.num_decoder_blocks=1",
         "data.seq_len=16",
     ],
 }
 
+# Like those that stay, but for the data, the size or the schedule.
+SLOW = ("gpt_2bw", "mnist_pipemare", "mnist_pipedream", "mnist_resnet50_gpipe")
+# `jpipe.Pipeline` does not take a loss that returns (sum, weight) yet.
+WEIGHTED = ("translation_1f1b",)
 
-# As the ones left, but for the data or the schedule.
-SLOW = ("gpt_2bw", "mnist_pipemare", "mnist_resnet50_gpipe")
+
+def marked(path):
+    if path.stem in WEIGHTED:
+        skip = pytest.mark.skip(reason="needs weighted losses")
+        return pytest.param(path, marks=skip)
+    return slow(path) if path.stem in SLOW else path
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_one_loads(path):
     config = flags.load(str(path), TrainConfig)
     assert len(config.model.layers()) >= config.pipeline.table().num_stages
+    assert callable(config.model.loss())
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -45,33 +63,36 @@ def test_docstring_is_the_record_of_a_run(path):
     assert "2-core x86-64 CPU" in doc and "2026" in doc
 
 
-@pytest.mark.parametrize(
-    "path",
-    [slow(path) if path.stem in SLOW else path for path in CONFIGS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", map(marked, CONFIGS), ids=lambda path: path.stem)
 def test_one_shrunken_step(path, tmp_path, capsys, monkeypatch):
     # Restored afterwards: the run adds to it.
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     config = flags.load(str(path), TrainConfig)
-    # The first microbatch is through an asynchronous pipeline after some.
+    # The first microbatch is through an asynchronous pipeline after some steps.
     num_steps = 1 if config.pipeline.table().synchronous else 6
     words = [
         *SHRUNKEN[type(config.model).__name__],
         f"num_steps={num_steps}",
+        "pipeline.num_stages=2",
         "pipeline.synchronous_steps=0",
+        "eval_batches=none",
         f"batch_size={2 * config.pipeline.num_microbatches}",
         f"run_dir={tmp_path / 'run'}",
     ]
     # Few held-out examples.
-    text = tmp_path / "short.txt"
-    text.write_text("To be, or not to be. " * 40)
-    if hasattr(config.data, "path"):
+    if type(config.data).__name__ == "Pairs":
+        words.append(f"data.path={write_pairs(tmp_path / 'pairs.tsv', 40)}")
+    elif hasattr(config.data, "path"):
+        text = tmp_path / "short.txt"
+        text.write_text("To be, or not to be. " * 40)
         words.append(f"data.path={text}")
     else:
         first = lambda *args: [next(in_order(*args))]  # noqa: E731
         monkeypatch.setattr("train.train.in_order", first)
     assert main(["--config", str(path), *(f"--config.{word}" for word in words)]) == 0
     assert f"step {num_steps}/{num_steps}  loss " in capsys.readouterr().out
-    lines = (tmp_path / "run" / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, num_steps, num_steps]
+    lines = log_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == [0, num_steps, num_steps]
+    assert 0 <= lines[-1]["test_accuracy"] <= 1
+    if type(config.model).__name__ == "UNet":
+        assert 0 < lines[-1]["test_intersection_over_union"] < 1

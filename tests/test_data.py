@@ -8,10 +8,12 @@ import sys
 
 import numpy as np
 import pytest
+from runs import write_pairs
 
 from train import mnist
-from train.data import in_order, shuffled
-from train.mnist import MNIST
+from train.data import in_order, num_labels, shuffled
+from train.mnist import MNIST, MNISTPixels
+from train.pairs import BEGIN, END, FIRST_BYTE, VOCAB_SIZE, Pairs
 from train.text import Text, Windows
 
 
@@ -80,6 +82,13 @@ def test_in_order_has_every_example_once(size):
     batches = [batch["inputs"] for batch in in_order(Numbers(size), 4)]
     np.testing.assert_array_equal(np.concatenate(batches), np.arange(size))
     assert all(len(batch) == 4 for batch in batches[:-1])
+
+
+def test_labels_that_count():
+    labels = np.ones((2, 3), int)
+    assert num_labels({"labels": labels}) == 6
+    weights = np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    assert num_labels({"labels": labels, "weights": weights}) == 3
 
 
 # -- MNIST ------------------------------------------------------------------------------
@@ -162,7 +171,7 @@ def test_a_damaged_file_is_named(tmp_path, name, content, message):
         MNIST(dir=str(tmp_path)).load()
     assert message in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)
-    assert "Fetch it again" in str(caught.value)
+    assert "Download it" in str(caught.value)
 
 
 def test_shipped_digits_that_were_changed_are_refused(tmp_path, monkeypatch):
@@ -178,6 +187,49 @@ def test_shipped_digits_that_were_changed_are_refused(tmp_path, monkeypatch):
 def test_a_shift_out_of_the_image_is_refused():
     with pytest.raises(ValueError, match="from 0 to 27 pixels, got 28"):
         MNIST(max_shift=28)
+
+
+def test_pixels_are_labelled_by_their_digit_or_as_background():
+    data = MNISTPixels(noise=0.0, max_shift=2).load()
+    assert data.unit == "pixels" and "pixels of MNIST, 8,572" in data.source
+    plain = MNIST().load()
+    batch, digits = data.test.batch(np.arange(50), None), plain.test.labels[:50]
+    assert batch["inputs"].shape == (50, 28, 28, 1)
+    assert batch["labels"].shape == (50, 28, 28) and batch["labels"].dtype == np.int32
+    np.testing.assert_array_equal(
+        batch["inputs"], plain.test.batch(np.arange(50), None)["inputs"]
+    )
+    ink = plain.test.images[:50] >= 128
+    for labels, digit, drawn in zip(batch["labels"], digits, ink):
+        assert set(labels[drawn]) == {digit} and set(labels[~drawn]) == {10}
+    # Labels move with their images.
+    batch = data.train.batch(np.arange(50), np.random.default_rng(0))
+    np.testing.assert_array_equal(batch["labels"] != 10, batch["inputs"][..., 0] > 1.2)
+
+
+def test_noise_of_pixels_is_drawn_anew_but_for_held_out_images():
+    data, clean = MNISTPixels(noise=0.5).load(), MNISTPixels(noise=0.0).load()
+    numbers = np.arange(40)
+
+    def noise(examples, still, *args):
+        a, b = (each.batch(*args)["inputs"] for each in (examples, still))
+        return (a - b) * 0.3081
+
+    held_out = noise(data.test, clean.test, numbers, None)
+    assert abs(held_out.mean()) < 0.01 and abs(held_out.std() - 0.5) < 0.01
+    np.testing.assert_allclose(
+        noise(data.test, clean.test, numbers[7:9], None), held_out[7:9], atol=1e-6
+    )
+    drawn = [
+        noise(data.train, clean.train, numbers, np.random.default_rng(k))
+        for k in (0, 1)
+    ]
+    assert abs(drawn[0].std() - 0.5) < 0.01
+    assert np.abs(np.corrcoef(drawn[0].ravel(), drawn[1].ravel())[0, 1]) < 0.05
+    with pytest.raises(ValueError, match="`noise` must be at least 0, got -1"):
+        MNISTPixels(noise=-1)
+    with pytest.raises(ValueError, match="from 0 to 27 pixels, got 28"):
+        MNISTPixels(max_shift=28)
 
 
 # -- Text -------------------------------------------------------------------------------
@@ -244,7 +296,7 @@ def test_a_large_text():
 @pytest.mark.parametrize(
     "options, files, error, message",
     [
-        ({"path": "no.txt"}, {}, FileNotFoundError, "no text file or directory"),
+        ({"path": "no.txt"}, {}, FileNotFoundError, "no file or directory `no.txt`"),
         ({"path": "."}, {"a.md": b"x"}, FileNotFoundError, "no text in the directory"),
         ({"path": "a.txt.gz"}, {"a.txt.gz": b"x"}, ValueError, "cannot be unpacked"),
         ({"path": "a.txt"}, {"a.txt": b"short"}, ValueError, "`seq_len` = 128 bytes"),
@@ -269,5 +321,107 @@ def test_bad_options_are_refused(options):
 
 def test_a_python_without_its_reference(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(FileNotFoundError, match="Name a text of your own"):
+    with pytest.raises(FileNotFoundError, match="Name a text file as `data.path`"):
         Text().load()
+
+
+# -- Sentence pairs ---------------------------------------------------------------------
+
+
+def sentence(tokens):
+    """The bytes before the end of a row of tokens."""
+    tokens = list(tokens)
+    return bytes(t - FIRST_BYTE for t in tokens[: tokens.index(END)])
+
+
+def test_pairs_are_padded_and_the_decoder_reads_the_target_shifted(tmp_path):
+    path = write_pairs(tmp_path / "pairs.tsv", 20)
+    data = Pairs(path=str(path), seq_len=12, test_fraction=0.25).load()
+    assert (len(data.train), len(data.test), data.unit) == (15, 5, "tokens")
+    assert data.bytes_per_label is None
+    assert "15 for training and 5 held out; 0 longer than 11 bytes left" in data.source
+    for rng in (None, np.random.default_rng(0)):
+        batch = data.train.batch(np.array([3, 11]), rng)
+        source, target = batch["inputs"]["source"], batch["inputs"]["target"]
+        labels, weights = batch["labels"], batch["weights"]
+        arrays = (source, target, labels, weights)
+        assert [a.shape for a in arrays] == [(2, 12)] * 4
+        assert source.dtype == target.dtype == labels.dtype == np.int32
+        assert [sentence(row) for row in source] == [b"number 3", b"number 11"]
+        assert [sentence(row) for row in labels] == [b"Zahl 3!", b"Zahl 11!"]
+        np.testing.assert_array_equal(target[:, 0], BEGIN)
+        for row in range(2):
+            length = np.flatnonzero(labels[row] == END)[0] + 1
+            np.testing.assert_array_equal(
+                target[row, 1:length], labels[row, : length - 1]
+            )
+            assert not target[row, length:].any() and not labels[row, length:].any()
+            np.testing.assert_array_equal(weights[row], np.arange(12) < length)
+        assert num_labels(batch) == len("Zahl 3!") + len("Zahl 11!") + 2
+        assert max(a.max() for a in arrays) < VOCAB_SIZE
+
+
+def test_long_pairs_are_left_out_and_held_out_ones_may_have_a_file(tmp_path):
+    (tmp_path / "a.tsv.gz").write_bytes(
+        gzip.compress("1234567\tsieben\r\n\n12345678\tacht\nfünf\tcinq\n".encode())
+    )
+    path = write_pairs(tmp_path / "b.tsv", 3)
+    options = {"path": str(path), "test_path": str(tmp_path / "a.tsv.gz")}
+    data = Pairs(**options, seq_len=9).load()
+    assert (len(data.train), len(data.test)) == (3, 3)
+    assert "0 longer than 8 bytes" in data.source
+    batch = data.test.batch(np.arange(3), None)
+    assert [sentence(row) for row in batch["inputs"]["source"]] == [
+        b"1234567",
+        b"12345678",
+        "fünf".encode(),
+    ]
+    path.write_text("a\tb\nmuch longer\tc\n")
+    data = Pairs(**options, seq_len=8).load()
+    assert (len(data.train), len(data.test)) == (1, 2)
+    assert "2 longer than 7 bytes left out" in data.source
+    path.write_text("much longer\tc\n")
+    with pytest.raises(ValueError, match="training data must have a pair of at most"):
+        Pairs(**options, seq_len=8).load()
+
+
+def test_real_pairs():
+    directory = shared("translation")
+    data = Pairs(
+        path=str(directory / "en_de_train.tsv.gz"),
+        test_path=str(directory / "en_de_valid.tsv.gz"),
+        seq_len=1024,
+    ).load()
+    assert (len(data.train), len(data.test)) == (25_945, 673)
+    batch = data.train.batch(np.zeros(1, int), None)
+    assert sentence(batch["inputs"]["source"][0]) == b"What is Access2Base?"
+    assert sentence(batch["labels"][0]) == b"Was ist Access2Base?"
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (
+            "a\tb\nc\n",
+            "line 2 of `a.tsv` must hold a sentence, a tab and its translation",
+        ),
+        ("a\tb\tc\n", "got 3 columns: 'a\\tb\\tc'. Correct or remove the line."),
+        ("a\t\n", "got 2 columns: 'a\\t'"),
+        ("a\tb\n", "the held-out data must have a pair of at most `seq_len` - 1 = 127"),
+    ],
+)
+def test_files_that_are_no_pairs(tmp_path, monkeypatch, content, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.tsv").write_text(content)
+    with pytest.raises(ValueError) as caught:
+        Pairs(path="a.tsv").load()
+    assert message in str(caught.value)
+
+
+def test_pairs_without_a_file():
+    with pytest.raises(ValueError, match="Write `--config.data.path=FILE.tsv`"):
+        Pairs().load()
+    with pytest.raises(FileNotFoundError, match="no file or directory `no.tsv`"):
+        Pairs(path="no.tsv").load()
+    with pytest.raises(ValueError, match="`seq_len` must be at least 2, got 1"):
+        Pairs(seq_len=1)

@@ -6,8 +6,8 @@ import optax
 import oracles
 import pytest
 from families import FAMILIES, cross_entropy, schedule_named, slow
+from helpers import assert_close, with_nan_buffers
 from jax.sharding import AxisType, Mesh
-from test_transparency import assert_close, with_nan_buffers
 
 import jpipe
 

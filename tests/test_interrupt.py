@@ -1,4 +1,4 @@
-"""Ctrl-C: the first is noted, a second ends the process, and neither leaves a traceback."""
+"""Signals: the first is noted, a second ends the process, and neither leaves a traceback."""
 
 import os
 import pathlib
@@ -31,8 +31,8 @@ Stubborn()
 """
 
 
-def interrupted(setup, times):
-    """Exit code, output and errors of a program that gets Ctrl-C so many times."""
+def interrupted(setup, times, number=signal.SIGINT):
+    """Exit code, output and errors of a program that gets a signal so many times."""
     process = subprocess.Popen(
         [sys.executable, "-c", BUSY.format(root=str(ROOT), setup=setup)],
         stdout=subprocess.PIPE,
@@ -42,7 +42,7 @@ def interrupted(setup, times):
     try:
         assert process.stderr.readline() == "ready\n"
         for _ in range(times):
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             said = process.stderr.readline() + process.stderr.readline()
         out, error = process.communicate(timeout=30)
     finally:
@@ -50,21 +50,33 @@ def interrupted(setup, times):
     return process.returncode, out, said + error
 
 
-def test_the_first_is_noted(monkeypatch):
-    before = signal.getsignal(signal.SIGINT)
+@pytest.mark.parametrize(
+    "number, code, message",
+    [
+        (signal.SIGINT, 130, "stopping after this step; Ctrl-C again stops at once."),
+        (
+            signal.SIGTERM,
+            143,
+            "SIGTERM: stopping after this step; a second signal stop",
+        ),
+    ],
+)
+def test_the_first_is_noted(monkeypatch, capfd, number, code, message):
+    before = signal.getsignal(number)
     with Interrupt("a.py") as taken:
         taken.check()
-        assert not taken.requested
-        os.kill(os.getpid(), signal.SIGINT)
-        assert taken.requested
+        assert not taken.requested and taken.exit_code == 0
+        os.kill(os.getpid(), number)
+        assert taken.requested and taken.exit_code == code
+        assert f"\na.py: {message}" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
             taken.check()
-        # A second is an order.
+        # A second is an order, whichever it is.
         left = []
-        monkeypatch.setattr(interrupt, "leave", left.append)
+        monkeypatch.setattr(interrupt, "leave", lambda *args: left.append(args))
         os.kill(os.getpid(), signal.SIGINT)
-        assert left == ["a.py: stopped at once."]
-    assert signal.getsignal(signal.SIGINT) is before
+        assert left == [("a.py: stopped at once.", 130)]
+    assert signal.getsignal(number) is before
 
 
 def test_the_second_ends_the_process_wherever_it_is():
@@ -74,9 +86,12 @@ def test_the_second_ends_the_process_wherever_it_is():
     assert error == "\na.py: stopped at once.\n"
 
 
-def test_before_there_is_anything_to_keep_one_is_enough():
+@pytest.mark.parametrize(
+    "number, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
+def test_before_there_is_anything_to_keep_one_is_enough(number, expected):
     setup = "leave_on_interrupt('a.py: stopped before it began.')"
-    code, out, error = interrupted(setup, times=1)
-    assert code == 130
+    code, out, error = interrupted(setup, times=1, number=number)
+    assert code == expected
     assert out == "a line that is in no file yet\n"
     assert error == "\na.py: stopped before it began.\n"

@@ -1,16 +1,18 @@
 """The log of a run: its lines, its records, and the same for TensorBoard."""
 
+import subprocess
 import sys
 import time
 import types
 
 import numpy as np
 import pytest
-from runs import events_of, log_of
+from runs import events_of, file_size_limit, log_of
 
 from train import log as log_module
 from train.log import (
     Log,
+    LogError,
     NonFiniteGradientsError,
     NonFiniteLossError,
     peak_memory_bytes,
@@ -22,7 +24,6 @@ def make_log(tmp_path, **changes):
         num_steps=5,
         log_every=2,
         unit="images",
-        units_per_step=10,
         learning_rate=lambda step: step / 8,
         start=time.perf_counter(),
     )
@@ -35,7 +36,13 @@ def make_log(tmp_path, **changes):
 def test_a_line_has_the_mean_since_the_line_before(tmp_path, capsys):
     with make_log(tmp_path) as log:
         for step, loss in enumerate([1.0, 2.0, 4.0, None, 5.0], start=1):
-            log.step(step, loss, gradient_norm=10.0 * step, num_skipped=int(step == 3))
+            log.step(
+                step,
+                loss,
+                gradient_norm=10.0 * step,
+                num_skipped=int(step == 3),
+                num_units=10,
+            )
             lines = (tmp_path / "log.jsonl").read_text().splitlines()
             assert len(lines) == (0, 1, 1, 2, 3)[step - 1]  # written at once
             assert len(events_of(tmp_path)) == len(lines)
@@ -54,18 +61,39 @@ def test_a_line_has_the_mean_since_the_line_before(tmp_path, capsys):
     assert " images/s  0:00 left  peak " in out and out.count(" MiB\n") == 3
 
 
+def test_a_record_holds_the_numbers_of_every_step(tmp_path):
+    with make_log(tmp_path, log_every=3) as log:
+        for step, loss in enumerate([1.0, None, 1 / 3, 4.0, 5.0], start=1):
+            norm = float("inf") if step == 4 else 2.0
+            log.step(step, loss, num_units=10, gradient_norm=norm)
+    first, second = [line["each_step"] for line in log_of(tmp_path)]
+    assert first == {
+        "loss": [1.0, None, 0.333333],
+        "gradient_norm": [2.0, 2.0, 2.0],
+        "learning_rate": [0.125, 0.25, 0.375],
+    }
+    assert second["loss"] == [4.0, 5.0] and second["gradient_norm"] == [None, 2.0]
+
+
 def test_a_pipeline_that_fills_has_no_loss(tmp_path):
     with make_log(tmp_path) as log:
-        log.step(1, None)
-        log.step(2, None)
+        log.step(1, None, num_units=10)
+        log.step(2, None, num_units=10)
     (line,) = log_of(tmp_path)
     assert "loss" not in line and "gradient_norm" not in line and line["step"] == 2
 
 
 def test_a_gradient_that_is_not_finite_is_in_no_mean(tmp_path):
     with make_log(tmp_path) as log:
-        log.step(1, 1.0, gradient_norm=float("inf"), num_skipped=2, updated=False)
-        log.step(2, 1.0, gradient_norm=3.0)
+        log.step(
+            1,
+            1.0,
+            gradient_norm=float("inf"),
+            num_skipped=2,
+            updated=False,
+            num_units=10,
+        )
+        log.step(2, 1.0, gradient_norm=3.0, num_units=10)
     (line,) = log_of(tmp_path)
     assert (line["gradient_norm"], line["skipped_updates"]) == (3.0, 2)
 
@@ -73,7 +101,7 @@ def test_a_gradient_that_is_not_finite_is_in_no_mean(tmp_path):
 def test_an_unfinished_line_is_written_when_a_run_ends(tmp_path):
     with make_log(tmp_path) as log:
         for step in (1, 2, 3):
-            log.step(step, float(step))
+            log.step(step, float(step), num_units=10)
         log.finish_line()
         log.finish_line()  # nothing is left
     assert [(line["step"], line["loss"]) for line in log_of(tmp_path)] == [
@@ -89,19 +117,19 @@ def test_speed_is_that_of_training_alone(tmp_path, monkeypatch):
     with make_log(tmp_path, num_steps=6, start=-7.0) as log:
         for step in range(1, 7):
             now += 100 if step == 1 else 2  # the first may compile
-            log.step(step, 1.0)
+            log.step(step, 1.0, num_units=10 * step)  # batches differ, as with padding
             if step in (2, 3):
                 with log.paused():
                     now += 50
     lines = log_of(tmp_path)
-    assert [line["images_per_second"] for line in lines] == [5.0] * 3
+    assert [line["images_per_second"] for line in lines] == [10.0, 17.5, 27.5]
     assert [line["seconds"] for line in lines] == [109.0, 213.0, 217.0]
 
 
 def test_the_unit_of_speed_is_that_of_the_data(tmp_path, capsys):
     with make_log(tmp_path, unit="tokens") as log:
-        log.step(1, 1.0)
-        log.step(2, 1.0)
+        log.step(1, 1.0, num_units=10)
+        log.step(2, 1.0, num_units=10)
     assert log_of(tmp_path)[0]["tokens_per_second"] > 0
     assert " tokens/s " in capsys.readouterr().out
 
@@ -120,12 +148,16 @@ def test_evaluations_are_records_and_lines(tmp_path, capsys):
     with make_log(tmp_path, unit="tokens", num_steps=10) as log:
         result = {"test_loss": 2.0, "test_accuracy": 0.25}
         log.held_out(4, result)
+        log.held_out(5, result | {"test_intersection_over_union": 0.125})
         log.held_out(10, result | {"bits_per_byte": 2.5})
-    first, last = log_of(tmp_path)
+    first, second, last = log_of(tmp_path)
     assert first.pop("seconds") >= 0 and first == {"step": 4, **result}
+    assert second["test_intersection_over_union"] == 0.125
     assert last["bits_per_byte"] == 2.5
     assert capsys.readouterr().out.splitlines() == [
         "step  4/10  held-out tokens: accuracy 25.00%, loss 2.0000",
+        "step  5/10  held-out tokens: accuracy 25.00%, intersection over union 12.50%, "
+        "loss 2.0000",
         "held-out tokens: accuracy 25.00%, loss 2.0000, 2.500 bits per byte",
     ]
 
@@ -136,9 +168,9 @@ def test_evaluations_are_records_and_lines(tmp_path, capsys):
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_the_step_of_a_loss_that_is_not_finite_is_named(tmp_path, loss):
     with make_log(tmp_path) as log:
-        log.step(1, 1.0)
+        log.step(1, 1.0, num_units=10)
         with pytest.raises(NonFiniteLossError, match=f"step 2: the loss is {loss}"):
-            log.step(2, loss)
+            log.step(2, loss, num_units=10)
     before, line = log_of(tmp_path)
     assert (before["step"], before["loss"]) == (1, 1.0)
     assert line == {"step": 2, "loss": None, "error": f"the loss is {loss}"}
@@ -170,7 +202,13 @@ def test_a_line_without_any_update_is_an_error(tmp_path, log_every, skipped, sto
         with make_log(tmp_path, num_steps=100, log_every=log_every) as log:
             for step in range(1, 101):
                 missing = step in skipped
-                log.step(step, 1.0, num_skipped=4 * missing, updated=not missing)
+                log.step(
+                    step,
+                    1.0,
+                    num_skipped=4 * missing,
+                    updated=not missing,
+                    num_units=10,
+                )
 
     if stops is None:
         return run()
@@ -186,6 +224,50 @@ def test_a_line_without_any_update_is_an_error(tmp_path, log_every, skipped, sto
     assert f"last {num_steps} steps were not finite" in error["error"]
 
 
+# -- Files that cannot be written -------------------------------------------------------
+
+
+def test_a_full_disk_is_an_error_and_leaves_whole_records(tmp_path):
+    path = tmp_path / "log.jsonl"
+    with make_log(tmp_path) as log:
+        log.write({"step": 0})
+        with file_size_limit(100):
+            with pytest.raises(LogError) as caught:
+                log.write({"step": 1, "words": "x" * 200})
+        assert str(caught.value) == (
+            f"step 1: cannot write the log `{path}`: File too large."
+        )
+        log.write({"step": 2})  # there is space again
+    assert [record["step"] for record in log_of(tmp_path)] == [0, 2]
+
+
+def test_a_log_that_was_removed_is_an_error(tmp_path):
+    with make_log(tmp_path) as log:
+        log.step(1, 1.0, num_units=10)
+        (tmp_path / "log.jsonl").unlink()
+        with pytest.raises(LogError, match="it was removed or moved during the run"):
+            log.step(2, 1.0, num_units=10)
+    assert not (tmp_path / "log.jsonl").exists()
+
+
+def test_output_that_cannot_be_written_is_an_error(tmp_path):
+    program = (
+        f"import sys; sys.path[:0] = {[path for path in sys.path]!r}\n"
+        "import pathlib, test_log\n"
+        "try:\n"
+        f"    test_log.make_log(pathlib.Path({str(tmp_path)!r})).print('a line')\n"
+        "except test_log.LogError as error:\n"
+        "    sys.exit(str(error))\n"
+    )
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(
+            [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE
+        )
+    assert run.stderr.decode() == (
+        "step 0: cannot write to standard output: No space left on device.\n"
+    )
+
+
 # -- TensorBoard ------------------------------------------------------------------------
 
 
@@ -193,10 +275,10 @@ def test_every_number_of_a_record_is_a_scalar_of_tensorboard(tmp_path):
     with make_log(tmp_path) as log:
         log.write({"step": 0, "memory_bytes": {"weights": 8, "batch": 3}})
         for step in (1, 2, 3):
-            log.step(step, 0.5, gradient_norm=2.0)
+            log.step(step, 0.5, gradient_norm=2.0, num_units=10)
         log.held_out(3, {"test_loss": 2.0, "test_accuracy": 0.25})
         with pytest.raises(NonFiniteLossError):
-            log.step(4, float("nan"))
+            log.step(4, float("nan"), num_units=10)
     records, events = log_of(tmp_path), events_of(tmp_path)
     assert (
         [step for step, _ in events] == [r["step"] for r in records] == [0, 2, 3, 3, 4]
@@ -205,12 +287,13 @@ def test_every_number_of_a_record_is_a_scalar_of_tensorboard(tmp_path):
     assert events[-1] == (4, {})  # no number: `null` and a text
     for record, (step, values) in zip(records[1:-1], events[1:-1], strict=True):
         assert record.pop("step") == step
+        record.pop("each_step", None)  # lists are no scalars
         assert values == pytest.approx(record, rel=1e-6)
 
 
 def test_closing_twice_is_closing(tmp_path):
     log = make_log(tmp_path)
-    log.step(1, 1.0)
+    log.step(1, 1.0, num_units=10)
     log.close()
     log.close()
     assert "tensorboard" not in sys.modules  # its files need only tensorboardX

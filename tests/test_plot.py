@@ -22,6 +22,30 @@ LINES = [
         for step in range(1, 9)
     ),
 ]
+EACH_STEP = [
+    {
+        "step": 4,
+        "loss": 2.5,
+        "learning_rate": 0.4,
+        "each_step": {
+            "loss": [None, 3.0, 2.5, 2.0],
+            "gradient_norm": [None, 1.0, None, 2.0],
+            "learning_rate": [0.1, 0.2, 0.3, 0.4],
+        },
+    },
+    {
+        "step": 6,
+        "loss": 1.0,
+        "learning_rate": 0.2,
+        "each_step": {
+            "loss": [1.5, 0.5],
+            "gradient_norm": [1.0, 1.0],
+            "learning_rate": [0.3, 0.2],
+        },
+    },
+]
+MEAN = "training, mean of the steps of a log line"
+HELD = "held-out data, after this step"
 HELD_OUT = [
     {"step": 4, "test_loss": 0.5, "test_accuracy": 0.5},
     {"step": 8, "test_loss": 0.1, "test_accuracy": 0.75, "bits_per_byte": 0.144},
@@ -55,16 +79,51 @@ def test_a_panel_for_each_quantity():
         "speed (tokens/s)",
     ]
     assert found["loss (nats)"] == {
-        "training": [(step, 2.0**-step) for step in range(1, 9)],
-        "held-out": [(4, 0.5), (8, 0.1)],
+        MEAN: [(step, 2.0**-step) for step in range(1, 9)],
+        HELD: [(4, 0.5), (8, 0.1)],
     }
-    assert found["speed (tokens/s)"]["training"] == [(s, 1000.0) for s in range(1, 9)]
+    assert found["speed (tokens/s)"][MEAN] == [(s, 1000.0) for s in range(1, 9)]
+
+
+def test_every_step_is_drawn_and_means_lie_in_the_middle_of_their_steps():
+    found = panels([*EACH_STEP, *HELD_OUT])
+    assert found["loss (nats)"] == {
+        "training, each step": [(2, 3.0), (3, 2.5), (4, 2.0), (5, 1.5), (6, 0.5)],
+        MEAN: [(2.5, 2.5), (5.5, 1.0)],
+        HELD: [(4, 0.5), (8, 0.1)],
+    }
+    (rates,) = found["learning rate"].values()  # with the rise at its begin
+    assert rates == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4), (5, 0.3), (6, 0.2)]
+    assert list(found["gradient norm"].values())[0] == [(2, 1), (4, 2), (5, 1), (6, 1)]
+
+
+def test_one_curve_is_enough_if_every_step_is_a_line():
+    lines = [
+        line | {"each_step": {"loss": [line["loss"]]}}
+        for line in LINES
+        if "loss" in line
+    ]
+    points = [(step, 2.0**-step) for step in range(1, 9)]
+    assert panels(lines)["loss (nats)"] == {"training, each step": points}
+
+
+def test_many_steps_are_averaged_to_what_a_picture_can_show():
+    record = {
+        "step": 6000,
+        "loss": 3.0,
+        "learning_rate": 0.1,
+        "each_step": {"loss": [float(k) for k in range(1, 6001)]},
+    }
+    found = panels([record])["loss (nats)"]
+    points = found["training, mean of 3 steps"]
+    assert len(points) == 2000
+    assert points[0] == (2, 2) and points[-1] == (5999, 5999)
 
 
 def test_what_a_log_has_not_has_no_panel():
     assert list(panels([{"step": 3, "learning_rate": 0.1}])) == ["learning rate"]
     found = panels([{"step": 3, "loss": None, "error": "e"}, *HELD_OUT])
-    assert found == {"loss (nats)": {"held-out": [(4, 0.5), (8, 0.1)]}}
+    assert found == {"loss (nats)": {HELD: [(4, 0.5), (8, 0.1)]}}
     assert plot.figure(LINES[:1], "run") is None
     assert plot.figure([{"step": 1, "loss": None, "error": "e"}], "run") is None
     assert plot.figure([], "run") is None
@@ -78,6 +137,33 @@ def test_losses_that_fall_far_are_on_a_logarithmic_axis():
     assert plot.figure(LINES[:4], "run").axes[0].get_yscale() == "linear"
     zero = [{"step": 1, "loss": 1.0}, {"step": 2, "loss": 0.0}]
     assert plot.figure(zero, "run").axes[0].get_yscale() == "linear"
+
+
+@pytest.mark.parametrize(
+    "losses, expected",
+    [
+        # A run that diverged: powers of ten, on one axis all written alike.
+        ([2.5, 1e4, 1e11, 1e15], {"$10^{3}$", "$10^{9}$"}),
+        ([2e6, 4e6, 3e6], {r"$2\times10^{6}$", r"$3\times10^{6}$"}),
+        ([2500.0, 1000.0, 2000.0], {"1,000", "2,500"}),
+        ([2.0, 1.0, 1.5], {"1", "1.5", "2"}),
+    ],
+)
+def test_numbers_of_an_axis_are_written_alike(losses, expected):
+    records = [
+        {"step": k, "loss": loss, "learning_rate": 0.1}
+        for k, loss in enumerate(losses, 1)
+    ]
+    fig = plot.figure(records, "run")
+    fig.draw_without_rendering()
+    axes = fig.axes[0]
+    low, high = axes.get_ylim()
+    texts = {
+        label.get_text()
+        for label, tick in zip(axes.get_yticklabels(), axes.get_yticks())
+        if low <= tick <= high
+    }
+    assert expected <= texts and len({text.startswith("$") for text in texts}) == 1
 
 
 def test_the_title_says_how_it_ended():

@@ -1,11 +1,13 @@
 """The training script, as a user runs it and from within."""
 
+import contextlib
 import json
 import os
 import pathlib
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,15 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import events_of, log_of
+from runs import events_of, file_size_limit, log_of
 
 import jpipe
-from models import MLP
+from models import MLP, CrossEntropy
+from train import flags
 from train import train as script
+from train.config import TrainConfig
 from train.data import in_order
 from train.devices import check_devices
 from train.mnist import MNIST
-from train.train import evaluate, loss_fn, main
+from train.train import evaluate, main
 
 ROOT = pathlib.Path(__file__).parents[1]
 QUICKSTART = ["--config", str(ROOT / "configs" / "quickstart.py")]
@@ -38,18 +42,25 @@ TINY = [
     "--config.num_steps=5",
     "--config.log_every=2",
 ]
+ONE_STAGE = [*TINY, "--config.pipeline.num_stages=1"]  # compiles fastest
 
 
-@pytest.fixture(autouse=True)
-def _restore_flags(monkeypatch):
-    # Runs in this process add to the variable.
-    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+@pytest.fixture(scope="module", autouse=True)
+def _restore_flags():
+    """Runs in this process add to the variable."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+        yield
+
+
+def options(*words):
+    return [f"--config.{word}" for word in words]
 
 
 def environment(**changes):
-    """That of a fresh shell, in which nobody has chosen devices."""
-    own = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONPATH")
-    return {k: v for k, v in os.environ.items() if k not in own} | {
+    """The environment of a fresh shell, in which no number of devices is chosen."""
+    removed = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONPATH")
+    return {k: v for k, v in os.environ.items() if k not in removed} | {
         "JAX_PLATFORMS": "cpu",
         **changes,
     }
@@ -65,6 +76,23 @@ def shell(*words, cwd=ROOT, **changes):
         text=True,
         timeout=300,
     )
+
+
+def training_losses(run_dir):
+    """{step: loss} of every step of a run."""
+    steps = {}
+    for line in log_of(run_dir):
+        losses = line.get("each_step", {}).get("loss", [])
+        steps |= dict(enumerate(losses, line["step"] - len(losses) + 1))
+    return steps
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The folder of a run in this process, which several tests compare with."""
+    run_dir = tmp_path_factory.mktemp("base") / "run"
+    assert main([*TINY, *options("num_steps=6", f"run_dir={run_dir}")]) == 0
+    return run_dir
 
 
 # -- A whole run ------------------------------------------------------------------------
@@ -114,6 +142,7 @@ def test_a_run_from_a_shell(tmp_path):
         events.name,
     }
     config = json.loads((run_dir / "config.json").read_text())
+    assert config["name"] == "quickstart" and config["run_dir"] is None
     assert config["model"] == {
         "type": "MLP",
         "num_inputs": 784,
@@ -134,103 +163,115 @@ def test_a_run_from_a_shell(tmp_path):
     # As in the config: a warmup of 40 steps to 2e-2.
     rates = [line["learning_rate"] for line in steps]
     np.testing.assert_allclose(rates, [2e-2 * k / 40 for k in (2, 4, 5)], rtol=1e-5)
+    each = [rate for line in steps for rate in line["each_step"]["learning_rate"]]
+    np.testing.assert_allclose(each, [2e-2 * k / 40 for k in range(1, 6)], rtol=1e-5)
     assert 0 < result["test_accuracy"] < 1 and result["test_loss"] < 4
     assert [step for step, _ in events_of(run_dir)] == [0, 2, 4, 5, 5]
 
 
-def test_numbers_depend_on_the_seed_and_not_on_the_devices(tmp_path):
-    def losses(name, *words):
-        words = [f"--config.run_dir={tmp_path / name}", *words]
-        assert main([*TINY, "--config.log_every=1", *words]) == 0
-        return [
-            line.get("loss", line.get("test_loss"))
-            for line in log_of(tmp_path / name)[1:]
-        ]
+def test_a_run_is_repeated_from_its_config_json(base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--config", str(base / "config.json")]) == 0
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    assert run_dir.name.startswith("quickstart-")
+    for again, line in zip(log_of(run_dir), log_of(base), strict=True):
+        for name in ("loss", "test_loss", "test_accuracy", "each_step"):
+            assert again.get(name) == line.get(name)
+    texts = [(path / "config.json").read_text() for path in (run_dir, base)]
+    assert texts[0] == texts[1]
 
-    two = losses("two")
-    assert len(two) == 6
-    assert two[-2] < two[0]
-    assert losses("again") == two
-    one = losses("one", "--config.pipeline.num_stages=1")
-    np.testing.assert_allclose(one, two, rtol=1e-4)
-    replicated = losses("replicated", "--config.pipeline.data=2")
+
+def test_numbers_depend_on_the_seed_and_not_on_the_devices(base, tmp_path):
+    def losses(name, *words):
+        words = options(f"run_dir={tmp_path / name}", "num_steps=6", *words)
+        assert main([*TINY, *words]) == 0
+        losses = training_losses(tmp_path / name)
+        return [*losses.values(), log_of(tmp_path / name)[-1]["test_loss"]]
+
+    two = [*training_losses(base).values(), log_of(base)[-1]["test_loss"]]
+    assert len(two) == 7 and two[5] < two[0]
+    replicated = losses("replicated", "pipeline.data=2", "pipeline.num_stages=1")
     np.testing.assert_allclose(replicated, two, rtol=1e-4)
-    other = losses("other", "--config.seed=1")
+    other = losses("other", "seed=1", "pipeline.num_stages=1")
     assert np.abs(np.subtract(other, two)).min() > 1e-3
 
 
-@pytest.mark.parametrize("schedule", ["one_f_one_b", "pipedream"])
-def test_evaluation_while_training(tmp_path, schedule, capsys):
+def test_evaluation_while_training(tmp_path, capsys):
+    table = jpipe.schedules.one_f_one_b(2, 2, ticks="unit")
+    (tmp_path / "mine.txt").write_text(table.to_text())
+
     def records(name, *words):
-        words = [
-            f"--config.{word}"
-            for word in (*common, f"run_dir={tmp_path / name}", *words)
-        ]
+        words = options(
+            f"pipeline.schedule_file={tmp_path / 'mine.txt'}",
+            "optimizer.decay=constant",
+            "optimizer.warmup_steps=0",
+            f"run_dir={tmp_path / name}",
+            *words,
+        )
         assert main([*TINY, *words]) == 0
         return log_of(tmp_path / name)[1:]
 
-    common = [
-        f"pipeline.schedule={schedule}",
-        "optimizer.decay=constant",
-        "optimizer.warmup_steps=0",
-    ]
     whole = records("whole", "num_steps=4", "log_every=3", "eval_every=2")
     assert [line["step"] for line in whole] == [2, 3, 4, 4]
     first, _, _, last = whole
     assert "test_loss" in first and "test_loss" in last
     out = capsys.readouterr().out
+    assert "mine: 2 stages, 2 devices, 2 microbatches" in out
     assert f"step 2/4  held-out images: accuracy {first['test_accuracy']:.2%}" in out
 
-    # The first 100 of them; before the last step alone.
-    part = records(
-        "part", "num_steps=4", "log_every=3", "eval_every=3", "eval_batches=1"
+    # It does not change training, and sees the weights as they are after its step.
+    shorter = records("shorter", "num_steps=2")
+    assert shorter[0]["each_step"]["loss"] == whole[1]["each_step"]["loss"][:2]
+    assert shorter[-1]["test_loss"] == pytest.approx(first["test_loss"], rel=1e-5)
+    assert shorter[-1]["test_accuracy"] == first["test_accuracy"]
+
+
+def test_evaluation_of_an_asynchronous_run_on_a_part(tmp_path):
+    words = options(
+        "pipeline.schedule=pipedream",
+        "num_steps=4",
+        "log_every=3",
+        "eval_every=3",
+        "eval_batches=1",
+        f"run_dir={tmp_path / 'run'}",
     )
-    assert [line["step"] for line in part] == [3, 3, 4, 4]
-    for line, num_examples in ((part[1], 100), (part[3], 2000)):
+    assert main([*TINY, *words]) == 0
+    lines = log_of(tmp_path / "run")[1:]
+    assert [line["step"] for line in lines] == [3, 3, 4, 4]
+    # The first 100 images; after the last step all of them.
+    for line, num_examples in ((lines[1], 100), (lines[3], 2000)):
         hits = line["test_accuracy"] * num_examples
         assert hits == pytest.approx(round(hits), abs=1e-3)
-
-    # It does not change training, and sees the weights as they are after its step.
-    assert part[0]["loss"] == whole[1]["loss"]
-    assert part[3]["test_loss"] == whole[3]["test_loss"]
-    if schedule == "one_f_one_b":
-        shorter = records("shorter", "num_steps=2")
-        assert shorter[-1]["test_loss"] == pytest.approx(first["test_loss"], rel=1e-5)
-        assert shorter[-1]["test_accuracy"] == first["test_accuracy"]
+    assert lines[1]["test_accuracy"] * 2000 % 20 == pytest.approx(0, abs=1e-3)
 
 
-def test_a_synchronous_warm_up_is_handed_over(tmp_path, capsys):
-    """The first steps are GPipe's; the asynchronous schedule goes on, with corrections, and ends with everything done."""
-
-    def losses(name, *words):
-        words = [*words, "num_steps=6", "log_every=1", f"run_dir={tmp_path / name}"]
-        assert main([*TINY, *(f"--config.{word}" for word in words)]) == 0
-        lines = log_of(tmp_path / name)
-        return {line["step"]: line["loss"] for line in lines if "loss" in line}
-
-    corrected = [
+def test_a_synchronous_warm_up_is_handed_over(base, tmp_path, capsys):
+    """The first steps are GPipe's; then the asynchronous schedule trains on, with corrections."""
+    words = options(
+        "num_steps=6",
         "pipeline.schedule=pipemare",
-        "pipeline.num_microbatches=1",
+        "pipeline.synchronous_steps=3",
         "optimizer.annealing_steps=10",
         "optimizer.discrepancy_decay=0.5",
         "optimizer.predict_weights=true",
-    ]
-    plain = losses("plain", "pipeline.num_microbatches=1")
-    warm = losses("warm", *corrected, "pipeline.synchronous_steps=3")
-    assert [warm[step] for step in (1, 2, 3)] == [plain[step] for step in (1, 2, 3)]
+        f"run_dir={tmp_path / 'warm'}",
+    )
+    assert main([*TINY, *words]) == 0
+    plain, warm = training_losses(base), training_losses(tmp_path / "warm")
+    np.testing.assert_allclose(
+        [warm[step] for step in (1, 2, 3)],
+        [plain[step] for step in (1, 2, 3)],
+        rtol=1e-5,
+    )
     assert np.isfinite(warm[6]) and warm[6] != plain[6]
     (handover,) = (line for line in log_of(tmp_path / "warm") if "schedule" in line)
     assert (handover["step"], handover["schedule"]) == (3, "pipemare")
     assert "step 3/6  pipemare takes over" in capsys.readouterr().out
 
 
-def test_text_is_counted_in_tokens(tmp_path, capsys, monkeypatch):
-    pipes, make = [], jpipe.Pipeline
-    monkeypatch.setattr(
-        jpipe, "Pipeline", lambda *a, **k: pipes.append(make(*a, **k)) or pipes[-1]
-    )
+def test_text_is_counted_in_tokens_and_matrices_are_split(tmp_path, capsys):
     (tmp_path / "some.txt").write_text("To be, or not to be. " * 90)
-    words = [
+    words = options(
         "pipeline.num_stages=2",
         "pipeline.num_microbatches=2",
         "num_steps=3",
@@ -244,31 +285,47 @@ def test_text_is_counted_in_tokens(tmp_path, capsys, monkeypatch):
         "model.num_blocks=1",
         "model.tie_embeddings=true",
         "batch_size=4",
-        f"run_dir={tmp_path / 'run'}",
-    ]
-    assert main([*QUICKSTART, *(f"--config.{word}" for word in words)]) == 0
+    )
+    losses = []
+    for model in (1, 2):
+        run_dir = tmp_path / f"model{model}"
+        more = options(f"pipeline.model={model}", f"run_dir={run_dir}")
+        assert main([*QUICKSTART, *words, *more]) == 0
+        losses.append([*training_losses(run_dir).values()])
     out = capsys.readouterr().out
     assert " tokens/s " in out and "held-out tokens: accuracy " in out
-    *_, line, result = log_of(tmp_path / "run")
+    *_, line, result = log_of(tmp_path / "model1")
     assert line["tokens_per_second"] > 0
-    assert pipes[0].ties == [((0, "token.embedding"), (-1, "embedding"))]
     assert result["bits_per_byte"] == pytest.approx(result["test_loss"] / np.log(2))
-
-
-def test_a_schedule_from_a_file(tmp_path, capsys):
-    table = jpipe.schedules.one_f_one_b(2, 4, ticks="unit")
-    (tmp_path / "mine.txt").write_text(table.to_text())
-    words = [
-        f"--config.pipeline.schedule_file={tmp_path / 'mine.txt'}",
-        f"--config.run_dir={tmp_path / 'run'}",
+    # Two devices share each stage, and the numbers stay.
+    assert (
+        "mesh: stage=2 (2 x cpu)" in out and "mesh: stage=2, model=2 (4 x cpu)" in out
+    )
+    assert "--config.model.model_axis=model\n" in out
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+    weights = [
+        log_of(tmp_path / f"model{model}")[0]["memory_bytes"]["weights"]
+        for model in (1, 2)
     ]
-    assert main([*TINY, *words]) == 0
-    assert "mine: 2 stages, 2 devices, 4 microbatches" in capsys.readouterr().out
+    assert weights[1] < weights[0]
+
+
+def test_the_arguments_of_a_pipeline():
+    config = TrainConfig(model=MLP(), data=MNIST())
+    tied = flags.override(
+        config, {"model": {"": "Transformer", "tie_embeddings": "true"}}
+    )
+    mesh = jpipe.make_mesh(stage=1)
+    assert not script.options_of_pipeline(config, mesh)["ties"]
+    options = script.options_of_pipeline(tied, mesh)
+    assert options["ties"] == [((0, "token.embedding"), (-1, "embedding"))]
+    assert options["loss"] == CrossEntropy() and options["has_aux"]
+    assert options["boundaries"] == "flops" and options["mesh"] is mesh
 
 
 def test_a_terminal_gets_a_progress_bar(tmp_path):
     parent, child = pty.openpty()
-    words = [*TINY, "--config.num_steps=40", f"--config.run_dir={tmp_path / 'run'}"]
+    words = [*ONE_STAGE, *options("num_steps=40", f"run_dir={tmp_path / 'run'}")]
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train" / "train.py"), *words],
         stdout=child,
@@ -296,11 +353,8 @@ def test_a_terminal_gets_a_progress_bar(tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, capsys):
-    words = [
-        f"--config.run_dir={tmp_path / 'run'}",
-        "--config.optimizer.warmup_steps=0",
-    ]
-    assert main([*TINY, "--config.optimizer.learning_rate=1e30", *words]) == 1
+    words = options(f"run_dir={tmp_path / 'run'}", "optimizer.warmup_steps=0")
+    assert main([*ONE_STAGE, "--config.optimizer.learning_rate=1e30", *words]) == 1
     error = capsys.readouterr().err
     assert re.match(
         r"train.py: step 2: the loss is (nan|inf)\. Training stopped", error
@@ -318,15 +372,15 @@ def test_gradients_that_are_never_finite_stop_the_run(tmp_path, capsys, monkeypa
 
     def broken(*args):
         state, metrics = step(*args)
-        return state, {**metrics, "skipped_updates": np.ones(2, np.int32)}
+        return state, {**metrics, "skipped_updates": np.ones(1, np.int32)}
 
     monkeypatch.setattr(jpipe.Pipeline, "step", broken)
-    words = [
+    words = options(
         "num_steps=100",
         f"run_dir={tmp_path / 'run'}",
         "pipeline.compute_dtype=float16",
-    ]
-    assert main([*TINY, *(f"--config.{word}" for word in words)]) == 1
+    )
+    assert main([*ONE_STAGE, *words]) == 1
     error = capsys.readouterr().err
     assert error.startswith(
         "train.py: step 20: the gradients of the last 20 steps were not finite, so none "
@@ -337,11 +391,55 @@ def test_gradients_that_are_never_finite_stop_the_run(tmp_path, capsys, monkeypa
     assert (tmp_path / "run" / "run.png").exists()
 
 
+@pytest.mark.parametrize("fault", ["full disk", "removed folder", "full at the end"])
+def test_a_run_that_cannot_write_says_so_in_one_line(
+    tmp_path, monkeypatch, capsys, fault
+):
+    function, calls, run_dir = script.record, [], tmp_path / "run"
+
+    def record(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            if fault == "full disk":
+                limits.enter_context(file_size_limit(1000))
+            elif fault == "removed folder":
+                shutil.rmtree(run_dir)
+        function(*args)
+
+    def save(path):
+        with file_size_limit(1000):
+            return draw(path)
+
+    draw = script.plot.save
+    monkeypatch.setattr(script, "record", record)
+    if fault == "full at the end":
+        monkeypatch.setattr(script.plot, "save", save)
+    words = options("num_steps=9", "log_every=1", f"run_dir={run_dir}")
+    with contextlib.ExitStack() as limits:
+        code = main([*ONE_STAGE, *words])
+    error = capsys.readouterr().err
+    assert code == 3
+    assert error.startswith("train.py: ") and error.count("\n") == 1
+    if fault == "full at the end":
+        assert "cannot write the picture of the run: File too large" in error
+        assert log_of(run_dir)[-1]["step"] == 9
+        assert not (run_dir / "run.png").exists()
+        return
+    assert "Training stopped, as it needs its log" in error and len(calls) <= 4
+    if fault == "full disk":
+        assert f"cannot write the log `{run_dir / 'log.jsonl'}`: File too" in error
+        assert f"The log up to here is in {run_dir}." in error
+        assert [line["step"] for line in log_of(run_dir)] == [0, 1, 2]  # whole records
+    else:
+        assert "removed or moved during the run" in error
+        assert error.endswith("The log is lost.\n") and not run_dir.exists()
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (["--config.pipeline.num_stage=2"], "Did you mean `num_stages`?"),
-        (["--config.pipeline.schedule=gpip"], "Did you mean 'gpipe'?"),
+        (["--config.pipeline.schedule=gpip"], "Did you mean"),
         (["--config.pipeline.schedule_file=no.txt"], "no.txt"),
         (["--config.pipeline.num_stages=3"], "3 stages"),
         (
@@ -349,10 +447,17 @@ def test_gradients_that_are_never_finite_stop_the_run(tmp_path, capsys, monkeypa
             "9 dev",
         ),
         (["--config.pipeline.boundaries=5"], "`boundaries`"),
+        (["--config.pipeline.model=2"], "for MLP, which has no option `model_axis`"),
         (["--config.batch_size=101"], "101 cannot be cut into 2 equal microbatches"),
         (["--config.batch_size=100000"], "Use a `batch_size` of at most 8572"),
         (["--config.data.dir=nowhere"], "Put the four official files there"),
+        (["--config.data=Pairs"], "`data.path` must name a file of sentence pairs"),
+        (["--config.data=MNISTPixels"], "Train this model on a data set that labels"),
         (["--config.run_dir=."], "`run_dir` must be new or empty"),
+        (
+            ["--config.run_dir=/proc/nope"],
+            "cannot write to the run folder `/proc/nope`",
+        ),
         (["--config.pipeline.synchronous_steps=2"], "before 'gpipe', which is sync"),
     ],
 )
@@ -369,24 +474,29 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+def test_a_run_folder_without_space_is_noticed_before_compilation(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(jpipe, "Pipeline", None)  # nothing gets so far
+    with file_size_limit(1000):
+        assert main([*TINY, f"--config.run_dir={tmp_path / 'a' / 'b'}"]) == 2
+    error = capsys.readouterr().err
+    assert "cannot write to the run folder" in error and error.count("\n") == 1
+    assert "Name another as `--config.run_dir=FOLDER`, or free space." in error
+    assert not any(tmp_path.iterdir())
+
+
 def test_mistakes_from_a_shell_show_no_traceback():
-    run = shell(*QUICKSTART, "--config.num_step=3")
-    assert run.returncode == 2
-    assert run.stdout == ""
-    assert run.stderr.startswith(
-        "train.py: unknown option `--config.num_step`. Did you"
-    )
-    assert run.stderr.count("\n") == 1
+    run = shell(*QUICKSTART, JAX_PLATFORMS="cuda")
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("train.py: JAX finds no devices of the kind that JAX_")
+    assert "Set JAX_PLATFORMS=cpu" in run.stderr and run.stderr.count("\n") == 1
 
 
 def test_a_number_of_devices_in_the_environment_is_respected():
-    for name, value in (
-        ("XLA_FLAGS", "--xla_force_host_platform_device_count=3"),
-        ("JAX_NUM_CPU_DEVICES", "3"),
-    ):
-        run = shell(*QUICKSTART, **{name: value})
-        assert run.returncode == 2
-        assert "the schedule needs 4 devices, got 3 (cpu)." in run.stderr
+    run = shell(*QUICKSTART, XLA_FLAGS="--xla_force_host_platform_device_count=3")
+    assert run.returncode == 2
+    assert "the schedule needs 4 devices, got 3 (cpu)." in run.stderr
 
 
 def test_too_few_devices_of_another_kind(monkeypatch):
@@ -400,21 +510,14 @@ def test_too_few_devices_of_another_kind(monkeypatch):
         check_devices(4, 2)
     with pytest.raises(ValueError, match="fewer replicas: --config.pipeline.data=1."):
         check_devices(1, 2)
+    with pytest.raises(ValueError, match="needs 8 devices .4 x model=2., got 1"):
+        check_devices(4, 1, 2)
 
 
-def test_interrupting_keeps_the_log(tmp_path):
-    words = [
-        "num_steps=1000000",
-        "log_every=7",
-        f"run_dir={tmp_path / 'run'}",
-    ]
+def test_sigterm_ends_a_run_like_ctrl_c(tmp_path):
+    words = options("num_steps=1000000", "log_every=7", f"run_dir={tmp_path / 'run'}")
     process = subprocess.Popen(
-        [
-            sys.executable,
-            str(ROOT / "train" / "train.py"),
-            *TINY,
-            *(f"--config.{word}" for word in words),
-        ],
+        [sys.executable, str(ROOT / "train" / "train.py"), *ONE_STAGE, *words],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -425,14 +528,14 @@ def test_interrupting_keeps_the_log(tmp_path):
             if line.startswith("step "):
                 break
         time.sleep(0.2)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=60)
     finally:
         process.kill()
-    assert process.returncode == 130
+    assert process.returncode == 143
     run_dir = tmp_path / "run"
     stopping, stopped = error.strip().splitlines()
-    assert stopping.startswith("train.py: stopping after this step; Ctrl-C again")
+    assert stopping.startswith("train.py: SIGTERM: stopping after this step; a second")
     (step,) = re.findall(
         r"^train.py: stopped after step (\d+) of 1000000\. The log up to here is in",
         stopped,
@@ -464,16 +567,16 @@ def test_an_interrupt_loses_nothing(
         return function(*args, **kwargs)
 
     monkeypatch.setattr(script, place, interrupting)
-    words = [
-        "pipeline.num_stages=1",
+    words = options(
         "num_steps=9",
         "log_every=3",
         "eval_every=2",
         "eval_batches=2",
         f"run_dir={tmp_path / 'run'}",
-    ]
-    assert main([*TINY, *(f"--config.{word}" for word in words)]) == 130
-    assert f"stopped after step {last} of 9" in capsys.readouterr().err
+    )
+    assert main([*ONE_STAGE, *words]) == 130
+    stopping, stopped = capsys.readouterr().err.strip().splitlines()
+    assert f"stopped after step {last} of 9" in stopped
     assert [line["step"] for line in log_of(tmp_path / "run")] == steps
     assert (tmp_path / "run" / "run.png").exists()
     assert len(calls) <= num_calls + 1  # it ends soon
@@ -512,30 +615,30 @@ def test_commands_in_the_help_work(capsys):
 
 
 def test_evaluation_counts_every_example_once():
-    data = MNIST().load()
+    data, loss = MNIST().load(), CrossEntropy()
     pipe = jpipe.Pipeline(
         MLP(widths=(8,)).layers(),
-        loss=loss_fn,
+        loss=loss,
         optimizer=optax.sgd(0.1),
         schedule=jpipe.schedules.gpipe(2, 2),
         has_aux=True,
     )
     batch = data.train.batch(np.arange(300), None)
     state = pipe.init(jax.random.key(0), batch)
-    loss, accuracy = evaluate(pipe, state, data.test, 300)  # 2,000 = 6 * 300 + 200
+    result = evaluate(pipe, state, data.test, 300)  # 2,000 = 6 * 300 + 200
     outputs = np.concatenate(
         [pipe.predict(state, batch) for batch in in_order(data.test, 300)]
     )
     labels = data.test.labels.astype(np.int32)
     assert len(outputs) == 2000
-    expected, aux = loss_fn(jnp.asarray(outputs), {"labels": labels})
-    assert loss == pytest.approx(float(expected), rel=1e-5)
-    assert accuracy == pytest.approx(np.mean(outputs.argmax(axis=-1) == labels))
-    assert accuracy == pytest.approx(float(aux["accuracy"]))
+    expected, averages = loss(jnp.asarray(outputs), {"labels": labels})
+    assert result["loss"] == pytest.approx(float(expected), rel=1e-5)
+    assert result["accuracy"] == pytest.approx(np.mean(outputs.argmax(-1) == labels))
+    assert result["accuracy"] == pytest.approx(float(averages["accuracy"]))
     # A part, and what ends it.
-    part, _ = evaluate(pipe, state, data.test, 300, 2)
-    expected, _ = loss_fn(jnp.asarray(outputs[:600]), {"labels": labels[:600]})
-    assert part == pytest.approx(float(expected), rel=1e-5)
+    part = evaluate(pipe, state, data.test, 300, 2)
+    expected, _ = loss(jnp.asarray(outputs[:600]), {"labels": labels[:600]})
+    assert part["loss"] == pytest.approx(float(expected), rel=1e-5)
     with pytest.raises(ZeroDivisionError):
         evaluate(pipe, state, data.test, 300, None, lambda: 1 / 0)
 

@@ -1,9 +1,9 @@
-"""What can be configured in a training run. Read the fields: this is the reference.
+"""The options of a training run. The text below each field is its reference.
 
 A file in `configs/` has a function `get_config()` that returns a `TrainConfig`. Any
 field can be changed on the command line, as `--config.pipeline.num_stages=2`. The
-options of a model are in `models/`, those of a data set in `train/mnist.py` and
-`train/text.py`.
+options of a model are in `models/`, those of a data set in `train/mnist.py`,
+`train/text.py` and `train/pairs.py`.
 """
 
 import dataclasses
@@ -18,45 +18,50 @@ import optax
 import jpipe
 from models import Model
 from train.flags import did_you_mean
-from train.mnist import MNIST
+from train.mnist import MNIST, MNISTPixels
+from train.pairs import Pairs
 from train.text import Text
 
-Data = MNIST | Text
+Data = MNIST | MNISTPixels | Text | Pairs
 
 
-def _decays(params):
+def _decays(params: Any) -> Any:
     """True for matrices and kernels, False for biases and scales of norms."""
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
-def _check(holds: bool, config, name: str, rule: str) -> None:
+def _check(holds: bool, config: Any, name: str, rule: str) -> None:
+    """Raises `ValueError` if a rule of a numeric field is broken."""
     if not (holds and math.isfinite(getattr(config, name))):
         raise ValueError(f"`{name}` {rule}, got {getattr(config, name)}.")
 
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """How the model is pipelined."""
+    """The pipeline: schedule, stages and devices."""
 
     schedule: str = "gpipe"
-    """A schedule of `jpipe.schedules`, by name."""
+    """The name of a schedule of `jpipe.schedules`."""
     num_stages: int = 4
-    """Stages S that the layers are cut into."""
+    """Number of stages S that the layers are cut into."""
     num_microbatches: int = 8
-    """Microbatches N that a minibatch is cut into."""
+    """Number of microbatches N that a minibatch is cut into."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """What else the schedule takes, such as `options.ticks=unit`."""
+    """Further arguments of the schedule, such as `options.ticks=unit`."""
     schedule_file: str | None = None
-    """A table written by hand, in the text form of `jpipe.Schedule.to_text`; it takes
-    the place of the four fields above."""
+    """A file with a schedule in the text form of `jpipe.Schedule.to_text`. It replaces
+    the four fields above."""
     data: int = 1
-    """Replicas of the pipeline, which share out every minibatch among them; each has
-    devices of its own."""
+    """Number of replicas of the pipeline (data parallelism, mesh axis "data"). Each
+    replica has its own devices and trains on its share of every minibatch."""
+    model: int = 1
+    """Number of devices that share the work of each stage (tensor parallelism, mesh axis
+    "model"). Above 1, the model must have an option `model_axis`, as Transformer has."""
     boundaries: tuple[int, ...] | None = None
-    """The layer at which each stage after the first begins. None: balanced."""
+    """The number of the first layer of each stage but stage 0. None: `balance` decides."""
     balance: Literal["flops", "time", "memory"] = "flops"
-    """What the stages get equal shares of, where `boundaries` does not say: operations,
-    seconds of each layer as measured before the run, or bytes."""
+    """Without `boundaries`, stages get equal shares of this: floating-point operations,
+    the measured time of each layer, or bytes."""
     recompute: Literal[
         "none",
         "full",
@@ -64,25 +69,27 @@ class PipelineConfig:
         "dots_with_no_batch_dims_saveable",
         "nothing_saveable",
     ] = "none"
-    """Whether a stage keeps its activations, or its inputs alone and runs again; or
-    which of them a layer keeps, as `jax.checkpoint_policies` names it."""
+    """What a stage keeps for its backward: all activations ("none"), only its inputs
+    ("full"), or the activations that a policy of `jax.checkpoint_policies` selects. The
+    backward computes the others again."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What layers compute in. Weights and their updates stay in float32."""
+    """The dtype that layers compute in. Weights and their updates stay in float32."""
     loss_scale: Literal["none", "dynamic"] = "none"
-    """Whether the loss is scaled up for its gradient, which float16 needs."""
+    """Whether the loss is multiplied by a dynamic scale before its gradient is computed.
+    float16 needs this."""
     synchronous_steps: int = 0
-    """Steps at the start that are trained by GPipe, before an asynchronous schedule takes
-    over: PipeMare's synchronous warm-up (T3)."""
+    """Number of steps at the start that GPipe trains, before an asynchronous schedule
+    takes over: PipeMare's synchronous warm-up (T3)."""
 
-    def __post_init__(self):
-        for name in ("num_stages", "num_microbatches", "data"):
+    def __post_init__(self) -> None:
+        for name in ("num_stages", "num_microbatches", "data", "model"):
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
         _check(
             self.synchronous_steps >= 0, self, "synchronous_steps", "must be at least 0"
         )
 
     def options_of_pipeline(self) -> dict[str, Any]:
-        """What `jpipe.Pipeline` takes beside model, loss, optimizer, schedule and mesh."""
+        """Further arguments of `jpipe.Pipeline` that this section sets."""
         recompute: Any = self.recompute
         if recompute not in ("none", "full"):
             recompute = getattr(jax.checkpoint_policies, recompute)
@@ -94,28 +101,36 @@ class PipelineConfig:
         }
 
     def warm_up_table(self, table: jpipe.Schedule) -> jpipe.Schedule | None:
-        """The schedule of the first `synchronous_steps`; None if there are none.
+        """The schedule of the first `synchronous_steps`.
+
+        Args:
+          table: the schedule that takes over after them.
+
+        Returns:
+          A GPipe schedule of the same shape; None if `synchronous_steps` is 0.
 
         Raises:
-          ValueError: if `table`, which takes over, is synchronous itself.
+          ValueError: if `table` is synchronous.
         """
         if not self.synchronous_steps:
             return None
         if table.synchronous:
             raise ValueError(
-                f"`synchronous_steps` come before an asynchronous schedule, got {self.synchronous_steps} before "
-                f"{table.name!r}, which is synchronous. Leave them at 0, or choose pipemare, pipedream or pipedream_2bw."
+                "`synchronous_steps` come before an asynchronous schedule, got "
+                f"{self.synchronous_steps} before {table.name!r}, which is synchronous. "
+                "Leave them at 0, or choose pipemare, pipedream or pipedream_2bw."
             )
-        with warnings.catch_warnings():  # of its bubble, which ends
+        # GPipe warns about its bubble, but runs for the first steps only.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             return jpipe.schedules.gpipe(table.num_stages, table.num_microbatches)
 
     def table(self) -> jpipe.Schedule:
-        """The schedule that is asked for.
+        """The schedule that the fields describe.
 
         Raises:
-          ValueError: if there is none like it; says what there is.
-          OSError: if its file cannot be read.
+          ValueError: if there is no such schedule; the message lists the schedules.
+          OSError: if `schedule_file` cannot be read.
         """
         if self.schedule_file is not None:
             return jpipe.schedules.read(self.schedule_file)
@@ -135,14 +150,15 @@ class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
     name: Literal["adamw", "nadamw", "sgd"] = "adamw"
-    """Adam with decoupled weight decay, the same with a Nesterov momentum for late
-    gradients (`jpipe.optim.nadamw`), or gradient descent with momentum."""
+    """AdamW; AdamW with Nesterov momentum for delayed gradients (`jpipe.optim.nadamw`);
+    or gradient descent with Nesterov momentum."""
     learning_rate: float = 1e-3
     """The largest learning rate, reached after `warmup_steps`."""
     warmup_steps: int = 0
-    """Steps in which the learning rate rises from 0, linearly."""
+    """Number of steps in which the learning rate rises linearly from 0."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls to 0 by the last step, or that it does not."""
+    """The curve by which the learning rate falls to 0 at the last step; "constant" keeps
+    it."""
     weight_decay: float = 0.0
     """Decoupled weight decay, of matrices and kernels only."""
     momentum: float = 0.9
@@ -150,18 +166,19 @@ class OptimizerConfig:
     b2: float = 0.999
     """Decay of the mean squared gradient; adamw and nadamw only."""
     clip_norm: float | None = None
-    """The largest norm of the gradient, over all stages. None: any."""
+    """The largest norm of the gradient, over all stages. None: no clipping."""
     annealing_steps: int | None = None
-    """Steps in which a stage's learning rate rises from its share of 1 / delay to the
-    whole: PipeMare's T1, for asynchronous schedules. None: no such thing."""
+    """Number of steps in which the learning rate of a stage with delayed gradients rises
+    from learning_rate / delay to learning_rate: PipeMare's T1, for asynchronous
+    schedules. None: no such rise."""
     discrepancy_decay: float | None = None
-    """D of PipeMare's T2, for asynchronous schedules: backwards read weights moved back to
-    what the forward read. None: they do not."""
+    """Decay D of PipeMare's T2, for asynchronous schedules: a backward reads an estimate
+    of the weights that its forward read. None: a backward reads the current weights."""
     predict_weights: bool = False
-    """Whether forwards read the weights moved ahead to what their gradient will meet, for
-    asynchronous schedules: SpecTrain, XPipe, PipeOptim."""
+    """Whether a forward reads a prediction of the weights that its gradient will be
+    applied to, for asynchronous schedules: SpecTrain, XPipe, PipeOptim."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         _check(self.learning_rate > 0, self, "learning_rate", "must be above 0")
         _check(self.warmup_steps >= 0, self, "warmup_steps", "must be at least 0")
         _check(self.weight_decay >= 0, self, "weight_decay", "must be at least 0")
@@ -176,7 +193,7 @@ class OptimizerConfig:
             _check(0 < D < 1, self, "discrepancy_decay", "must lie between 0 and 1")
 
     def learning_rate_schedule(self, num_steps: int) -> optax.Schedule:
-        """Step to learning rate, for a run of `num_steps`."""
+        """A function from step to learning rate, for a run of `num_steps`."""
         peak, warmup = self.learning_rate, self.warmup_steps
         num_decay = max(num_steps - warmup, 1)
         decay = {
@@ -186,7 +203,7 @@ class OptimizerConfig:
         }[self.decay]
         if warmup == 0:
             return decay
-        # Step 0 already moves: a first step at rate 0 would be a wasted one.
+        # The rise starts above 0: a first step at rate 0 would be wasted.
         rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
         return optax.join_schedules([rise, decay], [warmup])
 
@@ -220,7 +237,7 @@ class OptimizerConfig:
         return optax.chain(*chain)
 
     def options_of_pipeline(self) -> dict[str, Any]:
-        """The weights that forwards and backwards read, as `jpipe.Pipeline` takes them."""
+        """The arguments of `jpipe.Pipeline` that choose the weights which are read."""
         predicts, corrects = self.predict_weights, self.discrepancy_decay is not None
         return {
             "forward_params": jpipe.optim.predicted_params if predicts else None,
@@ -233,32 +250,32 @@ class TrainConfig:
     """One training run."""
 
     model: Model
-    """What is trained: a model of `models/`."""
+    """The model, one of `models/`. It also chooses the loss."""
     data: Data
-    """What it is trained on."""
+    """The data set."""
     pipeline: PipelineConfig = PipelineConfig()
-    """How it is pipelined."""
+    """The pipeline: schedule, stages and devices."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """How it is updated."""
+    """The optimizer and its learning-rate schedule."""
     batch_size: int = 128
-    """Examples to a minibatch. A multiple of `pipeline.num_microbatches`, times
+    """Number of examples per minibatch. A multiple of `pipeline.num_microbatches` times
     `pipeline.data`."""
     num_steps: int = 1000
-    """Minibatches to train on; each is one update of the weights."""
+    """Number of minibatches to train on; each is one update of the weights."""
     log_every: int = 50
-    """Steps to a line of the log."""
+    """Number of steps per line of the log."""
     eval_every: int | None = None
-    """Steps from one evaluation on the held-out data to the next. None: only after the
-    last step, where there always is one, of all of them."""
+    """Number of steps between evaluations on the held-out data. None: only after the last
+    step. An evaluation after the last step always takes place, on all held-out data."""
     eval_batches: int | None = None
-    """Minibatches of the held-out data, the first ones, that an evaluation before the
+    """Number of held-out minibatches, from the first on, that an evaluation before the
     last step reads. None: all."""
     seed: int = 0
-    """Of the weights and of the order of the data."""
+    """Seed of the weights and of the order of the data."""
     run_dir: str | None = None
-    """A new directory for what the run writes. None: `runs/NAME-TIME`."""
+    """A new folder for the files of the run. None: `runs/NAME-TIME`."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("batch_size", "num_steps", "log_every"):
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
         for name in ("eval_every", "eval_batches"):
@@ -266,14 +283,35 @@ class TrainConfig:
                 _check(getattr(self, name) >= 1, self, name, "must be at least 1")
         if self.pipeline.synchronous_steps >= self.num_steps:
             raise ValueError(
-                f"`pipeline.synchronous_steps` must be fewer than `num_steps`, got {self.pipeline.synchronous_steps} of "
-                f"{self.num_steps}: {self.pipeline.schedule} would never take over. Lower them, or set 0 and "
+                "`pipeline.synchronous_steps` must be fewer than `num_steps`, got "
+                f"{self.pipeline.synchronous_steps} of {self.num_steps}: "
+                f"{self.pipeline.schedule} would never take over. Lower them, or set 0 and "
                 "`pipeline.schedule=gpipe`."
             )
         if self.eval_batches is not None and self.eval_every is None:
             raise ValueError(
-                f"`eval_batches` is for evaluations before the last step, got "
-                f"{self.eval_batches} without an `eval_every`, which says when they are. "
-                "Set `eval_every`, or leave `eval_batches` at none."
+                "`eval_batches` is for evaluations before the last step, got "
+                f"{self.eval_batches} without `eval_every`, so there are no such "
+                "evaluations. Set `eval_every`, or leave `eval_batches` at none."
             )
         _check(0 <= self.seed < 2**32, self, "seed", "must lie in [0, 2**32)")
+        if self.pipeline.model > 1:
+            self._split_model()
+
+    def _split_model(self) -> None:
+        """Names the mesh axis "model" to the model, so that its matrices are split."""
+        kind = type(self.model).__name__
+        if not hasattr(self.model, "model_axis"):
+            raise ValueError(
+                f"`pipeline.model` is for models whose matrices can be split, got "
+                f"{self.pipeline.model} for {kind}, which has no option `model_axis`. Use "
+                "`pipeline.model=1` or a Transformer."
+            )
+        if self.model.model_axis is None:
+            model = dataclasses.replace(self.model, model_axis="model")
+            object.__setattr__(self, "model", model)  # the class is frozen
+        elif self.model.model_axis != "model":
+            raise ValueError(
+                '`model.model_axis` must be "model", the axis that `pipeline.model` adds to '
+                f"the mesh, got {self.model.model_axis!r}. Leave it at none."
+            )

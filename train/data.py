@@ -1,17 +1,20 @@
-"""Examples in memory, and batches of them in an order that depends on the seed alone.
+"""Examples in memory, and batches of them in an order that depends only on the seed.
 
 Only numpy. A data set is a frozen dataclass of options with a method `load()` that
-returns a `Dataset`; see `train/mnist.py` and `train/text.py`. A batch is a dict of
-arrays with a leading batch axis: "inputs" feeds the model's first layer, "labels" the
-loss.
+returns a `Dataset`; see `train/mnist.py`, `train/text.py` and `train/pairs.py`. A batch
+is a dict of arrays with a leading batch axis:
+
+    inputs   the input of the model's first layer: an array, or a dict of arrays
+    labels   integers that the loss compares the outputs with
+    weights  optional, of the labels' shape: 1 for a label that counts, 0 for padding
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-Batch = dict[str, np.ndarray]
+Batch = dict[str, Any]
 
 
 class Examples(Protocol):
@@ -20,18 +23,25 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: np.ndarray, rng: np.random.Generator | None) -> Batch:
-        """The examples numbered `indices`, varied by `rng`; None: as they are."""
+        """A batch of some examples.
+
+        Args:
+          indices: the numbers of the examples.
+          rng: draws the variation of training examples; None: no variation.
+        """
         ...
 
 
 class Dataset(NamedTuple):
-    """What `load()` returns.
+    """The result of `load()`.
 
     Attributes:
-      train: the examples to learn from; test: those held out.
-      source: where they come from, in words.
-      unit: what one label stands for, in the plural: "images", "tokens".
-      bytes_per_label: of a text, how many bytes of it a label stands for; None: no text.
+      train: the examples to train on.
+      test: the held-out examples.
+      source: a description of the data for the head of a run.
+      unit: the thing that one label stands for, in the plural: "images", "tokens".
+      bytes_per_label: number of bytes of a text that one label stands for; None if the
+        data are no text.
     """
 
     train: Examples
@@ -44,17 +54,18 @@ class Dataset(NamedTuple):
 def shuffled(
     examples: Examples, batch_size: int, seed: int, first: int = 0
 ) -> Iterator[Batch]:
-    """Batches without end, every example at most once an epoch.
+    """Yields batches without end, with every example at most once per epoch.
 
-    The order depends on the seed and the epoch, the variation on the seed, the epoch and
-    the place in it, so batch number k is the same however one gets there. The
-    `len(examples) % batch_size` examples that are left over differ from epoch to epoch.
+    The order depends on the seed and the epoch. The variation of the examples depends on
+    the seed, the epoch and the place of the batch in the epoch. So batch number k is
+    always the same. An epoch leaves out `len(examples) % batch_size` examples, other
+    ones each time.
 
     Args:
-      examples: what to draw from.
-      batch_size: examples to a batch.
+      examples: the examples to draw from.
+      batch_size: number of examples per batch.
       seed: at least 0.
-      first: the number of the first batch, for a run that goes on.
+      first: the number of the first batch, for a run that is continued.
 
     Yields:
       Batches of `batch_size` examples.
@@ -65,8 +76,9 @@ def shuffled(
     per_epoch = len(examples) // batch_size
     if per_epoch == 0:
         raise ValueError(
-            f"a batch of {batch_size} needs as many examples, got {len(examples)} to "
-            f"train on. Use a `batch_size` of at most {len(examples)}."
+            f"`batch_size` must be at most the number of training examples, got "
+            f"{batch_size} for {len(examples)} examples. Use a `batch_size` of at most "
+            f"{len(examples)}."
         )
     epoch, place = divmod(first, per_epoch)
     while True:
@@ -78,7 +90,13 @@ def shuffled(
 
 
 def in_order(examples: Examples, batch_size: int) -> Iterator[Batch]:
-    """Every example once, as it is; the last batch may be smaller than the others."""
+    """Yields every example once, without variation; the last batch may be smaller."""
     for start in range(0, len(examples), batch_size):
         stop = min(start + batch_size, len(examples))
         yield examples.batch(np.arange(start, stop), None)
+
+
+def num_labels(batch: Batch) -> int:
+    """The number of labels that count: all, or those with weight 1."""
+    weights = batch.get("weights")
+    return batch["labels"].size if weights is None else int(np.sum(weights))

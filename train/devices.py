@@ -1,11 +1,11 @@
-"""Devices for a run, and stand-ins for them on a machine that has only a CPU."""
+"""The devices of a run; on a machine with only a CPU, the CPU as several devices."""
 
 import os
 
 import jax
 
-# A stuck collective is worth a warning, and in the end the process; but one stage may
-# have much to do while another waits, so far later than XLA's 20 and 40 seconds.
+# XLA warns about a collective operation that waits for 20 seconds and aborts after 40.
+# On CPU one stage may compute for longer than that while another waits for its result.
 _TIMEOUT_SECONDS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 60,
     "xla_cpu_collective_call_terminate_timeout_seconds": 600,
@@ -13,12 +13,15 @@ _TIMEOUT_SECONDS = {
 
 
 def prepare_cpu(num_devices: int) -> None:
-    """Splits the CPU into `num_devices`, unless a number has been chosen already.
+    """Splits the CPU into `num_devices` devices, unless a number was already chosen.
 
-    It may have been by `xla_force_host_platform_device_count` in XLA_FLAGS, by
+    The user chooses a number by `xla_force_host_platform_device_count` in XLA_FLAGS, by
     JAX_NUM_CPU_DEVICES or by `jax.config`.
 
-    Call it before anything runs on JAX. Other kinds of devices are not touched.
+    Call this before JAX runs anything. Other kinds of devices are not changed.
+
+    Args:
+      num_devices: the number of devices.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     in_flags = "xla_force_host_platform_device_count" in flags
@@ -30,27 +33,49 @@ def prepare_cpu(num_devices: int) -> None:
     os.environ["XLA_FLAGS"] = flags.strip()
 
 
-def check_devices(num_devices: int, num_replicas: int = 1) -> None:
-    """Raises `ValueError` if JAX has fewer than a pipeline needs; says what to do.
+def check_devices(num_devices: int, num_replicas: int = 1, model: int = 1) -> None:
+    """Checks that JAX has as many devices as a run needs.
 
     Args:
-      num_devices: of the schedule.
-      num_replicas: of the pipeline.
+      num_devices: devices of the schedule.
+      num_replicas: replicas of the pipeline, the mesh axis "data".
+      model: devices that share the work of a stage, the mesh axis "model".
+
+    Raises:
+      ValueError: if there are fewer devices, or none of the kind that JAX_PLATFORMS
+        names. The message says what to do.
     """
-    devices = jax.devices()
-    if len(devices) >= num_devices * num_replicas:
+    devices = _devices()
+    if len(devices) >= num_devices * num_replicas * model:
         return
     kind = devices[0].platform
     remedy = "Set JAX_PLATFORMS=cpu to run on CPU devices instead"
     if kind == "cpu":
-        remedy = "Take the number of devices out of XLA_FLAGS and JAX_NUM_CPU_DEVICES"
+        remedy = "Remove the number of devices from XLA_FLAGS and JAX_NUM_CPU_DEVICES"
     needed, fewer = f"{num_devices} devices", "stages"
     option = f"--config.pipeline.num_stages={len(devices)}"
+    if model > 1:
+        needed = f"{num_devices * model} devices ({num_devices} x model={model})"
+        fewer, option = "devices per stage", "--config.pipeline.model=1"
     if num_replicas > 1:
         needed += f" for each of {num_replicas} replicas"
-        fewer, most = "replicas", max(len(devices) // num_devices, 1)
+        fewer, most = "replicas", max(len(devices) // (num_devices * model), 1)
         option = f"--config.pipeline.data={most}"
     raise ValueError(
         f"the schedule needs {needed}, got {len(devices)} ({kind}). "
         f"{remedy}, or use fewer {fewer}: {option}."
     )
+
+
+def _devices() -> list[jax.Device]:
+    """The devices of JAX; a clear error if its backend cannot start."""
+    try:
+        return jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX raises either
+        platforms = os.environ.get("JAX_PLATFORMS") or jax.config.jax_platforms
+        reason = f" ({' '.join(str(error).split())})" if str(error) else ""
+        raise ValueError(
+            f"JAX finds no devices of the kind that JAX_PLATFORMS={platforms} asks for"
+            f"{reason}. Set JAX_PLATFORMS=cpu to run on CPU devices, or install the JAX "
+            "package for your accelerator and its driver."
+        ) from error

@@ -1,6 +1,6 @@
 """Reads `--config FILE` and `--config.section.field=value` into frozen dataclasses.
 
-Standard library only. Values are read by the annotation of their field:
+Standard library only. The annotation of a field says how its value is read:
 
     int, float, bool, str     12, 3e-4, true, any text
     Literal["a", "b"]         one of these
@@ -16,11 +16,14 @@ import difflib
 import functools
 import importlib.util
 import inspect
+import json
+import os
 import pathlib
 import textwrap
+import traceback
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
 _EXAMPLES = {int: "12", float: "3e-4", bool: "true or false", str: "text"}
@@ -28,17 +31,18 @@ _UNIONS = (typing.Union, types.UnionType)
 
 
 def parse(arguments: Sequence[str], config_class: type) -> tuple[str, Any]:
-    """The configuration that a command line asks for.
+    """Reads the configuration that a command line names.
 
     Args:
       arguments: the words after the script's name.
-      config_class: what `get_config()` of the file must return.
+      config_class: the class that `get_config()` of the file must return.
 
     Returns:
-      The name of the file, without suffix, and the configuration.
+      The name of the configuration and the configuration. The name is that of the Python
+      file, without suffix, also where a run is repeated from its `config.json`.
 
     Raises:
-      ValueError: if the command line or the file is wrong; says how.
+      ValueError: if the command line or the file is wrong; says what.
       OSError: if the file cannot be read.
     """
     path, overrides = None, {}
@@ -65,32 +69,61 @@ def parse(arguments: Sequence[str], config_class: type) -> tuple[str, Any]:
             "no configuration. Name a file: `--config configs/quickstart.py`; "
             "`--help` shows more."
         )
-    config = load(path, config_class)
-    return pathlib.Path(path).stem, override(config, overrides)
+    name, config = _load(path, config_class)
+    return name, override(config, overrides)
 
 
 def load(path: str, config_class: type) -> Any:
-    """What `get_config()` of the Python file `path` returns."""
+    """Reads a configuration from a file.
+
+    Args:
+      path: a Python file with a function `get_config()`, or the `config.json` of a run.
+      config_class: the class of the configuration.
+
+    Returns:
+      An instance of `config_class`.
+
+    Raises:
+      ValueError: if the file is not such a configuration; names the line.
+      OSError: if the file cannot be read.
+    """
+    return _load(path, config_class)[1]
+
+
+def _load(path: str, config_class: type) -> tuple[str, Any]:
+    """The name and the configuration of a file."""
     if not pathlib.Path(path).is_file():
-        known = sorted(str(p) for p in pathlib.Path(path).parent.glob("*.py"))
+        folder = pathlib.Path(path).parent
+        known = sorted(map(str, [*folder.glob("*.py"), *folder.glob("*.json")]))
         raise FileNotFoundError(
             f"there is no configuration file `{path}`.{did_you_mean(path, known)}"
-            f"{_listing(' Beside it: ', known)}"
+            f"{_listing(' The folder has: ', known)}"
         )
-    if not path.endswith(".py"):
-        raise ValueError(f"a configuration is a Python file (.py), got `{path}`.")
+    if path.endswith(".json"):
+        return _load_json(path, config_class)
+    if path.endswith(".py"):
+        return pathlib.Path(path).stem, _load_python(path, config_class)
+    raise ValueError(
+        f"a configuration is a Python file (.py) or the `config.json` of a run, got "
+        f"`{path}`."
+    )
+
+
+def _load_python(path: str, config_class: type) -> Any:
+    """The result of `get_config()` in a Python file."""
     spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-        get_config = getattr(module, "get_config", None)
-        if get_config is None:
-            raise ValueError(
-                f"it must define `get_config()`, which returns a {config_class.__name__}."
-            )
-        config = get_config()
-    except (SyntaxError, ValueError) as error:
-        raise ValueError(f"`{path}`: {error}") from error
+        if hasattr(module, "get_config"):
+            config = module.get_config()
+    except Exception as error:  # the file may do anything
+        raise ValueError(f"{_location(error, path)}: {_reason(error)}") from error
+    if not hasattr(module, "get_config"):
+        raise ValueError(
+            f"`{path}`: it must define `get_config()`, which returns a "
+            f"{config_class.__name__}."
+        )
     if not isinstance(config, config_class):
         raise ValueError(
             f"`{path}`: `get_config()` must return a {config_class.__name__}, got "
@@ -99,11 +132,101 @@ def load(path: str, config_class: type) -> Any:
     return config
 
 
-def override(config: Any, overrides: dict[str, Any], flag: str = "--config") -> Any:
-    """`config` with the values of a nested dict of texts in place of its own.
+def _location(error: Exception, path: str) -> str:
+    """The file, and the line in it that an error comes from."""
+    absolute = os.path.abspath(path)  # as the import system names it
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == absolute]
+    if isinstance(error, SyntaxError) and error.filename == absolute:
+        lines = [error.lineno]
+    return f"`{path}`, line {lines[-1]}" if lines else f"`{path}`"
 
-    Fields that belong together change together: each dataclass is made, and so checks
-    itself, once.
+
+def _reason(error: Exception) -> str:
+    """An error in one line. A `ValueError` of a configuration needs no name."""
+    text = error.msg if isinstance(error, SyntaxError) else str(error)
+    text = " ".join(text.split())
+    return text if type(error) is ValueError else f"{type(error).__name__}: {text}"
+
+
+def _load_json(path: str, config_class: type) -> tuple[str, Any]:
+    """The name and the configuration in a file that `to_json` made."""
+    try:
+        values = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise ValueError(f"`{path}` is not JSON: {error}.") from error
+    if not isinstance(values, dict) or values.get("type") != config_class.__name__:
+        raise ValueError(
+            f"`{path}` must hold the options of a {config_class.__name__}, as training "
+            "writes them to `config.json` in the folder of a run."
+        )
+    name = values.pop("name", pathlib.Path(path).stem)
+    try:
+        return name, _from_json(values, config_class, "")
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`{path}`: {error}") from error
+
+
+def _from_json(value: Any, hint: Any, where: str) -> Any:
+    """A value of the type `hint` from its JSON form; `where` is its dotted name."""
+    sections = _dataclasses(hint)
+    if sections:
+        fields = dict(value) if isinstance(value, dict) else {}
+        prefix = f"{where}." if where else ""
+        names = [section.__name__ for section in sections]
+        kind = fields.pop("type", None)
+        if kind not in names:
+            raise ValueError(f"`{prefix}type` must be {_either(names)}, got {kind!r}.")
+        section = sections[names.index(kind)]
+        hints = typing.get_type_hints(section)
+        for name in fields:
+            if name not in hints:
+                raise ValueError(
+                    f"unknown option `{prefix}{name}`."
+                    f"{did_you_mean(name, list(hints))}"
+                    f"{_listing(f' {kind} has: ', hints)}"
+                )
+        values = {
+            name: _from_json(item, hints[name], prefix + name)
+            for name, item in fields.items()
+        }
+        return section(**values)
+    if not _fits(value, hint):
+        raise ValueError(f"`{where}` must be {_name(hint)}, got {value!r}.")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value has the type that a field's annotation names."""
+    if typing.get_origin(hint) in _UNIONS:
+        return any(_fits(value, option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return value in typing.get_args(hint)
+    if typing.get_origin(hint) is tuple:
+        item = typing.get_args(hint)[0]
+        return isinstance(value, list) and all(_fits(each, item) for each in value)
+    if typing.get_origin(hint) is dict:
+        return isinstance(value, dict)
+    if isinstance(value, bool) or hint is bool:
+        return isinstance(value, bool) and hint is bool
+    return isinstance(value, int | float if hint is float else hint)
+
+
+def override(config: Any, overrides: dict[str, Any], flag: str = "--config") -> Any:
+    """Changes fields of a configuration.
+
+    All fields of a dataclass change at once, so that it checks the new values together.
+
+    Args:
+      config: a dataclass.
+      overrides: a nested dict of texts, one per field to change.
+      flag: the option that names `config` on the command line.
+
+    Returns:
+      A new dataclass.
+
+    Raises:
+      ValueError: if there is no such field, or a text is not a value for it.
     """
     hints = typing.get_type_hints(type(config))
     changes = {}
@@ -122,7 +245,7 @@ def override(config: Any, overrides: dict[str, Any], flag: str = "--config") -> 
                 continue
             if not dataclasses.is_dataclass(old):
                 raise ValueError(
-                    f"`{here}` has no fields of its own, got `{here}.{next(iter(value))}`. "
+                    f"`{here}` has no fields, got `{here}.{next(iter(value))}`. "
                     f"Write `{here}=VALUE`."
                 )
             if chosen is not None:
@@ -138,7 +261,7 @@ def override(config: Any, overrides: dict[str, Any], flag: str = "--config") -> 
 
 
 def to_flags(config: Any, flag: str = "--config") -> Iterator[str]:
-    """Every option of `config`, in words that `parse` reads."""
+    """Yields every option of `config` in the form that `parse` reads."""
     hints = typing.get_type_hints(type(config))
     for name, hint in hints.items():
         value, here = getattr(config, name), f"{flag}.{name}"
@@ -153,7 +276,10 @@ def to_flags(config: Any, flag: str = "--config") -> Iterator[str]:
 
 
 def to_json(config: Any) -> dict[str, Any]:
-    """The configuration as JSON can hold it, a dataclass's name under "type"."""
+    """The configuration in a form that JSON can hold, with class names under "type".
+
+    `load` reads it back. An entry "name" beside it becomes the name of the configuration.
+    """
     values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     return {"type": type(config).__name__} | {
         name: to_json(value) if dataclasses.is_dataclass(value) else value
@@ -162,7 +288,7 @@ def to_json(config: Any) -> dict[str, Any]:
 
 
 def usage(config_class: type, config: Any = None, flag: str = "--config") -> str:
-    """Every option, what it means, and its value in `config` or by default."""
+    """A text with every option, its meaning, and its value in `config` or by default."""
     hints, docs = typing.get_type_hints(config_class), _field_docs(config_class)
     parts = []
     for field in dataclasses.fields(config_class):
@@ -187,13 +313,13 @@ def usage(config_class: type, config: Any = None, flag: str = "--config") -> str
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """ " Did you mean `x`?" for the nearest of `known`, or nothing."""
+    """ " Did you mean `x`?" for the most similar word of `known`, or an empty text."""
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return f" Did you mean `{near[0]}`?" if near else ""
 
 
 def _insert(overrides: dict, flag: str, value: str) -> None:
-    """Puts one flag into the nested dict; "" holds a section's own value."""
+    """Puts one flag into the nested dict; the key "" holds the value of a section."""
     *sections, name = flag.split(".")[1:]
     for section in sections:
         inner = overrides.get(section, {})
@@ -245,7 +371,7 @@ def _read(text: str, hint: Any, flag: str) -> Any:
             ) from None
     if typing.get_origin(hint) is dict:
         raise ValueError(
-            f"`{flag}` is set one by one: `{flag}.KEY=VALUE`, got {text!r}."
+            f"`{flag}` takes one entry per option: `{flag}.KEY=VALUE`, got {text!r}."
         )
     try:
         if hint is bool:
@@ -272,12 +398,13 @@ def _dataclasses(hint: Any) -> list[type]:
 
 
 def _flags(config_class: type, flag: str = "--config") -> list[str]:
-    found = []
+    """Every option, sections and fields."""
+    names = []
     for name, hint in typing.get_type_hints(config_class).items():
-        found.append(f"{flag}.{name}")
+        names.append(f"{flag}.{name}")
         for section in _dataclasses(hint):
-            found.extend(_flags(section, f"{flag}.{name}"))
-    return found
+            names.extend(_flags(section, f"{flag}.{name}"))
+    return names
 
 
 def _default(field: dataclasses.Field) -> Any:
@@ -287,7 +414,7 @@ def _default(field: dataclasses.Field) -> Any:
 
 
 def _text(value: Any) -> str:
-    """A value in the words that `_read` understands."""
+    """A value in the form that `_read` reads."""
     if value is None or isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple | dict):
@@ -297,17 +424,20 @@ def _text(value: Any) -> str:
 
 @functools.cache
 def _field_docs(config_class: type) -> dict[str, str]:
-    """The text that stands under each field in the source."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(config_class))).body
+    """The text below each field in the source, also of inherited fields."""
     docs = {}
-    for field, text in zip(node.body, node.body[1:]):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
-            docs[field.target.id] = " ".join(ast.literal_eval(text.value).split())
+    for base in reversed(config_class.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        for field, text in zip(node.body, node.body[1:]):
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr):
+                docs[field.target.id] = " ".join(ast.literal_eval(text.value).split())
     return docs
 
 
 def _name(hint: Any) -> str:
-    """A type in the words of a message."""
+    """A type, as messages name it."""
     if typing.get_origin(hint) is Literal:
         return _either(typing.get_args(hint))
     if typing.get_origin(hint) in _UNIONS:
@@ -324,5 +454,5 @@ def _either(names: Sequence[str]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
-def _listing(before: str, names) -> str:
+def _listing(before: str, names: Collection[str]) -> str:
     return f"{before}{', '.join(names)}." if names else ""

@@ -1,65 +1,105 @@
-"""Ctrl-C that loses nothing: the first asks a run to end, a second ends it at once.
+"""Ends a run on Ctrl-C or SIGTERM without losing what it has done.
 
-Standard library only, so that it can be in force before slow imports.
+The first signal asks the run to end after its current step. A second one ends the
+process at once. The exit code is 128 plus the number of the signal: 130 after Ctrl-C
+(SIGINT), 143 after SIGTERM, which `kill` and cluster schedulers send.
+
+Standard library only, so that the handlers can be installed before slow imports.
 """
 
 import contextlib
 import os
 import signal
 import sys
+from types import FrameType, TracebackType
 from typing import NoReturn
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """Takes Ctrl-C while it is entered.
+    """Handles Ctrl-C and SIGTERM inside a `with` block.
 
-    Python would raise `KeyboardInterrupt` wherever it is, amid a line of the log as well.
-    Here the first is only noted, and the run asks for it where it can end; a second ends
-    the process.
+    By default Python raises `KeyboardInterrupt` wherever the program is, for example
+    halfway through a line of the log, and SIGTERM kills the process. Here the first
+    signal is only recorded, and the run asks for it where it can end. A second signal
+    ends the process.
+
+    Args:
+      program: the name that messages begin with.
 
     Attributes:
-      requested: whether there was one.
+      signal: the signal that came first; None if there was none.
     """
 
     def __init__(self, program: str):
-        self._program, self.requested = program, False
+        self._program = program
+        self.signal: signal.Signals | None = None
 
-    def __enter__(self):
-        self._before = signal.signal(signal.SIGINT, self._take)
+    def __enter__(self) -> "Interrupt":
+        self._previous = {each: signal.signal(each, self._take) for each in _SIGNALS}
         return self
 
-    def __exit__(self, *exc):
-        signal.signal(signal.SIGINT, self._before)
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for each, handler in self._previous.items():
+            signal.signal(each, handler)
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has asked the run to end."""
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """128 plus the number of the signal; 0 without one."""
+        return 0 if self.signal is None else 128 + self.signal
 
     def check(self) -> None:
-        """Raises `KeyboardInterrupt` if there was one."""
+        """Raises `KeyboardInterrupt` if a signal has asked the run to end."""
         if self.requested:
             raise KeyboardInterrupt
 
-    def _take(self, *_) -> None:
+    def _take(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            leave(f"{self._program}: stopped at once.")
-        self.requested = True
-        _say(f"{self._program}: stopping after this step; Ctrl-C again stops at once.")
+            leave(f"{self._program}: stopped at once.", 128 + number)
+        self.signal = signal.Signals(number)
+        again = "Ctrl-C again" if number == signal.SIGINT else "a second signal"
+        cause = "" if number == signal.SIGINT else f"{self.signal.name}: "
+        _say(
+            f"{self._program}: {cause}stopping after this step; {again} stops at once."
+        )
 
 
-def leave_on_interrupt(words: str) -> None:
-    """From here on, Ctrl-C says `words` and ends the process."""
-    signal.signal(signal.SIGINT, lambda *_: leave(words))
+def leave_on_interrupt(message: str) -> None:
+    """From now on, Ctrl-C or SIGTERM prints `message` and ends the process."""
+    for each in _SIGNALS:
+        signal.signal(each, lambda number, frame: leave(message, 128 + number))
 
 
-def leave(words: str) -> NoReturn:
-    """Ends the process with exit code 130, without a traceback from any thread."""
-    # Output may be closed, or this may have come amid a write to it.
+def ignore_interrupts() -> None:
+    """From now on, Ctrl-C and SIGTERM do nothing: the process is about to end."""
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+
+
+def leave(message: str, code: int) -> NoReturn:
+    """Ends the process with exit code `code`, without a traceback from any thread."""
+    # Standard output may be closed, or the signal may have interrupted a write to it.
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         sys.stdout.flush()
         if sys.stdout.isatty():
-            os.write(sys.stdout.fileno(), b"\x1b[?25h")  # a bar had hidden the cursor
-    _say(words)
-    os._exit(130)
+            show_cursor = b"\x1b[?25h"  # a progress bar may have hidden the cursor
+            os.write(sys.stdout.fileno(), show_cursor)
+    _say(message)
+    os._exit(code)
 
 
-def _say(words: str) -> None:
-    # Not `print`, which must not be called again from within itself.
+def _say(message: str) -> None:
+    # Not `print`: a handler may run inside a call of `print`, which is not reentrant.
     with contextlib.suppress(OSError):
-        os.write(2, f"\n{words}\n".encode())
+        os.write(2, f"\n{message}\n".encode())

@@ -3,14 +3,17 @@
 import contextlib
 import json
 import math
+import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from train.plot import evaluation_text
 from train.tensorboard import EventFile
 
 try:
@@ -18,12 +21,16 @@ try:
 except ImportError:  # Windows
     resource = None
 
-# Without an update for fewer steps than these, a loss scale may still find its place.
+# A dynamic loss scale may skip this many updates before it has found its value.
 _FEWEST_SKIPPED = 20
 
 
+class LogError(Exception):
+    """The log cannot be written, because the disk is full or its folder is gone."""
+
+
 class NonFiniteLossError(Exception):
-    """The loss of a step, or of the held-out data after it, is infinite or no number."""
+    """The loss of a step, or of the held-out data after it, is infinite or NaN."""
 
     def __init__(self, step: int, loss: float, what: str = "loss"):
         super().__init__(f"step {step}: the {what} is {loss}.")
@@ -31,7 +38,7 @@ class NonFiniteLossError(Exception):
 
 
 class NonFiniteGradientsError(Exception):
-    """For a whole line of the log no step has updated the weights."""
+    """No step since the line of the log before has updated the weights."""
 
     def __init__(self, step: int, num_steps: int):
         super().__init__(
@@ -44,21 +51,25 @@ class NonFiniteGradientsError(Exception):
 class Log:
     """Takes the numbers of every step and writes a line every `log_every` steps.
 
-    A line has means since the line before and the speed over the same steps, but without
-    the first step, which may compile. The file gets the same as one JSON object a line,
-    and an event file for TensorBoard beside it the same again, both written at once, so
-    that a run that dies leaves its log.
+    A line holds the means over the steps since the line before, and their speed. The
+    speed leaves out step 1, which may include compilation. The same goes to two files: a
+    JSON file with one record per line, which also holds the numbers of every step, and an
+    event file for TensorBoard beside it. Both are flushed after each record, so a run
+    that dies leaves its log.
 
     Args:
       path: the JSON file; must not exist.
-      num_steps: steps in the run.
-      log_every: steps to a line.
-      unit, units_per_step: what speed counts, such as "images", and how many a step has.
-      learning_rate: step, counted from 1, to its learning rate.
-      start: the `time.perf_counter()` from which "seconds" count.
+      num_steps: number of steps in the run.
+      log_every: number of steps per line.
+      unit: the things that the speed counts, such as "images".
+      learning_rate: function from a step, counted from 1, to its learning rate.
+      start: the `time.perf_counter()` at which "seconds" are 0.
 
     Attributes:
-      last_step: the last step that was taken.
+      last_step: the last step that was recorded.
+
+    Raises:
+      OSError: if the files cannot be made.
     """
 
     def __init__(
@@ -68,19 +79,19 @@ class Log:
         num_steps: int,
         log_every: int,
         unit: str,
-        units_per_step: int,
         learning_rate: Callable[[int], float],
         start: float,
     ):
-        self._file = path.open("x", encoding="utf-8")
+        # Without a buffer: after a failed write there is nothing left to write again.
+        self._path, self._file = path, path.open("xb", buffering=0)
         self._events = EventFile(path.parent)
         self._num_steps, self._log_every = num_steps, log_every
-        self._unit, self._units_per_step = unit, units_per_step
-        self._learning_rate, self._start = learning_rate, start
-        self._losses, self._gradient_norms, self._skipped = [], [], 0
-        self._steps_without_update = 0
+        self._unit, self._learning_rate, self._start = unit, learning_rate, start
+        self._losses: list[float | None] = []
+        self._gradient_norms: list[float | None] = []
+        self._skipped = self._steps_without_update = 0
         self._since = time.perf_counter()
-        self._timed_steps = 0
+        self._timed_steps = self._timed_units = 0
         self.last_step = self._last_line = 0
         self._progress = None
         if sys.stdout.isatty():
@@ -94,14 +105,14 @@ class Log:
             self._bar = self._progress.add_task("", total=num_steps)
             self._progress.start()
 
-    def __enter__(self):
+    def __enter__(self) -> "Log":
         return self
 
-    def __exit__(self, *exc):
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Ends bar and files; a second time it does nothing."""
+        """Ends the progress bar and closes the files; a second call does nothing."""
         if self._progress is not None:
             self._progress.stop()
         self._file.close()
@@ -112,24 +123,29 @@ class Log:
         step: int,
         loss: float | None,
         *,
+        num_units: int,
         gradient_norm: float | None = None,
         num_skipped: int = 0,
         updated: bool = True,
     ) -> None:
-        """Takes the numbers of step number `step`, counted from 1.
+        """Records one step.
 
         Args:
-          step: its number.
-          loss: its loss; None if no microbatch finished in it (a pipeline that fills).
-          gradient_norm: of its whole gradient. One that is not finite belongs to an
-            update that was skipped, and is in no mean.
-          num_skipped: stages that skipped their update.
-          updated: False if that were all of them, which must not go on for ever.
+          step: the number of the step, counted from 1.
+          loss: the loss; None if no microbatch finished in this step, because an
+            asynchronous pipeline still fills.
+          num_units: number of units in the minibatch, such as images, for the speed.
+          gradient_norm: the norm of the gradient over all stages; None if there was no
+            update. A norm that is not finite belongs to a skipped update and is left out
+            of means.
+          num_skipped: number of stages that skipped their update.
+          updated: whether any stage was updated.
 
         Raises:
           NonFiniteLossError: if the loss is not finite.
-          NonFiniteGradientsError: if since the line before, and for 20 steps at least,
-            there has been no update.
+          NonFiniteGradientsError: if no stage was updated since the line before, and for
+            at least 20 steps.
+          LogError: if the log cannot be written.
         """
         if loss is not None and not math.isfinite(loss):
             self.finish_line()
@@ -137,15 +153,17 @@ class Log:
             self.write({"step": step, "loss": None, "error": f"the loss is {loss}"})
             raise NonFiniteLossError(step, loss)
         self.last_step = step
-        if loss is not None:
-            self._losses.append(loss)
-        if gradient_norm is not None and math.isfinite(gradient_norm):
-            self._gradient_norms.append(gradient_norm)
+        if gradient_norm is not None and not math.isfinite(gradient_norm):
+            gradient_norm = None
+        self._losses.append(loss)
+        self._gradient_norms.append(gradient_norm)
         self._skipped += num_skipped
         self._steps_without_update = 0 if updated else self._steps_without_update + 1
-        self._timed_steps += 1
         if step == 1:
-            self._since, self._timed_steps = time.perf_counter(), 0
+            self._since = time.perf_counter()
+        else:
+            self._timed_steps += 1
+            self._timed_units += num_units
         if step % self._log_every == 0 or step == self._num_steps:
             self.finish_line()
             num_steps = self._steps_without_update
@@ -161,24 +179,30 @@ class Log:
             self._progress.update(self._bar, completed=step, description=text)
 
     def finish_line(self) -> None:
-        """Writes a line for the steps since the line before, if there are any."""
+        """Writes a line for the steps since the line before, if there are any.
+
+        Raises:
+          LogError: if the log cannot be written.
+        """
         if self.last_step == self._last_line:
             return
         now, step = time.perf_counter(), self.last_step
-        record, words = {"step": step}, [self._place(step)]
-        if self._losses:
-            record["loss"] = sum(self._losses) / len(self._losses)
-            words.append(f"loss {record['loss']:.4f}")
-        if self._gradient_norms:
-            norm = sum(self._gradient_norms) / len(self._gradient_norms)
+        rates = [self._learning_rate(k) for k in range(self._last_line + 1, step + 1)]
+        record: dict[str, Any] = {"step": step}
+        words = [self._place(step)]
+        loss, norm = _mean(self._losses), _mean(self._gradient_norms)
+        if loss is not None:
+            record["loss"] = loss
+            words.append(f"loss {loss:.4f}")
+        if norm is not None:
             record["gradient_norm"] = norm
             words.append(f"gradient {norm:.3g}")
-        record["learning_rate"] = self._learning_rate(step)
-        words.append(f"rate {record['learning_rate']:.3g}")
+        record["learning_rate"] = rates[-1]
+        words.append(f"rate {rates[-1]:.3g}")
         if self._timed_steps:
             seconds = now - self._since
-            units = self._timed_steps * self._units_per_step
-            record[f"{self._unit}_per_second"] = round(units / seconds, 1)
+            speed = self._timed_units / seconds
+            record[f"{self._unit}_per_second"] = round(speed, 1)
             words.append(self._speed_and_time(seconds))
         if self._skipped:
             record["skipped_updates"] = self._skipped
@@ -188,25 +212,41 @@ class Log:
             record["peak_memory_bytes"] = num_bytes
             words.append(f"peak {num_bytes / 2**20:,.0f} MiB")
         record["seconds"] = self.seconds()
+        record["each_step"] = {
+            "loss": _rounded(self._losses),
+            "gradient_norm": _rounded(self._gradient_norms),
+            "learning_rate": _rounded(rates),
+        }
+        self._losses, self._gradient_norms, self._skipped = [], [], 0
+        self._timed_steps = self._timed_units = 0
+        self._since, self._last_line = now, step
         self.write(record)
         self.print("  ".join(words))
-        self._losses, self._gradient_norms, self._skipped = [], [], 0
-        self._since, self._timed_steps, self._last_line = now, 0, step
 
     def takes_over(self, step: int, schedule: str) -> None:
-        """Writes that after step number `step` another schedule trains on."""
+        """Records that another schedule takes over after a step.
+
+        Args:
+          step: the last step of the schedule before.
+          schedule: the name of the schedule that takes over.
+
+        Raises:
+          LogError: if the log cannot be written.
+        """
         self.write({"step": step, "schedule": schedule, "seconds": self.seconds()})
         self.print(f"{self._place(step)}  {schedule} takes over")
 
     def held_out(self, step: int, result: dict[str, float]) -> None:
-        """Writes what the held-out data say after step number `step`.
+        """Records an evaluation on the held-out data.
 
         Args:
-          step: its number.
-          result: "test_loss", "test_accuracy" and, of a text, "bits_per_byte".
+          step: the last step before the evaluation.
+          result: "test_loss" in nats; "test_" plus the name of each metric of the model's
+            loss, such as "test_accuracy"; and "bits_per_byte" of a text.
 
         Raises:
           NonFiniteLossError: if the loss is not finite.
+          LogError: if the log cannot be written.
         """
         loss = result["test_loss"]
         if not math.isfinite(loss):
@@ -214,15 +254,12 @@ class Log:
             self.write({"step": step, "test_loss": None, "error": error})
             raise NonFiniteLossError(step, loss, "held-out loss")
         self.write({"step": step, **result, "seconds": self.seconds()})
-        words = f"accuracy {result['test_accuracy']:.2%}, loss {loss:.4f}"
-        if "bits_per_byte" in result:
-            words += f", {result['bits_per_byte']:.3f} bits per byte"
         place = "" if step == self._num_steps else f"{self._place(step)}  "
-        self.print(f"{place}held-out {self._unit}: {words}")
+        self.print(f"{place}held-out {self._unit}: {evaluation_text(result)}")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """What runs inside is not training: its time is not in the speed."""
+        """Leaves the time inside the `with` block out of the speed."""
         start = time.perf_counter()
         try:
             yield
@@ -230,7 +267,7 @@ class Log:
             self._since += time.perf_counter() - start
 
     def seconds(self) -> float:
-        """Time since the start."""
+        """Seconds since `start`."""
         return round(time.perf_counter() - self._start, 3)
 
     def _place(self, step: int) -> str:
@@ -239,28 +276,77 @@ class Log:
     def _speed_and_time(self, seconds: float) -> str:
         if not self._timed_steps:
             return ""
-        speed = self._timed_steps * self._units_per_step / seconds
+        speed = self._timed_units / seconds
         left = (self._num_steps - self.last_step) * seconds / self._timed_steps
         minutes, seconds = divmod(round(left), 60)
         return f"{speed:,.0f} {self._unit}/s  {minutes}:{seconds:02d} left"
 
     def write(self, record: dict) -> None:
-        """Appends a record, which has its step under "step", to both files."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        self._events.write(record)
+        """Appends a record to both files; the whole record or nothing.
+
+        Args:
+          record: values by name; the step is under "step".
+
+        Raises:
+          LogError: if a file cannot be written, or the log was removed or moved.
+        """
+        try:
+            # A file that was removed can still be written, and would be lost.
+            if not self._path.exists():
+                raise FileNotFoundError("it was removed or moved during the run")
+            self._append(json.dumps(record).encode() + b"\n")
+            self._events.write(record)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise LogError(
+                f"step {record['step']}: cannot write the log `{self._path}`: {reason}."
+            ) from error
+
+    def _append(self, content: bytes) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        try:
+            while content:
+                content = content[self._file.write(content) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(size)
+                self._file.seek(size)
+            raise
 
     def print(self, line: str) -> None:
-        """Prints a line, above the bar if there is one."""
-        if self._progress is None:
-            print(line, flush=True)
-        else:
-            self._progress.console.print(line, markup=False, highlight=False)
+        """Prints a line, above the progress bar if there is one.
+
+        Raises:
+          LogError: if standard output cannot be written.
+        """
+        try:
+            if self._progress is None:
+                print(line, flush=True)
+            else:
+                self._progress.console.print(line, markup=False, highlight=False)
+        except OSError as error:
+            # What is still in the buffer would raise again when Python exits.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            reason = error.strerror or str(error)
+            raise LogError(
+                f"step {self.last_step}: cannot write to standard output: {reason}."
+            ) from error
 
 
 def peak_memory_bytes() -> int | None:
-    """The most memory of the host that this process has held; None if unknown."""
+    """The largest memory on the host that this process has used; None if unknown."""
     if resource is None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """The mean of the numbers; None if there are none."""
+    numbers = [value for value in values if value is not None]
+    return sum(numbers) / len(numbers) if numbers else None
+
+
+def _rounded(values: Sequence[float | None]) -> list[float | None]:
+    """The values with six significant digits, which make the file smaller."""
+    return [None if value is None else float(f"{value:.6g}") for value in values]

@@ -1,5 +1,6 @@
 """An event file for TensorBoard: `tensorboard --logdir runs`."""
 
+import contextlib
 import pathlib
 import time
 from collections.abc import Iterator
@@ -10,19 +11,27 @@ from tensorboardX.proto.summary_pb2 import Summary
 
 
 class EventFile:
-    """Takes records of the log; each of their numbers becomes a scalar.
+    """Writes records of the log as scalars of TensorBoard.
 
     Args:
-      directory: where the file is made, under a name that TensorBoard looks for.
+      directory: the folder of the file. TensorBoard finds the file by its name.
+
+    Raises:
+      OSError: if the file cannot be made.
     """
 
     def __init__(self, directory: pathlib.Path):
-        # Not `SummaryWriter`: what its thread has yet to write is lost if a run dies.
+        # Not `SummaryWriter`: it writes in a thread, and a run that dies would lose the
+        # records that the thread has not written.
         self._writer = EventsWriter(str(directory / "events"))
         self._writer.flush()
 
     def write(self, record: dict) -> None:
-        """Appends a record that has its step under "step"; it is on disk at once."""
+        """Appends a record that has its step under "step", and flushes the file.
+
+        Raises:
+          OSError: if the file cannot be written.
+        """
         values = [
             Summary.Value(tag=tag, simple_value=value)
             for tag, value in scalars(record)
@@ -35,14 +44,18 @@ class EventFile:
         self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file; a second time it does nothing."""
+        """Closes the file; a second call does nothing."""
         if self._writer is not None:
-            self._writer.close()
+            # Every record is on disk, or its `write` has raised the error already.
+            with contextlib.suppress(OSError):
+                self._writer.close()
         self._writer = None
 
 
 def scalars(record: dict, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a record and of the dicts in it, by name.
+    """Yields the name and value of each number in a record, also of nested dicts.
+
+    Lists, such as the values of every step, are left out.
 
     Example:
       >>> list(scalars({"loss": 0.5, "error": "none", "memory_bytes": {"weights": 8}}))

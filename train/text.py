@@ -1,13 +1,12 @@
-"""Text as bytes, its tokens: each is predicted from those before it."""
+"""Text as bytes: each byte is a token, predicted from the bytes before it."""
 
 import dataclasses
-import gzip
 import pathlib
-import zlib
 
 import numpy as np
 
 from train.data import Batch, Dataset
+from train.files import read_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,16 +14,16 @@ class Text:
     """Bytes of a text, cut into windows."""
 
     path: str | None = None
-    """A .txt or .txt.gz file, or a directory of them, read in the order of their names.
-    None: the language reference that ships with Python (`pydoc_data.topics`)."""
+    """A .txt or .txt.gz file, or a directory of such files, read in the order of their
+    names. None: the language reference that ships with Python (`pydoc_data.topics`)."""
     test_path: str | None = None
     """The held-out text. None: the last `test_fraction` of `path`."""
     test_fraction: float = 0.1
-    """Part of the text held out when `test_path` is None."""
+    """Fraction of the text that is held out when `test_path` is None."""
     seq_len: int = 128
-    """Bytes T that the model reads at once."""
+    """Number of bytes T that the model reads at once."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.seq_len < 1:
             raise ValueError(f"`seq_len` must be at least 1, got {self.seq_len}.")
         if not 0 < self.test_fraction < 1:
@@ -33,10 +32,10 @@ class Text:
             )
 
     def load(self) -> Dataset:
-        """Reads the text and holds a part of it out.
+        """Reads the text and splits off the held-out part.
 
         Raises:
-          FileNotFoundError: if there is no such file, or no text in the directory.
+          FileNotFoundError: if the file does not exist, or a directory has no text.
           ValueError: if a file is damaged, or the text is shorter than one window.
         """
         if self.path is None:
@@ -67,10 +66,10 @@ class Text:
 
 
 class Windows:
-    """A text in windows of T bytes end to end; batches are int32 `[B, T]`.
+    """A text in consecutive windows of T bytes; batches hold int32 `[B, T]`.
 
-    The label of a byte is the byte after it. While training, each window starts
-    anywhere in its own stretch of T bytes, so that bytes are seen in all positions.
+    The label of a byte is the byte after it. In training, a window starts at a random
+    byte of its T bytes, so that the model sees every byte at all positions.
     """
 
     def __init__(self, text: bytes, seq_len: int):
@@ -99,20 +98,7 @@ def _read(path: pathlib.Path) -> bytes:
                 "Name another directory, or a file."
             )
         return b"\n".join(_read(path) for path in paths)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no text file or directory `{path}`. Check the path, which is "
-            f"relative to `{pathlib.Path.cwd()}`."
-        )
-    content = path.read_bytes()
-    if path.suffix != ".gz":
-        return content
-    try:
-        return gzip.decompress(content)
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(
-            f"`{path}` cannot be unpacked ({error}): it is damaged or not a .gz file."
-        ) from error
+    return read_bytes(path)
 
 
 def _python_reference() -> bytes:
@@ -121,6 +107,6 @@ def _python_reference() -> bytes:
     except ImportError as error:
         raise FileNotFoundError(
             "this Python comes without its language reference (`pydoc_data.topics`). "
-            "Name a text of your own as `data.path`."
+            "Name a text file as `data.path`."
         ) from error
     return "\n".join(topics[name] for name in sorted(topics)).encode()

@@ -5,71 +5,294 @@
     python train/train.py --config configs/gpt_1f1b.py --config.pipeline.num_stages=2
     python train/train.py --config configs/quickstart.py --help
 
-Any option of the configuration can be changed as `--config.section.field=value`. On a
-machine without accelerators the CPU is split into as many devices as the schedule needs.
-What the run writes goes to a new directory `runs/NAME-TIME`: `config.json`, `log.jsonl`
-and the same for TensorBoard, the pictures `schedule.svg` and `run.png`. The exit code is
-0, 1 if the loss or all gradients stopped being finite, 2 if an option or a file is wrong,
-130 after Ctrl-C, which ends the run after the step that it is at; a second one ends it at
-once.
+`--config.section.field=value` changes an option of the configuration. On a machine
+without accelerators the CPU is split into as many devices as the run needs.
+
+A run writes its files to a new folder `runs/NAME-TIME`: `config.json` with all options,
+`log.jsonl` and the same log for TensorBoard, and the pictures `schedule.svg` and
+`run.png`. `--config runs/NAME-TIME/config.json` repeats a run.
+
+Ctrl-C or SIGTERM ends a run after its current step; a second signal ends it at once. The
+exit code is 0 after the last step; 1 if the loss or all gradients stopped being finite; 2
+if an option or a file is wrong; 3 if the run folder could not be written any more; 130
+after Ctrl-C; 143 after SIGTERM.
 """
 
-import datetime
 import itertools
 import json
 import math
 import pathlib
 import shutil
-import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 if __name__ == "__main__":  # the imports below take seconds
-    from train.interrupt import leave_on_interrupt
+    from train.interrupt import ignore_interrupts, leave_on_interrupt
 
     leave_on_interrupt("train.py: stopped before training began.")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import jpipe
 from jpipe import draw
+from models import Loss
 from train import flags, plot, report
 from train.config import TrainConfig
-from train.data import Dataset, Examples, in_order, shuffled
+from train.data import Batch, Dataset, Examples, in_order, num_labels, shuffled
 from train.devices import check_devices, prepare_cpu
 from train.interrupt import Interrupt
-from train.log import Log, NonFiniteGradientsError, NonFiniteLossError
+from train.log import Log, LogError, NonFiniteGradientsError, NonFiniteLossError
+from train.run_dir import new_run_dir
 
 
-def loss_fn(outputs, batch):
-    """Mean cross-entropy in nats, and accuracy.
+class Run(NamedTuple):
+    """Everything that a run needs, checked before anything is compiled.
 
-    Logits are `[B, ..., K]`, labels `[B, ...]`.
+    Attributes:
+      name: the name of the configuration.
+      config: the configuration.
+      data: the data set.
+      batches: the minibatches to train on, after the first one.
+      batch: the first minibatch.
+      pipe: the pipeline of the configured schedule.
+      warm_up: the pipeline of the first `synchronous_steps`; None if there are none.
+      partition: the stages.
+      run_dir: the folder of the run.
     """
-    logits, labels = outputs.astype(jnp.float32), batch["labels"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return losses.mean(), {"accuracy": (logits.argmax(axis=-1) == labels).mean()}
+
+    name: str
+    config: TrainConfig
+    data: Dataset
+    batches: Iterator[Batch]
+    batch: Batch
+    pipe: jpipe.Pipeline
+    warm_up: jpipe.Pipeline | None
+    partition: list[jpipe.StageRecord]
+    run_dir: pathlib.Path
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command line and returns the exit code."""
+    if not argv or "--help" in argv or "-h" in argv:
+        return print_help(argv)
+    start = time.perf_counter()
+    try:
+        run = prepare(argv)
+        print_head(run)
+        state, memory = compile_pipeline(run)
+    except (ValueError, OSError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    with Interrupt("train.py") as interrupt:
+        code, message = 0, ""
+        try:
+            train(run, state, memory, interrupt, start)
+        except (NonFiniteLossError, NonFiniteGradientsError) as error:
+            code, message = 1, f"{error} Training stopped. {remedy(run.config)} "
+        except LogError as error:
+            # The log is the only result of a run, as weights are not saved. Without it
+            # every further step would be lost work.
+            code, message = 3, f"{error} Training stopped, as it needs its log. "
+        except KeyboardInterrupt as error:
+            code, message = interrupt.exit_code, f"{error} "
+        return finish(run, code, message, start)
+
+
+def prepare(argv: list[str]) -> Run:
+    """Reads the options, loads the data and builds the pipelines.
+
+    Raises:
+      ValueError: if an option or a file is wrong, or devices are missing.
+      OSError: if a file cannot be read or the run folder cannot be written.
+    """
+    name, config = flags.parse(argv, TrainConfig)
+    schedule = config.pipeline.table()
+    warm_up_schedule = config.pipeline.warm_up_table(schedule)
+    data = config.data.load()
+    batches = shuffled(data.train, config.batch_size, config.seed)
+    batch = next(batches)
+    sizes = {"data": config.pipeline.data, "model": config.pipeline.model}
+    prepare_cpu(schedule.num_devices * math.prod(sizes.values()))
+    check_devices(schedule.num_devices, *sizes.values())
+    with new_run_dir(config.run_dir, name) as run_dir:
+        mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
+        options = options_of_pipeline(config, mesh)
+        pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
+        partition = pipe.partition(batch)
+        warm_up = None
+        if warm_up_schedule is not None:
+            options["boundaries"] = [record.layers[0] for record in partition[1:]]
+            warm_up = jpipe.Pipeline(
+                config.model.layers(), schedule=warm_up_schedule, **options
+            )
+        resolved = {"name": name, **flags.to_json(config), "run_dir": None}
+        text = json.dumps(resolved, indent=2) + "\n"
+        (run_dir / "config.json").write_text(text, encoding="utf-8")
+        draw.save(schedule, run_dir / "schedule.svg")
+    return Run(name, config, data, batches, batch, pipe, warm_up, partition, run_dir)
 
 
 def options_of_pipeline(config: TrainConfig, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """What `jpipe.Pipeline` takes beside the layers and the schedule."""
+    """The arguments of `jpipe.Pipeline` beside the layers and the schedule."""
     return {
-        "loss": loss_fn,
+        "loss": config.model.loss(),
+        "has_aux": True,
         "optimizer": config.optimizer.transform(config.num_steps),
         "mesh": mesh,
-        "has_aux": True,
         "ties": config.model.ties() if hasattr(config.model, "ties") else (),
         **config.pipeline.options_of_pipeline(),
         **config.optimizer.options_of_pipeline(),
     }
+
+
+def print_head(run: Run) -> None:
+    """Prints the options, versions, devices, data, stages and schedule of a run."""
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if terminal else None
+    print(*flags.to_flags(run.config), sep="\n", end="\n\n")
+    print(f"versions: {report.versions()}")
+    print(f"seed: {run.config.seed}")
+    print(f"mesh: {report.mesh(run.pipe.mesh)}")
+    print(f"data: {run.data.source}")
+    print(f"run folder: {run.run_dir}\n")
+    print(f"{report.partition(run.partition)}\n")
+    print(draw.text(run.pipe.schedule, color=terminal, width=width))
+
+
+def compile_pipeline(run: Run) -> tuple[jpipe.PipelineState, jpipe.Memory]:
+    """Makes the training state and compiles the configured schedule.
+
+    Returns:
+      The state of the pipeline that trains first, and the memory of the configured one.
+
+    Raises:
+      ValueError: if the weights cannot be made or split.
+    """
+    start = time.perf_counter()
+    first = run.pipe if run.warm_up is None else run.warm_up
+    state = first.init(jax.random.key(run.config.seed), run.batch)
+    memory = run.pipe.memory(run.batch)
+    print(f"compiled in {time.perf_counter() - start:.1f} s\n")
+    print(f"memory of each device:\n{report.memory(memory)}\n")
+    return state, memory
+
+
+def train(
+    run: Run,
+    state: jpipe.PipelineState,
+    memory: jpipe.Memory,
+    interrupt: Interrupt,
+    start: float,
+) -> None:
+    """Trains the pipeline and evaluates it on the held-out data.
+
+    Args:
+      run: the run.
+      state: the training state before the first step; donated.
+      memory: the bytes of each device, for the log.
+      interrupt: tells when the run has to end early.
+      start: the `time.perf_counter()` of the start of the run.
+
+    Raises:
+      NonFiniteLossError: if a loss is not finite.
+      NonFiniteGradientsError: if the gradients stay not finite.
+      LogError: if the log cannot be written.
+      KeyboardInterrupt: if a signal ended the run.
+    """
+    config, batch = run.config, run.batch
+    pipe = run.pipe if run.warm_up is None else run.warm_up
+    with Log(
+        run.run_dir / "log.jsonl",
+        num_steps=config.num_steps,
+        log_every=config.log_every,
+        unit=run.data.unit,
+        learning_rate=learning_rates(config),
+        start=start,
+    ) as log:
+        memory_record = {"step": 0, "memory_bytes": memory._asdict()}
+        log.write(memory_record | {"seconds": log.seconds()})
+        # The metrics of a step are read while the next step runs.
+        pending: tuple | None = None
+
+        def record_pending() -> None:
+            nonlocal pending
+            if pending is not None:
+                record(log, *pending)
+            pending = None
+
+        try:
+            for step in range(1, config.num_steps + 1):
+                if pipe is not run.pipe and step > config.pipeline.synchronous_steps:
+                    record_pending()
+                    with log.paused():
+                        pipe, state = run.pipe, run.pipe.adopt(state)
+                    log.takes_over(step - 1, pipe.schedule.name)
+                state, metrics = pipe.step(state, batch)
+                num_units = num_labels(batch)
+                batch = next(run.batches)
+                record_pending()
+                pending = step, metrics, num_units, pipe.schedule
+                ends = interrupt.requested or step == config.num_steps
+                evaluates = config.eval_every and step % config.eval_every == 0
+                # A line of the log waits for its last step, so that its speed is the
+                # speed of its steps. Timing begins at the end of step 1.
+                if ends or evaluates or step == 1 or step % config.log_every == 0:
+                    record_pending()
+                if ends:
+                    break
+                if evaluates:
+                    with log.paused():
+                        result = evaluate(
+                            pipe,
+                            state,
+                            run.data.test,
+                            config.batch_size,
+                            config.eval_batches,
+                            interrupt.check,
+                        )
+                    log.held_out(step, held_out(result, run.data))
+            interrupt.check()
+            state, _ = pipe.flush(state)
+            result = evaluate(
+                pipe, state, run.data.test, config.batch_size, check=interrupt.check
+            )
+            log.held_out(config.num_steps, held_out(result, run.data))
+        except KeyboardInterrupt:
+            log.finish_line()
+            raise KeyboardInterrupt(
+                f"stopped after step {log.last_step} of {config.num_steps}."
+            ) from None
+
+
+def learning_rates(config: TrainConfig) -> Callable[[int], float]:
+    """A function from a step, counted from 1, to its learning rate."""
+    schedule = config.optimizer.learning_rate_schedule(config.num_steps)
+    rates = np.asarray(jax.vmap(schedule)(jnp.arange(config.num_steps)), np.float64)
+    return lambda step: float(rates[step - 1])
+
+
+def record(
+    log: Log, step: int, metrics: dict, num_units: int, schedule: jpipe.Schedule
+) -> None:
+    """Logs the metrics of a step; waits until the step has run."""
+    finished, skipped = int(metrics["num_microbatches"]), metrics["skipped_updates"]
+    norm = float(metrics["gradient_norm"])
+    log.step(
+        step,
+        float(metrics["loss"]) if finished else None,
+        num_units=num_units,
+        # While an asynchronous pipeline fills, nothing is updated and the norm is 0.
+        gradient_norm=norm if norm or schedule.synchronous else None,
+        num_skipped=int(np.sum(skipped)),
+        updated=not (schedule.synchronous and np.all(skipped)),
+    )
 
 
 def evaluate(
@@ -79,212 +302,77 @@ def evaluate(
     batch_size: int,
     num_batches: int | None = None,
     check: Callable[[], None] = lambda: None,
-) -> tuple[float, float]:
-    """Mean loss in nats and accuracy over all labels of `examples`.
+) -> dict[str, float]:
+    """Averages the loss and its metrics over all labels of a data set.
 
     Args:
-      pipe, state: what to evaluate.
-      examples: on what.
-      batch_size: examples to a minibatch.
-      num_batches: minibatches to read, from the first on. None: all.
-      check: called before each of them, to raise what ends the evaluation.
+      pipe: a pipeline whose loss is one of `models/losses.py`.
+      state: the training state of `pipe`.
+      examples: the data set.
+      batch_size: number of examples per minibatch.
+      num_batches: number of minibatches to read, from the first on. None: all.
+      check: called before each minibatch; it may raise to end the evaluation.
+
+    Returns:
+      "loss" in nats, and the metrics of the loss, such as "accuracy".
     """
-    loss = accuracy = count = 0
+    totals, count = None, 0
     for batch in itertools.islice(in_order(examples, batch_size), num_batches):
         check()
-        result, num_labels = pipe.evaluate(state, batch), batch["labels"].size
-        loss += num_labels * float(result["loss"])
-        accuracy += num_labels * float(result["aux"]["accuracy"])
-        count += num_labels
-    return loss / count, accuracy / count
+        means = jax.device_get(pipe.evaluate(state, batch))
+        weight = np.float64(num_labels(batch))
+        sums = jax.tree.map(weight.__mul__, means)
+        totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
+        count += weight
+    averages = jax.tree.map(lambda total: total / count, totals)
+    loss: Loss = pipe.loss
+    return {"loss": float(averages["loss"]), **loss.metrics(averages["aux"])}
 
 
-def make_run_dir(given: str | None, name: str) -> pathlib.Path:
-    """Makes the directory of the run, which must be new."""
-    if given is None:
-        now = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-        path = pathlib.Path("runs") / f"{name}-{now}"
-        number = 1
-        while path.exists():  # two runs in one second
-            number += 1
-            path = path.with_name(f"{name}-{now}-{number}")
-    else:
-        path = pathlib.Path(given)
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise ValueError(
-                f"`run_dir` must be new or empty, got `{path}`, which has files of its "
-                "own. Name another, or remove it."
-            )
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+def held_out(result: dict[str, float], data: Dataset) -> dict[str, float]:
+    """The result of `evaluate` with the names that it has in the log."""
+    values = {f"test_{name}": value for name, value in result.items()}
+    if data.bytes_per_label is not None:
+        values["bits_per_byte"] = result["loss"] / math.log(2) / data.bytes_per_label
+    return values
 
 
-def main(argv: list[str]) -> int:
-    if not argv or "--help" in argv or "-h" in argv:
-        return print_help(argv)
-
-    # Options, data, devices, pipeline: everything that a user can get wrong.
-    start = time.perf_counter()
-    try:
-        name, config = flags.parse(argv, TrainConfig)
-        schedule = config.pipeline.table()
-        warm_up = config.pipeline.warm_up_table(schedule)
-        data = config.data.load()
-        batches = shuffled(data.train, config.batch_size, config.seed)
-        batch = next(batches)
-        num_replicas = config.pipeline.data
-        prepare_cpu(schedule.num_devices * num_replicas)
-        check_devices(schedule.num_devices, num_replicas)
-        mesh = jpipe.make_mesh(
-            stage=schedule.num_devices, data=num_replicas, ring=schedule.ring
-        )
-        options = options_of_pipeline(config, mesh)
-        last = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
-        partition = last.partition(batch)
-        pipe = last
-        if warm_up is not None:
-            options["boundaries"] = [record.layers[0] for record in partition[1:]]
-            pipe = jpipe.Pipeline(config.model.layers(), schedule=warm_up, **options)
-        run_dir = make_run_dir(config.run_dir, name)
-    except (ValueError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
-
-    # What is about to run.
-    terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if terminal else None
-    print(*flags.to_flags(config), sep="\n", end="\n\n")
-    print(f"versions: {report.versions()}")
-    print(f"seed: {config.seed}")
-    print(f"mesh: {report.mesh(mesh)}")
-    print(f"data: {data.source}")
-    print(f"run folder: {run_dir}\n")
-    print(f"{report.partition(partition)}\n")
-    print(draw.text(schedule, color=terminal, width=width))
-    draw.save(schedule, run_dir / "schedule.svg")
-    resolved = json.dumps(flags.to_json(config), indent=2)
-    (run_dir / "config.json").write_text(resolved + "\n", encoding="utf-8")
-
-    compile_start = time.perf_counter()
-    state = pipe.init(jax.random.key(config.seed), batch)
-    memory = last.memory(batch)
-    print(f"compiled in {time.perf_counter() - compile_start:.1f} s\n")
-    print(f"memory of each device:\n{report.memory(memory)}\n")
-
-    # Training. A step is recorded while the next one runs.
-    rates = jax.vmap(config.optimizer.learning_rate_schedule(config.num_steps))(
-        jnp.arange(config.num_steps)
-    )
-    rates = np.asarray(rates, np.float64)
-    log = Log(
-        run_dir / "log.jsonl",
-        num_steps=config.num_steps,
-        log_every=config.log_every,
-        unit=data.unit,
-        units_per_step=batch["labels"].size,
-        learning_rate=lambda step: float(rates[step - 1]),
-        start=start,
-    )
-    with Interrupt("train.py") as interrupt, log:
-        code, words = 0, ""
+def finish(run: Run, code: int, message: str, start: float) -> int:
+    """Draws the log, prints how the run ended, and returns the exit code."""
+    place = f"The log up to here is in {run.run_dir}."
+    if code != 3:
         try:
-            seconds = log.seconds()
-            log.write({"step": 0, "memory_bytes": memory._asdict(), "seconds": seconds})
-            pending = None
-            for step in range(1, config.num_steps + 1):
-                if pipe is not last and step > config.pipeline.synchronous_steps:
-                    if pending is not None:
-                        record(log, step - 1, pending, pipe.schedule)
-                    pending = None
-                    with log.paused():
-                        pipe, state = last, last.adopt(state)
-                    log.takes_over(step - 1, schedule.name)
-                state, metrics = pipe.step(state, batch)
-                batch = next(batches)
-                if pending is not None:
-                    record(log, step - 1, pending, pipe.schedule)
-                pending = metrics
-                ends = interrupt.requested or step == config.num_steps
-                pauses = config.eval_every and step % config.eval_every == 0
-                # Waits for the step, so that the speed of a line is that of its steps; it
-                # is timed from the end of the first on.
-                timed = step == 1 or step % config.log_every == 0
-                if ends or pauses or timed:
-                    record(log, step, pending, pipe.schedule)
-                    pending = None
-                if ends:
-                    break
-                if pauses:
-                    with log.paused():
-                        found = evaluate(
-                            pipe,
-                            state,
-                            data.test,
-                            config.batch_size,
-                            config.eval_batches,
-                            interrupt.check,
-                        )
-                    log.held_out(step, held_out(*found, data))
-            interrupt.check()
-            state, _ = pipe.flush(state)
-            found = evaluate(
-                pipe, state, data.test, config.batch_size, check=interrupt.check
-            )
-            log.held_out(config.num_steps, held_out(*found, data))
-        except (NonFiniteLossError, NonFiniteGradientsError) as error:
-            code, words = 1, f"{error} Training stopped. {remedy(config)} "
-        except KeyboardInterrupt:
-            log.finish_line()
-            code = 130
-            words = f"stopped after step {log.last_step} of {config.num_steps}. "
-        log.close()
-        plot.save(run_dir)
-        if code:
-            print(
-                f"train.py: {words}The log up to here is in {run_dir}.", file=sys.stderr
-            )
-        else:
-            seconds = time.perf_counter() - start
-            print(f"{seconds:.0f} s in all; log and pictures in {run_dir}")
+            plot.save(run.run_dir)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            message += f"cannot write the picture of the run: {reason}. "
+            code = code or 3
+    elif not (run.run_dir / "log.jsonl").exists():
+        place = "The log is lost."
+    if code:
+        print(f"train.py: {message}{place}", file=sys.stderr)
+    else:
+        seconds = time.perf_counter() - start
+        print(f"{seconds:.0f} s in all; log and pictures in {run.run_dir}")
     return code
 
 
-def record(log: Log, step: int, metrics: dict, schedule: jpipe.Schedule) -> None:
-    """Logs the metrics of a step; waits until it has run."""
-    finished, skipped = int(metrics["num_microbatches"]), metrics["skipped_updates"]
-    norm = float(metrics["gradient_norm"])
-    log.step(
-        step,
-        float(metrics["loss"]) if finished else None,
-        # A pipeline that fills has no update yet, and 0 in its place.
-        gradient_norm=norm if norm or schedule.synchronous else None,
-        num_skipped=int(np.sum(skipped)),
-        updated=not (schedule.synchronous and np.all(skipped)),
-    )
-
-
-def held_out(loss: float, accuracy: float, data: Dataset) -> dict[str, float]:
-    """What an evaluation found, as the log has it."""
-    result = {"test_loss": loss, "test_accuracy": accuracy}
-    if data.bytes_per_label is not None:
-        result["bits_per_byte"] = loss / math.log(2) / data.bytes_per_label
-    return result
-
-
 def remedy(config: TrainConfig) -> str:
-    """What to try when numbers stop being finite."""
+    """Advice for a run whose numbers stopped being finite."""
     words = (
         "Try a smaller --config.optimizer.learning_rate (now "
         f"{config.optimizer.learning_rate:g}) or more "
         f"--config.optimizer.warmup_steps (now {config.optimizer.warmup_steps})"
     )
     if config.pipeline.compute_dtype == "float16":
-        words += ", or --config.pipeline.compute_dtype=bfloat16, which reaches further"
+        words += (
+            ", or --config.pipeline.compute_dtype=bfloat16, which has a wider range"
+        )
     return f"{words}."
 
 
 def print_help(argv: list[str]) -> int:
-    """Commands that work, and every option with its value in the config, if named."""
+    """Prints commands and all options, with the values of a configuration if named."""
     config, rest = None, [word for word in argv if word not in ("--help", "-h")]
     if rest:
         try:
@@ -299,5 +387,5 @@ def print_help(argv: list[str]) -> int:
 if __name__ == "__main__":
     warnings.formatwarning = lambda message, *_: f"train.py: warning: {message}\n"
     code = main(sys.argv[1:])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done but to leave
+    ignore_interrupts()
     sys.exit(code)

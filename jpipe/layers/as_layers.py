@@ -21,6 +21,7 @@ from jpipe.layers.flax_linen import from_linen
 from jpipe.layers.flax_nnx import NotAModuleError, from_nnx, make_module
 from jpipe.layers.functions import from_function, from_pair
 from jpipe.layers.layer import Function, InitApply, Layer, Linen, Skip
+from jpipe.layers.report import ReportWeights, with_reported_weights
 
 
 def as_layers(layers: Sequence) -> list[Layer]:
@@ -78,7 +79,8 @@ def shared_weights(layers: Sequence) -> list[list[tuple[int, str]]]:
     places_of: dict[int, list[tuple[int, str]]] = {}
     variable_of: dict[int, nnx.Variable] = {}
     for i, layer in enumerate(layers):
-        layer = layer.layer if isinstance(layer, Skip) else layer
+        while isinstance(layer, Skip | ReportWeights):
+            layer = layer.layer
         parts = nnx.iter_graph(layer) if isinstance(layer, nnx.Module) else ()
         for path, part in parts:
             if isinstance(part, nnx.Variable):
@@ -136,6 +138,8 @@ def _as_layer(layer: Any, index: int, num_inputs: int = 1) -> Layer:
     if isinstance(layer, Skip):
         inner = _as_layer(layer.layer, index, 1 + len(layer.pop))
         return dataclasses.replace(inner, stash=layer.stash, pop=layer.pop)
+    if isinstance(layer, ReportWeights):
+        return with_reported_weights(_as_layer(layer.layer, index), layer)
     if isinstance(layer, Function):
         return from_function(layer)
     if isinstance(layer, InitApply):

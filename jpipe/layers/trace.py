@@ -22,8 +22,10 @@ from jpipe.layers.backward import (
     trace_layer,
 )
 from jpipe.layers.counters import IntegerUpdate, integer_update
-from jpipe.layers.equations import jaxpr_text
+from jpipe.layers.equations import Equations, jaxpr_text
 from jpipe.layers.layer import Layer
+from jpipe.layers.loss import Loss, trace_loss
+from jpipe.layers.report import collect
 from jpipe.layers.sharding import parameter_specs, stash_specs
 from jpipe.packing import Leaf
 
@@ -50,7 +52,9 @@ class Traced:
       layer_kinds: the programs of each layer kind.
       kind_of_layer: per layer, the position of its kind in `layer_kinds`.
       mutable: the mutable state of each layer kind.
-      loss: the program of the loss, `((), outputs, microbatch) -> scalar`; None in evaluation.
+      loss: the program of the loss: see `TracedLoss`; None in evaluation.
+      loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
+      reported: abstract values that layers report to the loss, by name.
       inputs: abstract leaves of the model's inputs.
       outputs: per layer, the abstract leaves of its outputs without the stashed skips.
       output_tree: tree structure of the last layer's outputs.
@@ -66,6 +70,8 @@ class Traced:
     kind_of_layer: Sequence[int]
     mutable: Sequence[Mutable]
     loss: LayerProgram | None
+    loss_weight: Equations | None
+    reported: Mapping[str, jax.ShapeDtypeStruct]
     inputs: Sequence[jax.ShapeDtypeStruct]
     outputs: Sequence[tuple]
     output_tree: Any
@@ -87,11 +93,10 @@ class Traced:
 
 def trace_layers(
     layers: Sequence[Layer],
-    loss: Callable | None,
+    loss: Loss | None,
     microbatch: Any,
     *,
     compute_dtype: Any = None,
-    has_aux: bool = False,
     key_impl: Any = None,
     policy: Callable | None = None,
     automatic: Mesh | None = None,
@@ -103,7 +108,6 @@ def trace_layers(
       loss: the loss; None traces the layers in evaluation.
       microbatch: abstract arrays.
       compute_dtype: weights and activations are cast to it in every layer; None casts nothing.
-      has_aux: whether the loss returns `(scalar, aux)`.
       key_impl: implementation of the random keys of the layers; None is JAX's default.
       policy: the checkpoint policy of the layers. The loss stashes all its residuals.
       automatic: the mesh of the automatic axes alone, over which parameters may be split; None
@@ -115,18 +119,36 @@ def trace_layers(
     Raises:
       ValueError: if a layer or the loss cannot take its arguments.
     """
-    tracer = _Tracer(layers, loss is not None, compute_dtype, key_impl, policy)
-    tracer.axis_sizes = {} if automatic is None else automatic.shape
-    inputs = outputs = microbatch["inputs"]
-    for i in range(len(layers)):
-        outputs = tracer.add(i, outputs)
+    inputs = microbatch["inputs"]
+
+    def traced(reports: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[_Tracer, Any]:
+        tracer = _Tracer(layers, loss is not None, compute_dtype, key_impl, policy)
+        tracer.axis_sizes = {} if automatic is None else automatic.shape
+        tracer.reports = reports
+        outputs = inputs
+        for i in range(len(layers)):
+            outputs = tracer.add(i, outputs)
+        return tracer, outputs
+
+    tracer, outputs = traced({})
+    reported = tracer.reported if loss is not None and "reported" in loss.asks else {}
+    if reported:
+        # Only a trace of all layers tells the names, which every layer hands on.
+        tracer, outputs = traced(reported)
     tracer.drop_input_grads(inputs)
+    program = weight = None
+    if loss is not None:
+        program, weight = trace_loss(
+            loss, outputs[0] if reported else outputs, reported, microbatch, key_impl
+        )
     return Traced(
         tracer.layers,
         tracer.layer_kinds,
         tracer.kind_of_layer,
         tracer.mutable,
-        None if loss is None else _trace_loss(loss, outputs, microbatch, has_aux),
+        program,
+        weight,
+        reported,
         jax.tree.leaves(inputs),
         tracer.outputs,
         jax.tree.structure(outputs),
@@ -149,6 +171,10 @@ class _Tracer:
       layers, layer_kinds, kind_of_layer, mutable, outputs, skips, specs: as in `Traced`, of the layers so
         far.
       axis_sizes: automatic axis of the mesh -> number of devices.
+      reports: the values that layers hand on to the loss beside their outputs, by name. Every layer
+        but the first takes `(inputs, sums)`, and every layer returns `(outputs, sums)`; without
+        names inputs and outputs alone.
+      reported: what the layers so far have reported, by name.
     """
 
     def __init__(
@@ -167,6 +193,8 @@ class _Tracer:
         self.skips: dict[str, tuple[int, int, tuple]] = {}
         self.specs: list[tuple] = []
         self.axis_sizes: Mapping[str, int] = {}
+        self.reports: Mapping[str, jax.ShapeDtypeStruct] = {}
+        self.reported: dict[str, jax.ShapeDtypeStruct] = {}
         self._training = training
         self._compute_dtype = compute_dtype
         self._key_impl = key_impl
@@ -180,9 +208,11 @@ class _Tracer:
 
     def add(self, i: int, inputs: Any) -> Any:
         """Traces layer `i` for abstract inputs; returns its abstract outputs."""
-        args = (inputs, *(self._stashed.pop(name) for name in self.layers[i].pop))
+        popped = [self._stashed.pop(name) for name in self.layers[i].pop]
+        plain = inputs[0] if self._takes_sums(i) else inputs
+        args = (plain, *popped)
         layer = self.layers[i] = self._bound(i, args)
-        program = self._program(i, args)
+        program = self._program(i, (inputs, *popped))
         self.kind_of_layer.append(self._kind(i, program, args))
         outputs, *stashed = program.output_tree.unflatten(program.outputs)
         self.outputs.append(tuple(jax.tree.leaves(outputs)))
@@ -276,17 +306,41 @@ class _Tracer:
         dtype = self._output_dtype() if self._is_last(i) else self._compute_dtype
 
         def function(parameters: Any, args: tuple, extra: Any) -> tuple[tuple, Any]:
-            parameters, args = cast((parameters, args), self._compute_dtype)
-            if self._training:
-                key = jax.random.wrap_key_data(extra["key"], impl=self._key_impl)
-                outputs, statistics = layer.train(parameters, extra["state"], key, args)
-                statistics = jax.tree.map(_statistic, statistics, layer.state)
+            if self._takes_sums(i):
+                (inputs, sums), *popped = args
+                args = (inputs, *popped)
             else:
+                sums = {n: jnp.zeros((), a.dtype) for n, a in self.reports.items()}
+            parameters, args = cast((parameters, args), self._compute_dtype)
+            if not self._training:
                 outputs = layer.evaluate(parameters, extra["state"], args)
-                statistics = ()
-            return cast(layer.outputs(outputs), dtype), statistics
+                return cast(layer.outputs(outputs), dtype), ()
+            key = jax.random.wrap_key_data(extra["key"], impl=self._key_impl)
+            with collect() as reported:
+                outputs, statistics = layer.train(parameters, extra["state"], key, args)
+            statistics = jax.tree.map(_statistic, statistics, layer.state)
+            outputs = cast(layer.outputs(outputs), dtype)
+            return self._with_sums(outputs, sums, reported), statistics
 
         return function
+
+    def _takes_sums(self, i: int) -> bool:
+        """Whether layer `i` takes the sums of what layers before it have reported."""
+        return bool(self.reports) and i > 0
+
+    def _with_sums(self, outputs: tuple, sums: dict, reported: dict) -> tuple:
+        """`(outputs, *stashed)` with the sums, and what the layer adds to them, beside the outputs."""
+        for name, value in reported.items():
+            dtype = np.result_type(self.reported.get(name, value).dtype, value.dtype)
+            self.reported[name] = jax.ShapeDtypeStruct((), dtype)
+        if not self.reports:
+            return outputs
+        first, *stashed = outputs
+        sums = {
+            name: a + reported[name].astype(a.dtype) if name in reported else a
+            for name, a in sums.items()
+        }
+        return (first, sums), *stashed
 
     def _is_last(self, i: int) -> bool:
         return i == len(self.layers) - 1
@@ -344,56 +398,6 @@ def _commit_text(mutable: Mutable) -> str:
     return jaxpr_text(
         lambda *leaves: commit(leaves[:n], leaves[n:]), *mutable.leaves, *mutable.leaves
     )
-
-
-def _trace_loss(loss: Callable, outputs, microbatch, has_aux: bool) -> LayerProgram:
-    try:
-        result = jax.eval_shape(loss, outputs, microbatch)
-    except Exception as error:
-        raise ValueError(
-            f"`loss` cannot take outputs of {shapes_text(outputs)} and a microbatch of "
-            f"{shapes_text(microbatch)}: {type(error).__name__}: {error}"
-        ) from error
-    if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-        raise ValueError(
-            "`loss` must return `(scalar, aux)` with `has_aux=True`, got "
-            f"{shapes_text(result)}. Return both, or leave `has_aux` out."
-        )
-    value, aux = result if has_aux else (result, ())
-    leaves = jax.tree.leaves(value)
-    if (
-        len(leaves) != 1
-        or leaves[0].shape != ()
-        or not is_inexact(leaves[0])
-        or not hasattr(value, "shape")
-    ):
-        hint = "Take the mean of the losses of the samples."
-        if not has_aux and isinstance(result, tuple) and len(result) == 2:
-            hint = "For a loss that returns `(scalar, aux)`, set `has_aux=True`."
-        raise ValueError(
-            "`loss` must return a floating-point scalar, the mean over one microbatch, "
-            f"got {shapes_text(value)}. {hint}"
-        )
-    for path, leaf in jax.tree.leaves_with_path(aux):
-        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
-            raise ValueError(
-                f"`loss` returns aux{jax.tree_util.keystr(path)} of dtype {leaf.dtype}, and only numbers can be "
-                "averaged over the microbatches."
-            )
-
-    def function(_, outputs, batch):
-        result = loss(outputs, batch)
-        value, aux = result if has_aux else (result, ())
-        return value, jax.tree.map(
-            lambda a: jnp.asarray(a, _mean_dtype(jnp.asarray(a))), aux
-        )
-
-    return trace_layer(function, (), outputs, microbatch, has_aux=True)
-
-
-def _mean_dtype(a) -> Any:
-    """The dtype that a mean over microbatches has: integers and truths are averaged as floats."""
-    return a.dtype if is_inexact(a) else np.float32
 
 
 def forward_and_backward(kind: LayerProgram) -> tuple[Callable, tuple]:

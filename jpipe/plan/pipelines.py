@@ -12,16 +12,16 @@ import jax
 import numpy as np
 
 from jpipe.layers.trace import Traced
-from jpipe.plan.profile import (
-    PROGRAMS,
+from jpipe.plan._loops import PROGRAMS
+from jpipe.plan._profile import (
     Profile,
     balance_by_memory,
     balance_by_time,
     operations_of,
-    profile,
     programs_of,
 )
-from jpipe.program import Settings
+from jpipe.plan._profiling import profile
+from jpipe.settings import Settings
 from jpipe.stages.ties import resolve_ties
 
 

@@ -28,6 +28,26 @@ from jpipe.schedules.zero_bubble import zero_bubble_h2 as zero_bubble_h2
 from jpipe.schedules.zero_bubble import zero_bubble_v as zero_bubble_v
 from jpipe.suggest import did_you_mean
 
+__all__ = [
+    "SearchResult",
+    "check_options",
+    "forward_only",
+    "get",
+    "gpipe",
+    "interleaved",
+    "names",
+    "one_f_one_b",
+    "pipedream",
+    "pipedream_2bw",
+    "pipemare",
+    "read",
+    "refusal",
+    "search",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+    "zero_bubble_v",
+]
+
 
 class _Builder(NamedTuple):
     """A builder, and the function that says why the builder refuses its arguments.

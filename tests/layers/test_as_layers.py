@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from flax.core import FrozenDict
-from test_transparency import assert_close
+from helpers import assert_close
 
 import jpipe
 from jpipe.layers.as_layers import as_layers

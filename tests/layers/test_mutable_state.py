@@ -9,7 +9,7 @@ import optax
 import pytest
 from families import schedule_named, slow
 from flax import nnx
-from test_transparency import assert_close, with_nan_buffers
+from helpers import assert_close, with_nan_buffers
 
 import jpipe
 

@@ -1,0 +1,47 @@
+"""A small transformer that translates sentences byte by byte, 1F1B, 4 stages.
+
+    python train/train.py --config configs/translation_1f1b.py --config.data.path=FILE.tsv
+
+`FILE.tsv` (or .tsv.gz) holds one pair per line: a sentence, a tab, its translation.
+
+RECORD
+
+The usual things to change: --config.data.test_path=FILE.tsv for held-out pairs of their
+own, --config.data.seq_len=64 for short sentences, --config.pipeline.num_stages=2. In a
+hurry: --config.num_steps=50.
+"""
+
+from models import Translation
+from train.config import OptimizerConfig, PipelineConfig, TrainConfig
+from train.pairs import VOCAB_SIZE, Pairs
+
+
+def get_config() -> TrainConfig:
+    return TrainConfig(
+        model=Translation(
+            vocab_size=VOCAB_SIZE,
+            dim=64,
+            num_heads=4,
+            mlp_dim=256,
+            num_encoder_blocks=3,
+            num_decoder_blocks=3,
+            norm="pre",
+            dropout=0.0,
+        ),
+        data=Pairs(seq_len=96),
+        pipeline=PipelineConfig(
+            schedule="one_f_one_b", num_stages=4, num_microbatches=8
+        ),
+        optimizer=OptimizerConfig(
+            learning_rate=3e-3,
+            warmup_steps=50,
+            weight_decay=1e-2,
+            b2=0.98,
+            clip_norm=1.0,
+        ),
+        batch_size=64,
+        num_steps=600,
+        log_every=50,
+        eval_every=200,
+        eval_batches=4,
+    )
