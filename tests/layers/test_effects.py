@@ -110,7 +110,7 @@ def test_debug_print_in_a_module_prints(capsys):
     state = pipe.init(KEY, batch)
     jax.effects_barrier()
     capsys.readouterr()
-    pipe.step(state, batch)
+    state, _ = pipe.step(state, batch)
     jax.effects_barrier()
     lines = capsys.readouterr().out.split("\n")
     assert lines.count(f"rows {B // N}") == 3 * N
