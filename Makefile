@@ -1,12 +1,16 @@
-# Everything here needs Python 3.11 or newer and make, and works in .venv, which is made
-# from requirements.txt on first use and again whenever that file changes.
+# Everything here needs Python 3.11 or newer and make, and works in .venv. The environment is made
+# on first use and brought up to date whenever requirements.txt or pyproject.toml changes.
 #
-#   make train                             the quickstart: real digits, about two minutes
+#   make train          the quickstart: trains on real digits, about two minutes
 #   make train CONFIG=configs/gpt_1f1b.py ARGS=--config.num_steps=100
-#   make test                              the tests, without the slow ones
-#   make test-all                          all of them
-#   make check                             formatting and likely mistakes
-#   make format                            formats the code
+#   make test           the tests without the slow ones, about 25 minutes on two cores
+#   make test-all       all tests
+#   make test-wheel     builds the package, installs it in an empty environment, runs the README
+#   make check          formatting, likely mistakes, types
+#   make types          types alone
+#   make docs           the documentation, into docs/_build/html; a warning is an error
+#   make format         formats the code
+#   make clean          removes everything that was made
 
 PYTHON ?= python3
 CONFIG ?= configs/quickstart.py
@@ -14,9 +18,11 @@ ARGS ?=
 
 BIN := .venv/bin
 STAMP := .venv/requirements.stamp
+DOCS_STAMP := .venv/docs.stamp
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: train test test-all check format clean
+.PHONY: train test test-all test-wheel check types docs format clean
 
 train: $(STAMP)
 	$(BIN)/python train/train.py --config $(CONFIG) $(ARGS)
@@ -27,20 +33,34 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(PYTEST) $(ARGS)
 
-check: $(STAMP)
+test-wheel: $(STAMP)
+	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
+
+check: $(STAMP) types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+docs: $(DOCS_STAMP)
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --nitpicky --fresh-env --quiet docs docs/_build/html
+	@echo "docs/_build/html/index.html"
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix --select I .
 	$(BIN)/ruff format .
 
-$(STAMP): requirements.txt
+$(STAMP): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(f"jpipe needs Python 3.11 or newer, got {sys.version.split()[0]}: make PYTHON=python3.11 ..." if sys.version_info < (3, 11) else 0)'
-	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(PIP) -r requirements.txt
+	@touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(PIP) --editable ".[docs]"
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache build dist
+	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build dist docs/_build *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -8,7 +8,8 @@ Every run is `train/train.py` with a configuration of `configs/` and the overrid
 steps at the learning rate that is best for the synchronous run. `--set` adds overrides to all, such as
 `--set data.dir=DIRECTORY`. As many runs as there are cores go on at a time, each pinned to its core. One that has
 ended is not run again, so an interrupted command goes on where it was. At the end there are a table (`table.md`), the
-figures (`results.json`) and their curves (`curves.png`) in the output folder.
+figures (`results.json`) and their curves (`curves.png`) in the output folder. `--redraw` draws the curves again from
+`results.json`, without a run.
 """
 
 import argparse
@@ -60,6 +61,7 @@ GROUPS = {
 TASKS = {
     "mnist": {
         "config": "mnist_pipemare",
+        "title": "ResNet on MNIST, 5 stages, one microbatch per update (2BW: 4)",
         "metric": "test_accuracy",
         "better": max,
         "margin": 0.01,
@@ -69,6 +71,7 @@ TASKS = {
     },
     "gpt": {
         "config": "gpt_pipemare",
+        "title": "Byte-level GPT, 5 stages, 2 microbatches per update (2BW: 4)",
         "metric": "bits_per_byte",
         "better": min,
         "margin": 0.2,
@@ -285,37 +288,111 @@ def markdown(found: dict) -> str:
     return "\n".join(lines)
 
 
-def draw(found: dict, path: pathlib.Path) -> None:
-    """Training loss and metric of every method: the mean of the seeds, and their range."""
+# A method has one colour. The same remedies in unit ticks have the same colour.
+COLORS = {"synchronous": "black"} | {
+    method: f"C{i}"
+    for i, methods in enumerate(
+        (
+            ("asynchronous", "unit ticks"),
+            ("+T1",),
+            ("+T1+T2",),
+            ("+T1+T2+T3", "unit ticks +T1+T2+T3"),
+            ("+T1+T3",),
+            ("unit ticks, prediction",),
+            ("unit ticks, prediction +T1+T3",),
+            ("PipeDream",),
+            ("2BW",),
+            ("NAdam",),
+        )
+    )
+    for method in methods
+}
+DASHED = ("+T1+T3",)  # it lies on +T1+T2+T3
+
+
+def draw(task: dict, found: dict, path: pathlib.Path) -> None:
+    """Training loss and metric of every method: the mean of the seeds, and their range.
+
+    An accuracy is drawn as the error, on a logarithmic axis, which shows differences near 100 %.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-    keys = ("loss", found["metric"])
+    metric = found["metric"]
+    is_accuracy = metric.endswith("accuracy")
     figure, axes = pyplot.subplots(
-        2, len(GROUPS), figsize=(11, 8), sharex=True, sharey="row", layout="constrained"
+        2,
+        len(GROUPS),
+        figsize=(11, 8.5),
+        sharex=True,
+        sharey="row",
+        layout="constrained",
     )
-    shown = {name for group in GROUPS.values() for name in group}
-    others = [m for m in found["methods"] if m not in shown and m != "synchronous"]
+    num_seeds = max(len(row["last"]) for row in found["methods"].values())
+    figure.suptitle(
+        f"{task['title']}\nlines: mean of {num_seeds} seeds; bands: their range",
+        fontsize=12,
+    )
+    in_groups = {name for group in GROUPS.values() for name in group}
+    others = [m for m in found["methods"] if m not in {*in_groups, "synchronous"}]
     for column, (title, group) in enumerate(GROUPS.items()):
         names = ["synchronous", *group] + (others if column else [])
         names = [name for name in names if name in found["methods"]]
-        for row, key in enumerate(keys):
+        for row, key in enumerate(("loss", metric)):
             ax = axes[row, column]
-            for name, color in zip(names, ["black", *pyplot.get_cmap("tab10").colors]):
+            as_error = key == metric and is_accuracy
+
+            def shown(value: float, as_error: bool = as_error) -> float:
+                return 100 * (1 - value) if as_error else value
+
+            for name in names:
                 curves = [dict(c) for c in found["methods"][name]["curves"][key]]
                 steps = sorted({step for c in curves for step in c})
-                values = [[c[s] for c in curves if s in c] for s in steps]
-                means = [statistics.mean(v) for v in values]
-                ax.plot(steps, means, label=name, color=color, linewidth=1.5)
+                values = [[shown(c[s]) for c in curves if s in c] for s in steps]
+                ax.plot(
+                    steps,
+                    [statistics.mean(v) for v in values],
+                    label=name,
+                    color=COLORS[name],
+                    linestyle="--" if name in DASHED else "-",
+                    linewidth=1.5,
+                    marker="o" if key == metric else None,
+                    markersize=3,
+                )
                 low, high = [min(v) for v in values], [max(v) for v in values]
-                ax.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
-            ax.set_ylabel(("training " if row == 0 else "") + key.replace("_", " "))
-            ax.grid(alpha=0.3)
-        axes[0, column].set_title(title)
-        axes[0, column].legend(frameon=False)
+                ax.fill_between(
+                    steps, low, high, color=COLORS[name], alpha=0.15, linewidth=0
+                )
+            if key == metric:
+                target = shown(found["target"])
+                ax.axhline(target, color="grey", linewidth=1, linestyle=":")
+                ax.annotate(
+                    "target",
+                    (1, target),
+                    xycoords=("axes fraction", "data"),
+                    xytext=(-3, 2),
+                    textcoords="offset points",
+                    ha="right",
+                    fontsize=8,
+                    color="grey",
+                )
+            ax.grid(alpha=0.3, which="both")
+        axes[0, column].set_title(title, fontsize=11)
+        axes[0, column].legend(frameon=False, fontsize=8)
         axes[1, column].set_xlabel("step")
+    axes[0, 0].set_ylabel("training loss")
+    words = metric.replace("_", " ")
+    axes[1, 0].set_ylabel(words)
+    if is_accuracy:
+        axes[1, 0].set_ylabel(f"{words.removesuffix(' accuracy')} error, %")
+        for row in (0, 1):
+            axes[row, 0].set_yscale("log")
+        axes[1, 0].yaxis.set_major_formatter(ScalarFormatter())
+        axes[1, 0].yaxis.set_minor_formatter(ScalarFormatter())
+    axes[1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -332,8 +409,15 @@ def main() -> None:
     parser.add_argument(
         "--set", nargs="*", default=[], help="overrides for every run, as name=value"
     )
+    parser.add_argument(
+        "--redraw", action="store_true", help="only draw, from OUT/results.json"
+    )
     args = parser.parse_args()
     task = TASKS[args.task]
+    if args.redraw:
+        found = json.loads((args.out / "results.json").read_text())
+        draw(task, found, args.out / "curves.png")
+        return
     always = dict(word.split("=", 1) for word in args.set)
     if args.tune:
         synchronous = task["methods"]["synchronous"]
@@ -359,7 +443,7 @@ def main() -> None:
     print(markdown(found))
     (args.out / "table.md").write_text(markdown(found) + "\n")
     (args.out / "results.json").write_text(json.dumps(found, indent=1))
-    draw(found, args.out / "curves.png")
+    draw(task, found, args.out / "curves.png")
 
 
 if __name__ == "__main__":

@@ -10,18 +10,20 @@ __version__ = "0.1.0"
 
 _MODULES = ("optim", "plan", "schedules")
 _MODULE_OF = {
-    "Function": "jpipe.layers.as_layers",
+    "Function": "jpipe.layers.layer",
     "IDLE": "jpipe.schedule",
-    "InitApply": "jpipe.layers.as_layers",
-    "Linen": "jpipe.layers.as_layers",
+    "InitApply": "jpipe.layers.layer",
+    "Linen": "jpipe.layers.layer",
     "LossScale": "jpipe.engine.loss_scale",
-    "Memory": "jpipe.pipeline",
+    "Memory": "jpipe.costs",
     "Pipeline": "jpipe.pipeline",
     "PipelineState": "jpipe.state",
     "Schedule": "jpipe.schedule",
-    "StageRecord": "jpipe.pipeline",
+    "StageRecord": "jpipe.costs",
     "make_mesh": "jpipe.mesh",
-    "skip": "jpipe.layers.as_layers",
+    "report": "jpipe.layers.report",
+    "report_weights": "jpipe.layers.report",
+    "skip": "jpipe.layers.layer",
 }
 
 __all__ = sorted([*_MODULES, *_MODULE_OF])  # pyright: ignore[reportUnsupportedDunderAll]
@@ -30,15 +32,17 @@ if TYPE_CHECKING:
     from jpipe import optim as optim
     from jpipe import plan as plan
     from jpipe import schedules as schedules
+    from jpipe.costs import Memory as Memory
+    from jpipe.costs import StageRecord as StageRecord
     from jpipe.engine.loss_scale import LossScale as LossScale
-    from jpipe.layers.as_layers import Function as Function
-    from jpipe.layers.as_layers import InitApply as InitApply
-    from jpipe.layers.as_layers import Linen as Linen
-    from jpipe.layers.as_layers import skip as skip
+    from jpipe.layers.layer import Function as Function
+    from jpipe.layers.layer import InitApply as InitApply
+    from jpipe.layers.layer import Linen as Linen
+    from jpipe.layers.layer import skip as skip
+    from jpipe.layers.report import report as report
+    from jpipe.layers.report import report_weights as report_weights
     from jpipe.mesh import make_mesh as make_mesh
-    from jpipe.pipeline import Memory as Memory
     from jpipe.pipeline import Pipeline as Pipeline
-    from jpipe.pipeline import StageRecord as StageRecord
     from jpipe.schedule import IDLE as IDLE
     from jpipe.schedule import Schedule as Schedule
     from jpipe.state import PipelineState as PipelineState

@@ -1,7 +1,8 @@
-"""Where stages, replicas and parts of layers lie."""
+"""Meshes: which device runs which stage, replica and part of a layer."""
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,6 +10,9 @@ from jax.sharding import AxisType, Mesh
 
 STAGE, DATA, MODEL = "stage", "data", "model"
 """Names of the axes of a mesh."""
+
+DEVICE_MEMORY = "device"
+"""The kind of memory that arrays of the state are in: the device's own."""
 
 
 def make_mesh(
@@ -19,21 +23,29 @@ def make_mesh(
     ring: bool = False,
     devices: Sequence | None = None,
 ) -> Mesh:
-    """A mesh for pipelines, with an axis "stage", whose neighbours are neighbours in the machine where that has a shape.
+    """A mesh for pipelines, with an axis "stage".
+
+    On machines with a topology, such as TPU pods, neighbours along an axis are neighbours in the
+    machine.
 
     Args:
       stage: number of devices of the pipeline.
-      data: replicas of the pipeline, each of which trains on its share of every minibatch; above 1 adds an axis
-        "data".
-      model: devices that share the work of a stage (tensor parallelism); above 1 adds an axis "model", which is left
-        to the compiler. Parameters are split over it as Flax's `with_partitioning` says.
-      ring: whether the first stage and the last must be neighbours too, as `Schedule.ring` says; on TPUs messages between
-        others do not travel beside the compute. Where chips form a flat grid and `stage` is even, each pipeline gets two
-        rows of it; gradients then have a longer way between replicas.
-      devices: the devices to take the first from; by default `jax.devices()`.
+      data: replicas of the pipeline. Each trains on its share of every minibatch. Above 1, the mesh
+        has an axis "data".
+      model: devices that share the work of a stage (tensor parallelism). Above 1, the mesh has an
+        axis "model", which is left to the compiler. Parameters are split over it as Flax's
+        `with_partitioning` says.
+      ring: whether the first stage and the last stage must be neighbours too, see `Schedule.ring`.
+        On TPUs only messages between neighbours can overlap with compute. If the chips form a flat
+        grid and `stage` is even, each pipeline gets two rows of the grid; gradients between
+        replicas then travel further.
+      devices: the devices to choose from; the first ones are taken. None: `jax.devices()`.
+
+    Returns:
+      The mesh. It has the axis "stage", and the axes "data" and "model" if their sizes are above 1.
 
     Raises:
-      ValueError: if there are too few devices.
+      ValueError: if a size is not a whole number of at least 1, or there are too few devices.
     """
     devices = jax.devices() if devices is None else list(devices)
     sizes = {DATA: data, STAGE: stage, MODEL: model}
@@ -49,8 +61,8 @@ def make_mesh(
         remedy = "Use fewer stages." if needed == stage else "Use fewer of them."
         if platform == "cpu":
             remedy = (
-                f"Set XLA_FLAGS=--xla_force_host_platform_device_count={needed} before JAX starts to fake them on CPU, "
-                "or use fewer."
+                f'Call `jax.config.update("jax_num_cpu_devices", {needed})` before JAX is first used, which makes '
+                "that many devices out of the CPU, or use fewer."
             )
         asked = ", ".join(f"{name}={size}" for name, size in axes.items())
         raise ValueError(
@@ -65,21 +77,32 @@ def make_mesh(
 
 
 def _rings(devices: Sequence, number: int, size: int) -> np.ndarray | None:
-    """`[number, size]`, the chips of a flat grid, each row a ring of neighbours; None if they are no such grid."""
-    coords = [getattr(device, "coords", None) for device in devices]
+    """The chips of a flat grid in rings of neighbours.
+
+    Args:
+      devices: the chips.
+      number: number of rings.
+      size: chips per ring.
+
+    Returns:
+      `[number, size]` devices, one ring per row; None if the devices form no flat grid that rings
+      of this size fill.
+    """
+    coords: list[Any] = [getattr(device, "coords", None) for device in devices]
     if size % 2 or size < 4 or None in coords:
         return None
-    at = np.array(coords) - np.min(coords, axis=0)
-    spans = at.max(axis=0) + 1
+    position = np.array(coords) - np.min(coords, axis=0)
+    spans = position.max(axis=0) + 1
     sides = np.flatnonzero(spans > 1)
     if len(sides) != 2 or math.prod(spans) != len(devices):
         return None
     grid = np.empty(spans[sides], object)
-    grid[tuple(at[:, sides].T)] = devices
-    for turned in (grid, grid.T):  # blocks of two rows, or of two columns
-        height, width = turned.shape
+    grid[tuple(position[:, sides].T)] = devices
+    # A ring is a block of two rows of the grid, or of two columns.
+    for oriented in (grid, grid.T):
+        height, width = oriented.shape
         if height % 2 == 0 and width % (size // 2) == 0:
-            blocks = turned.reshape(height // 2, 2, -1, size // 2).swapaxes(1, 2)
+            blocks = oriented.reshape(height // 2, 2, -1, size // 2).swapaxes(1, 2)
             there, back = blocks[:, :, 0], blocks[:, :, 1, ::-1]
             return np.concatenate([there, back], axis=-1).reshape(number, size)
     return None

@@ -1,16 +1,20 @@
-"""Leaves of many shapes in few arrays, the same arrays on every device.
+"""Leaves of many shapes in few arrays of fixed shapes.
 
-In a single program for many devices every device holds arrays of the same shapes, though one stage has
-an embedding and another a head. A `Packing` gives each *owner* (a stage's program, a message) a place for
-each of its leaves in
+One program runs on all devices, so every device holds arrays of the same shapes, although one stage
+has an embedding and another stage has a head. A `Packing` gives each *owner* (a stage's program, a
+message) a place for each of its leaves in
 
-- *pools*, one array `[n, *shape]` a (shape, dtype): leaf i of the pool is row i. Right for what most stages have;
-- *flat* vectors, one `[size]` a dtype: right for leaves whose pool would be mostly padding.
+- *pools*: one array `[n, *shape]` per shape and dtype. Row i is leaf i. Pools suit leaves that most
+  stages have.
+- *flat vectors*: one array `[size]` per dtype. Vectors suit leaves whose pool would be mostly
+  padding.
 
-A leaf that is split over an automatic axis of the mesh (tensor parallelism) has a *spec*, for each of its dims the
-axis, or axes, it is split over, or None. Leaves of one spec share a pool, which is split as they are; never a vector.
+A leaf that is split over automatic axes of the mesh (tensor parallelism) has a *spec*: for each of
+its dims the axis or axes that it is split over, or None. Leaves of one spec share a pool, which is
+split in the same way. Vectors hold no leaves with a spec.
 
-Every device holds the largest owner's share of each array; `Packing.used_bytes` says what of it is used.
+Every device allocates each array for its largest owner. `Packing.used_bytes` says how many bytes an
+owner uses.
 """
 
 import collections
@@ -28,7 +32,13 @@ from jax.sharding import PartitionSpec
 
 
 class Leaf(NamedTuple):
-    """What an owner has: `count` equal leaves, and how each is split; `()` leaves it to the compiler."""
+    """`count` equal leaves of an owner.
+
+    Attributes:
+      aval: shape and dtype of one leaf.
+      count: number of leaves.
+      spec: how each leaf is split over automatic axes; `()` leaves that to the compiler.
+    """
 
     aval: jax.ShapeDtypeStruct
     count: int = 1
@@ -36,21 +46,30 @@ class Leaf(NamedTuple):
 
 
 def _stored(shape: tuple[int, ...], spec: tuple) -> tuple[int, ...]:
-    """The shape of a pool's row: without dims of 1, the last dims joined up to 128; as it is if it may be split.
+    """The shape of a pool's row, for a leaf of this shape.
 
-    TPUs lay the last two dims of an array out in tiles of 8 by 128 numbers, so `[256, 4, 64]` would take four times the
-    space of `[256, 256]`, and `[256, 1]` 128 times that of `[256]`.
+    TPUs store the last two dims of an array in tiles of 8 by 128 numbers: `[256, 4, 64]` would take
+    four times the space of `[256, 256]`, and `[256, 1]` 128 times the space of `[256]`. So a row
+    has no dims of 1, and its last dims are joined until the last has at least 128 numbers. The
+    shape of a leaf with a spec is kept, because its dims may be split.
     """
     if spec:
         return shape
-    found = [n for n in shape if n > 1]
-    while len(found) > 1 and found[-1] < 128:
-        found[-2:] = [found[-2] * found[-1]]
-    return tuple(found)
+    dims = [n for n in shape if n > 1]
+    while len(dims) > 1 and dims[-1] < 128:
+        dims[-2:] = [dims[-2] * dims[-1]]
+    return tuple(dims)
 
 
 def array_bytes(shape: Sequence[int], dtype, platform: str) -> int:
-    """What an array takes of a device's memory; TPUs fill up its last two dims to tiles of 8 by 128 numbers.
+    """Bytes of an array in a device's memory.
+
+    TPUs pad the last two dims of an array to tiles of 8 by 128 numbers.
+
+    Args:
+      shape: shape of the array.
+      dtype: dtype of the array.
+      platform: such as "cpu" or "tpu".
 
     Example:
       >>> array_bytes([12, 1000], np.float32, "cpu"), array_bytes([12, 1000], np.float32, "tpu")
@@ -58,15 +77,27 @@ def array_bytes(shape: Sequence[int], dtype, platform: str) -> int:
     """
     dims, size = list(shape), np.dtype(dtype).itemsize
     if platform == "tpu" and len(dims) > 1:
-        few = 1 << max(dims[-2] - 1, 0).bit_length()  # fewer rows get smaller tiles
-        tile = (min(8, few), 128)
+        # Arrays with fewer than 8 rows get smaller tiles.
+        tile_rows = min(8, 1 << max(dims[-2] - 1, 0).bit_length())
+        tile = (tile_rows, 128)
         dims[-2:] = [-(-n // t) * t for n, t in zip(dims[-2:], tile)]
     return math.prod(dims) * size
 
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a leaf, or a run of `count` equal leaves, lies: rows `base + i` of a pool, or `base + i * size` of a vector."""
+    """Where a run of `count` equal leaves is stored.
+
+    Leaf i is row `base + i` of a pool, or starts at `base + i * size` of a vector.
+
+    Attributes:
+      array: name of the array.
+      base: first index of leaf 0.
+      count: number of leaves.
+      shape: shape of a leaf.
+      flat: whether the array is a vector.
+      spec: as in `Leaf`.
+    """
 
     array: str
     base: int
@@ -75,7 +106,7 @@ class Place:
     flat: bool
     spec: tuple = ()
 
-    def start(self, i=0):
+    def start(self, i: jax.Array | int = 0) -> jax.Array | int:
         """The first index of leaf i."""
         return self.base + i * math.prod(self.shape) if self.flat else self.base + i
 
@@ -89,13 +120,13 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Arrays that hold the leaves of any one owner.
+    """Arrays that can hold the leaves of any one owner.
 
     Attributes:
       arrays: name -> shape and dtype: `[n, *shape]` for pools, `[size]` for vectors.
-      places: for each owner, for each of its leaves, its `Place`.
-      used_bytes: for each owner, the bytes of its leaves.
-      specs: name -> how the leaves of a pool are split, for pools whose leaves are.
+      places: for each owner the `Place` of each of its leaves.
+      used_bytes: for each owner the bytes of its leaves.
+      specs: name -> spec of the leaves, for pools whose leaves are split.
     """
 
     arrays: Mapping[str, jax.ShapeDtypeStruct]
@@ -110,13 +141,14 @@ class Packing:
         occupancy: float = 0.5,
         num_stages: Sequence[int] | None = None,
     ) -> "Packing":
-        """Packs for each owner a list of `Leaf`, or `(aval, count)`.
+        """Packs the leaves of each owner.
 
         Args:
-          owners: the leaves of each owner; `count` equal leaves are laid one after the other.
-          occupancy: a (shape, dtype) is pooled if on average over the stages at least this share of the pool is used,
-            and always if its leaves are split.
-          num_stages: how many stages each owner stands for; None: one.
+          owners: for each owner a list of `Leaf` or `(aval, count)`; `count` equal leaves are
+            stored one after the other.
+          occupancy: a shape and dtype gets a pool if, on average over the stages, at least this
+            fraction of the pool is used. Leaves that are split always get a pool.
+          num_stages: number of stages that each owner stands for; None: one each.
         """
         owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
         weights = np.ones(len(owners)) if num_stages is None else np.array(num_stages)
@@ -133,7 +165,7 @@ class Packing:
         dtypes, places, used, specs = {}, [], [], {}
         for leaves in owners:
             next_free: dict = collections.defaultdict(int)
-            mine = []
+            own_places = []
             for aval, count, spec in leaves:
                 shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
                 flat = (shape, dtype, spec) not in pooled
@@ -142,9 +174,10 @@ class Packing:
                     name += f" split {list(spec)}"
                     specs[name] = spec
                 dtypes[name] = (() if flat else _stored(shape, spec), dtype)
-                mine.append(Place(name, next_free[name], count, shape, flat, spec))
+                place = Place(name, next_free[name], count, shape, flat, spec)
+                own_places.append(place)
                 next_free[name] += count * (math.prod(shape) if flat else 1)
-            places.append(tuple(mine))
+            places.append(tuple(own_places))
             used.append(
                 sum(
                     count * math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
@@ -161,20 +194,27 @@ class Packing:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one copy of the arrays: what every device holds."""
+        """Bytes of the arrays, on every device."""
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.arrays.values())
 
 
 def axes(spec: tuple) -> list[str]:
-    """The axes of the mesh that a spec names."""
+    """The axes of the mesh in a spec.
+
+    Example:
+      >>> axes((None, "model", ("a", "b")))
+      ['model', 'a', 'b']
+    """
     dims = [(names,) if isinstance(names, str) else names or () for names in spec]
     return [name for names in dims for name in names]
 
 
 def _row_major(block: jax.Array) -> jax.Array:
-    """`block`, laid out with its last dim innermost on TPUs, and so the array it is read from or written to.
+    """`block` with a fixed layout on TPUs: the last dim is innermost.
 
-    Each branch of a `cond` would choose a layout of its own for the array, and copy the whole of it at every tick.
+    The array that the block is read from or written to gets the same layout. Without this, each
+    branch of a `cond` would choose its own layout, and the whole array would be copied in every
+    tick.
     """
     layout = Layout(tuple(range(block.ndim)))
     return lax.platform_dependent(
@@ -185,9 +225,19 @@ def _row_major(block: jax.Array) -> jax.Array:
 
 
 def read(
-    arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, i=0
+    arrays: Mapping[str, jax.Array],
+    place: Place,
+    lead: Sequence,
+    i: jax.Array | int = 0,
 ) -> jax.Array:
-    """Leaf i at `place`, of arrays with leading axes indexed by `lead`."""
+    """Reads leaf i at a place.
+
+    Args:
+      arrays: packed arrays `[*leading axes, n, *shape]`.
+      place: the place.
+      lead: indices of the leading axes.
+      i: number of the leaf.
+    """
     array, start = arrays[place.array], _start(arrays, place, lead, i)
     sizes = [1] * len(lead) + list(place.block)
     block = lax.dynamic_slice(array, start, sizes, allow_negative_indices=False)
@@ -196,9 +246,13 @@ def read(
 
 
 def write(
-    arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, value: jax.Array, i=0
+    arrays: Mapping[str, jax.Array],
+    place: Place,
+    lead: Sequence,
+    value: jax.Array,
+    i: jax.Array | int = 0,
 ) -> dict:
-    """The arrays with leaf i at `place` replaced."""
+    """The arrays with leaf i at `place` replaced by `value`; see `read`."""
     array, start = arrays[place.array], _start(arrays, place, lead, i)
     block = _split_as(place, value).reshape([1] * len(lead) + list(place.block))
     block = _row_major(block)
@@ -207,34 +261,52 @@ def write(
 
 
 def add(
-    arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, value: jax.Array, i=0
+    arrays: Mapping[str, jax.Array],
+    place: Place,
+    lead: Sequence,
+    value: jax.Array,
+    i: jax.Array | int = 0,
 ) -> dict:
-    """The arrays with `value` added to leaf i at `place`."""
+    """The arrays with `value` added to leaf i at `place`; see `read`."""
     return write(arrays, place, lead, read(arrays, place, lead, i) + value, i)
 
 
-def read_all(arrays, places: Sequence[Place], lead: Sequence, i=0) -> list[jax.Array]:
-    """`read` of every place."""
+def read_all(
+    arrays: Mapping[str, jax.Array],
+    places: Sequence[Place],
+    lead: Sequence,
+    i: jax.Array | int = 0,
+) -> list[jax.Array]:
+    """Leaf i of every place; see `read`."""
     return [read(arrays, p, lead, i) for p in places]
 
 
 def write_all(
-    arrays, places: Sequence[Place], lead: Sequence, values: Sequence[jax.Array], i=0
-) -> dict:
-    """`write` of every place."""
+    arrays: Mapping[str, jax.Array],
+    places: Sequence[Place],
+    lead: Sequence,
+    values: Sequence[jax.Array],
+    i: jax.Array | int = 0,
+) -> Mapping[str, jax.Array]:
+    """The arrays with leaf i of every place replaced; see `read`."""
     for place, value in zip(places, values, strict=True):
         arrays = write(arrays, place, lead, value, i)
     return arrays
 
 
 def _split_as(place: Place, value: jax.Array) -> jax.Array:
-    """Tells the compiler how a leaf is split. Only inside a `shard_map`, whose mesh has the axes."""
+    """`value`, split as the place says.
+
+    A leaf with a spec needs a surrounding `shard_map` whose mesh has the axes.
+    """
     if not place.spec:
         return value
     return lax.with_sharding_constraint(value, PartitionSpec(*place.spec))
 
 
-def _start(arrays, place: Place, lead: Sequence, i) -> list:
-    """The first indices of leaf i at `place`; none is negative."""
+def _start(
+    arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, i: jax.Array | int
+) -> list[jax.Array]:
+    """The first index along every axis of leaf i at `place`. No index is negative."""
     rest = arrays[place.array].ndim - len(lead) - 1
     return [jnp.asarray(j, jnp.int32) for j in (*lead, place.start(i), *[0] * rest)]

@@ -1,10 +1,10 @@
 """A table walked in plain Python on one device: the executable meaning of a table.
 
-Slow and simple: every activation, stash, gradient and weight version is an entry of a dictionary, named by
-what it is, and an operation fails with a KeyError if the table asks for what is not there.
+Slow and simple: every activation, stash, gradient and weight version is an entry of a dictionary, keyed by stage,
+microbatch or version. If the table asks for an entry that is not there, the operation fails with a KeyError.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,19 +12,26 @@ import numpy as np
 import optax
 
 from jpipe.layers.as_layers import as_layers
-from jpipe.layers.backward import is_inexact
+from jpipe.layers.avals import is_inexact
+from jpipe.layers.loss import Loss
 from jpipe.layers.trace import trace_layers
 from jpipe.schedule import IDLE, Schedule
 from jpipe.stages.cut import check_boundaries, cut
 from jpipe.stages.optimizer import stage_tree
+
+__all__ = ["Reference"]
 
 
 class Reference:
     """Trains by walking a table, one cell after the other.
 
     Args:
-      layers, loss, optimizer, schedule, boundaries: as for `jpipe.Pipeline`.
-      params: the weights to start from: one nested dict a layer.
+      layers: as for `jpipe.Pipeline`.
+      loss: as for `jpipe.Pipeline`.
+      optimizer: as for `jpipe.Pipeline`.
+      schedule: as for `jpipe.Pipeline`.
+      params: the weights to start from: one nested dict per layer.
+      boundaries: as for `jpipe.Pipeline`.
 
     Example:
       >>> import jax.numpy as jnp, jpipe
@@ -39,12 +46,12 @@ class Reference:
     def __init__(
         self,
         layers: Sequence,
-        loss,
-        optimizer,
+        loss: Callable,
+        optimizer: optax.GradientTransformation,
         schedule: Schedule,
         *,
         params: Sequence,
-        boundaries=None,
+        boundaries: Sequence[int] | str | None = None,
     ):
         self.layers, self.loss, self.schedule = (
             as_layers(layers),
@@ -57,16 +64,18 @@ class Reference:
         )
         self.round = 0
         S = schedule.num_stages
-        self.weights = {}  # (stage, version) -> flat parameters of each layer, None for other stages' layers
+        # (stage, version) -> one tree per layer, None for the layers of other stages
+        self.weights = {}
         self.params, self.stages, self.batches = list(params), None, {}
         self.stash: dict = {}
         self.inbox: dict = {}
-        self.crossing: dict = {}
+        self.split_residuals: dict = {}
         self.gradients = [None] * S
         self.optimizer_state = [None] * S
 
-    def _start(self, microbatch) -> None:
-        traced = trace_layers(self.layers, self.loss, microbatch)
+    def _start(self, microbatch: Any) -> None:
+        """Cuts the model and makes the first weights, once the shapes are known."""
+        traced = trace_layers(self.layers, Loss.of(self.loss, False), microbatch)
         self.stages = cut(traced, self.starts, self.schedule.num_stages)
         for s in range(self.schedule.num_stages):
             tree = stage_tree(self.stages, s, self.params)
@@ -75,7 +84,14 @@ class Reference:
             self.gradients[s] = jax.tree.map(np.zeros_like, tree)
 
     def step(self, batch: Any) -> float | None:
-        """One pass over the table. Returns the mean loss of the microbatches that finished, None if none did."""
+        """Runs one pass over the table.
+
+        Args:
+          batch: a minibatch: dict of arrays `[batch, ...]`.
+
+        Returns:
+          The mean loss of the microbatches that finished; None if none did.
+        """
         N = self.schedule.num_microbatches
         cut_batch = jax.tree.map(
             lambda a: np.asarray(a).reshape(N, len(a) // N, *a.shape[1:]), batch
@@ -94,17 +110,20 @@ class Reference:
                     first,
                 )
             )
-        losses: list[float] = []
+        losses: list[tuple[float, float]] = []
         for t in range(self.schedule.num_ticks):
             arriving: dict = {}
             for c in range(self.schedule.num_columns):
                 self._cell(t, c, arriving, losses)
             self.inbox |= arriving
         self.round += 1
-        return float(np.mean(losses)) if losses else None
+        if not losses:
+            return None
+        totals, weights = np.transpose(losses)
+        return float(totals.sum() / weights.sum())
 
     def get_params(self) -> list:
-        """The newest weights, one nested dict a layer."""
+        """The newest weights: one nested dict per layer."""
         newest = [
             max(v for s, v in self.weights if s == stage)
             for stage in range(self.schedule.num_stages)
@@ -115,10 +134,12 @@ class Reference:
         return [self.weights[s, newest[s]][i] for i, s in enumerate(stage_of)]
 
     def _cell(self, t: int, c: int, arriving: dict, losses: list) -> None:
+        """Runs all operations of one cell. Messages go to `arriving`, which the next tick reads."""
         table, s = self.schedule, int(self.schedule.stage[c])
         N = table.num_microbatches
 
         def cell(field: str) -> int | None:
+            """The microbatch or version, counted from the start of training; None if idle."""
             value = int(getattr(table, field)[t, c])
             if value == IDLE:
                 return None
@@ -134,7 +155,7 @@ class Reference:
             self._backward(s, m, cell("backward_version"), arriving)
         m = cell("weight_grad")
         if m is not None and m >= 0:
-            for i, weights, values in self.crossing.pop((s, m)):
+            for i, weights, values in self.split_residuals.pop((s, m)):
                 stash = self.stash[i, m]
                 self._accumulate(
                     s, i, self._kind(i).weight_grad(weights, stash, values)
@@ -148,12 +169,20 @@ class Reference:
             self.weights[s, version] = optax.apply_updates(tree, updates)
             self.gradients[s] = jax.tree.map(np.zeros_like, tree)
 
+    def _weight(self, m: int) -> float:
+        """The weight of a microbatch in the loss of its minibatch."""
+        weight = self.stages.loss_weight
+        if weight is None:
+            return 1.0
+        return float(weight(*jax.tree.leaves(self.batches[m]))[0])
+
     def _kind(self, layer: int):
-        return self.stages.kinds[self.stages.kind_of_layer[layer]]
+        return self.stages.layer_kinds[self.stages.kind_of_layer[layer]]
 
     def _forward(
         self, s: int, m: int, version: int, arriving: dict, losses: list
     ) -> None:
+        """Microbatch m forward on stage s; the last stage also takes the loss and its gradient."""
         x = (
             jax.tree.leaves(self.batches[m]["inputs"])
             if s == 0
@@ -170,27 +199,31 @@ class Reference:
             (value,), stash, _ = self.stages.loss.forward_and_stash(
                 [], x, jax.tree.leaves(self.batches[m])
             )
-            losses.append(float(value))
-            one = np.ones((), value.dtype) / np.asarray(
-                self.schedule.num_microbatches, value.dtype
-            )
+            losses.append((float(value), self._weight(m)))
+            N = self.schedule.num_microbatches
+            minibatch = range(m // N * N, (m // N + 1) * N)
+            divisor = sum(self._weight(k) for k in minibatch)
+            one = np.ones((), value.dtype) / np.asarray(divisor, value.dtype)
             self.inbox[s, m, "gradient"] = self.stages.loss.backward([], stash, [one])[
                 1
             ]
 
     def _backward(self, s: int, m: int, version: int, arriving: dict) -> None:
+        """Microbatch m backward on stage s; in a table that splits it, the input gradient alone."""
         gy, later = self.inbox.pop((s, m, "gradient")), []
         for i in reversed(self.stages.layers_of(s)):
             weights = jax.tree.leaves(self.weights[s, version][i])
             if self.schedule.splits_backward:
-                gx, crossing = self._kind(i).input_grad(weights, self.stash[i, m], gy)
-                later.append((i, weights, crossing))
+                gx, split_residuals = self._kind(i).input_grad(
+                    weights, self.stash[i, m], gy
+                )
+                later.append((i, weights, split_residuals))
             else:
                 gp, gx = self._kind(i).backward(weights, self.stash.pop((i, m)), gy)
                 self._accumulate(s, i, gp)
             gy = gx
         if later:
-            self.crossing[s, m] = later
+            self.split_residuals[s, m] = later
         if s > 0:
             assert len(gy) == sum(
                 is_inexact(a) for a in self._kind(self.stages.starts[s]).inputs
@@ -198,6 +231,7 @@ class Reference:
             arriving[s - 1, m, "gradient"] = gy
 
     def _accumulate(self, s: int, layer: int, values: Sequence) -> None:
+        """Adds to the gradients of a layer."""
         leaves, tree = jax.tree.flatten(self.gradients[s][layer])
         self.gradients[s][layer] = tree.unflatten(
             [a + np.asarray(v) for a, v in zip(leaves, values, strict=True)]

@@ -1,20 +1,26 @@
-"""What a table takes in time: in lockstep, tick by tick, or with every device as early as its inputs allow."""
+"""Simulates a table: in lockstep, tick by tick, or each device as early as its inputs allow.
+
+Letters: S stages, s a stage; D devices, d a device; C columns, c a column; N microbatches,
+m a microbatch; T ticks, t a tick.
+"""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from jpipe.schedule import IDLE, Schedule
 
+__all__ = ["Costs", "Timing", "simulate"]
+
 _KINDS = ("forward", "backward", "weight_grad")
 TRANSFERS = {"forward": "transfer", "backward": "gradient_transfer"}
-"""Kind of operation -> the cost of the message it sends."""
+"""Kind of operation -> the name of the cost of its message."""
 
-# What a cost that is None is the sum of.
-_PARTS = {
+# A cost that is None is the sum of these costs.
+_SUM_OF = {
     "fused_backward": ("backward", "weight_grad"),
     "gradient_transfer": ("transfer",),
 }
@@ -22,30 +28,33 @@ _PARTS = {
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What the operations of one microbatch take, in any unit of time.
+    """Times of the operations of one microbatch, in any one unit.
+
+    A time is a number, or `[S]`, one per stage.
 
     Attributes:
-      forward: of a stage's forward; a number, or `[S]`, one for each stage.
-      backward: of its input gradient, the same.
-      weight_grad: of its weight gradient, the same. A table that does not split it has
-        both in one operation, whose input gradient leaves at the end.
-      transfer: from the end of an operation until another device can read its output; a
-        number, or `[S]`, of the messages from a stage to the next, and back.
-      gradient_transfer: of those back, as `transfer`, of the same pairs of stages; None:
-        as long as `transfer`.
-      fused_backward: of both gradients in one operation, as `forward`; None: as long as the
-        two apart.
-      update: of a stage's optimizer, once a minibatch, as `forward`.
-      tick: what devices that wait for each other lose by it, in every tick that sends and once more in one that
-        updates; lockstep only.
-      jitter: the part by which a tick takes longer in which several devices compute, as now one of them is slower
-        than it is on average and now another, and all wait for it; lockstep only.
-      num_cores: what all devices share, as devices faked on CPU do; None: each is its own.
-        Lockstep only. The costs are then what an operation takes on one core.
-      cores_per_device: how many of them one device can use at once.
+      forward: of a stage's forward.
+      backward: of a stage's input gradient.
+      weight_grad: of a stage's weight gradient. In a table that does not split backwards,
+        one operation computes both gradients and sends the input gradient at its end.
+      transfer: from the end of a forward until the device of the next stage can read the
+        output. `[S]`: entry s is the message from stage s to stage s + 1.
+      gradient_transfer: from the end of a backward until the device of the stage before
+        can read the gradient. `[S]`: entry s is the message from stage s + 1 to stage s.
+        None: the same as `transfer`.
+      fused_backward: of both gradients in one operation. None: the sum of `backward` and
+        `weight_grad`.
+      update: of a stage's optimizer, once per minibatch.
+      tick: time that devices lose by waiting for each other, per tick that sends messages,
+        and once more per tick that updates. Lockstep only.
+      jitter: fraction by which a tick is longer if several devices compute in it: their
+        times vary from run to run, and all wait for the slowest. Lockstep only.
+      num_cores: number of cores that all devices share, as simulated devices of a CPU do.
+        All times are then of one core. None: every device has its own. Lockstep only.
+      cores_per_device: the most cores that one device can use at a time.
 
     Raises:
-      ValueError: if one of them is negative or not a number.
+      ValueError: if a cost is negative or not a number.
     """
 
     forward: ArrayLike = 1.0
@@ -62,20 +71,21 @@ class Costs:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            given = getattr(self, field.name)
-            if given is None and field.default is None:
+            cost = getattr(self, field.name)
+            if cost is None and field.default is None:
                 continue
-            value = np.asarray(given)
-            is_part = field.name == "jitter"
+            value = np.asarray(cost)
+            is_fraction = field.name == "jitter"
             fits = value.dtype.kind in "iuf" and (value >= 0).all()
-            if not fits or (is_part and np.isinf(value)):
-                if is_part:
+            if not fits or (is_fraction and np.isinf(value)):
+                if is_fraction:
                     raise ValueError(
-                        f"`jitter` must be a part of a tick, at least 0, got {given}: 0.05 is a tick 5% longer."
+                        f"`jitter` must be a fraction of a tick, at least 0, got {cost}: "
+                        "0.05 makes a tick 5% longer."
                     )
                 raise ValueError(
-                    f"`{field.name}` must be at least 0, got {given}: it is a time. Pass seconds, "
-                    "or multiples of one forward."
+                    f"`{field.name}` must be at least 0, got {cost}: it is a time. Pass "
+                    "seconds, or multiples of one forward."
                 )
         for name in ("num_cores", "cores_per_device"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
@@ -84,21 +94,22 @@ class Costs:
                 )
 
     def of_stages(self, num_stages: int) -> dict[str, np.ndarray]:
-        """Kind of operation, "transfer" and "gradient_transfer" -> `[S]`, the time it takes on each stage.
+        """Name of a cost -> `[S]`, the time on each stage, with no cost left None.
 
         Raises:
-          ValueError: if there is a number for each stage of another count of stages.
+          ValueError: if a cost is an array for another number of stages.
         """
         costs: dict[str, np.ndarray] = {}
         for name in (*_KINDS, "fused_backward", "update", *TRANSFERS.values()):
-            given = getattr(self, name)
-            if given is None:
-                costs[name] = sum(costs[part] for part in _PARTS[name])
+            cost = getattr(self, name)
+            if cost is None:
+                costs[name] = np.sum([costs[part] for part in _SUM_OF[name]], axis=0)
                 continue
-            value = np.asarray(given, float)
+            value = np.asarray(cost, float)
             if value.ndim and value.shape != (num_stages,):
                 raise ValueError(
-                    f"`{name}` must be a number or one for each of the {num_stages} stages, got shape {value.shape}."
+                    f"`{name}` must be a number or one for each of the {num_stages} stages, "
+                    f"got shape {value.shape}."
                 )
             costs[name] = np.broadcast_to(value, num_stages)
         return costs
@@ -106,21 +117,25 @@ class Costs:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timing:
-    """When everything runs. D devices; N microbatches, C columns.
+    """The time of every operation of a table.
 
     Attributes:
-      makespan: of a minibatch; of a round that repeats, where the table is asynchronous.
-      busy: `[D]`, the time that each device computes in it, on one core if cores are shared.
-      transfer: `[D]`, the time of the messages that each device sends in it. In lockstep
-        all devices wait for a tick's messages; else they travel while devices compute.
-      span: `[D]`, from the start of a device's first operation to the end of its last; in
-        an asynchronous table the makespan.
-      start: kind of operation -> `[N, C]`, when each starts; NaN where there is none.
-        Those of an asynchronous table are of a later round, counted from its start.
-      end: the same for when each ends.
-      num_processors: how many devices' work could be done at once: D, or fewer cores.
-      communicating: the part of the makespan in which all devices wait for a tick's messages;
-        0 unless in lockstep.
+      makespan: of a minibatch. In an asynchronous table, of a round of the steady state.
+      busy: `[D]`, the time that each device computes. With shared cores, the time that its
+        work takes on one core.
+      transfer: `[D]`, the time of the messages that each device sends. In lockstep all
+        devices wait for the messages of a tick; otherwise messages travel while devices
+        compute.
+      span: `[D]`, from the start of a device's first operation to the end of its last. In
+        an asynchronous table, the makespan.
+      start: kind of operation -> `[N, C]`, when each operation starts; NaN if the table
+        has no such operation. For an asynchronous table these are times of a later round,
+        counted from its start.
+      end: kind of operation -> `[N, C]`, when each operation ends.
+      num_processors: how many devices can compute at full speed at a time: D, or fewer if
+        they share cores.
+      communicating: the part of the makespan in which all devices wait for messages.
+        Nonzero only in lockstep.
     """
 
     makespan: float
@@ -134,19 +149,19 @@ class Timing:
 
     @property
     def idle(self) -> np.ndarray:
-        """`[D]`, the time that each device does not compute."""
+        """`[D]`, the makespan without the time that each device computes."""
         return self.makespan - self.busy
 
     @property
     def bubble(self) -> float:
-        """The idle part of all processors' time."""
+        """The idle fraction of all processors' time."""
         return float(1 - self.busy.sum() / (self.num_processors * self.makespan))
 
     @property
     def inner_bubble(self) -> float:
-        """The idle part between each device's first and last operation.
+        """The idle fraction between each device's first and last operation.
 
-        What is left where the next step's first operations fill the gaps at both ends.
+        It remains if the next step fills the gaps at both ends.
         """
         return float(1 - self.busy.sum() / self.span.sum())
 
@@ -156,18 +171,20 @@ def simulate(
     costs: Costs = Costs(),
     mode: Literal["lockstep", "dependencies"] = "lockstep",
 ) -> Timing:
-    """Prices a table.
+    """Simulates a table under given costs.
 
     Args:
       schedule: a legal table.
       costs: of its operations.
-      mode: "lockstep", as one program for all devices runs it: a tick lasts as long as its
-        busiest device, and its messages must have arrived before the next begins. Updates wait
-        until all devices have computed, for the norm of all gradients. Cores that devices share
-        serve all that still compute alike. Or
-        "dependencies": every device runs the operations of its columns in the table's
-        order, each as soon as the one before has ended and its inputs have arrived, as
-        programs of their own would.
+      mode: "lockstep" or "dependencies".
+
+        - "lockstep" is one program on all devices, as this library runs it. A tick lasts
+          as long as its busiest device, and the next tick starts when all messages have
+          arrived. Updates wait until all devices have computed, because they use the norm
+          of all gradients. Devices that share cores share them equally while they compute.
+        - "dependencies" is one program per device. A device runs the operations of its
+          columns in the table's order. Each starts when the one before has ended and its
+          inputs have arrived.
 
     Returns:
       A `Timing`.
@@ -175,7 +192,9 @@ def simulate(
     Raises:
       ValueError: if the table is not legal, or `mode` or the costs do not fit.
 
-    Example: GPipe, 4 stages, 8 microbatches
+    Example:
+      GPipe with 4 stages and 8 microbatches.
+
       >>> from jpipe.schedules import gpipe
       >>> timing = simulate(gpipe(4, 8))
       >>> timing.makespan, round(timing.bubble, 4)
@@ -184,11 +203,13 @@ def simulate(
     schedule.check()
     if mode not in ("lockstep", "dependencies"):
         raise ValueError(
-            f'`mode` must be "lockstep" or "dependencies", got {mode!r}: see `simulate`.'
+            f'`mode` must be "lockstep" or "dependencies", got {mode!r}: the first is one '
+            "program on all devices, the second one program per device."
         )
     if mode == "dependencies" and (costs.num_cores or costs.tick or costs.jitter):
         raise ValueError(
-            '`num_cores`, `tick` and `jitter` are of devices in lockstep, got mode="dependencies". Use mode="lockstep".'
+            "`num_cores`, `tick` and `jitter` are costs of devices in lockstep, got "
+            'mode="dependencies". Use mode="lockstep".'
         )
     of_stages = costs.of_stages(schedule.num_stages)
     if not schedule.splits_backward:
@@ -202,7 +223,7 @@ def simulate(
 
 
 def _ticks(schedule: Schedule) -> dict[str, np.ndarray]:
-    """Kind -> `[N, C]`, absolute tick of each operation, of the kinds that the table has."""
+    """Kind -> `[N, C]`, absolute tick of each operation, for the kinds in the table."""
     kinds = {"forward": schedule.forward_ticks()}
     if not schedule.forward_only:
         kinds["backward"] = schedule.backward_ticks()
@@ -212,13 +233,15 @@ def _ticks(schedule: Schedule) -> dict[str, np.ndarray]:
 
 
 def _timing(schedule, length, costs, makespan, start, end) -> Timing:
+    """A `Timing` from the makespan and the times of all operations."""
     D, N = schedule.num_devices, schedule.num_microbatches
     span = np.full(D, makespan, float)
     if schedule.synchronous:
         for d in range(D):
-            mine = schedule.device == d
-            first = min(np.nanmin(at[:, mine]) for at in start.values())
-            span[d] = max(np.nanmax(at[:, mine]) for at in end.values()) - first
+            on_device = schedule.device == d
+            first = min(np.nanmin(times[:, on_device]) for times in start.values())
+            last = max(np.nanmax(times[:, on_device]) for times in end.values())
+            span[d] = last - first
     updates = (schedule.update != IDLE).any(axis=0)
     busy = N * sum(length[kind] for kind in start) + updates * length["update"]
     sent = N * sum(
@@ -237,27 +260,30 @@ def _timing(schedule, length, costs, makespan, start, end) -> Timing:
 
 
 def _message(schedule: Schedule, kind: str, length: dict) -> np.ndarray:
-    """`[C]`, the transfer of what a column's operation sends; 0 if it stays on the device."""
+    """`[C]`, the time of the message of a column's operation; 0 if it sends none."""
     between = length[TRANSFERS[kind]][schedule.stage - (kind == "backward")]
     return np.where(_leaves(schedule, kind), between, 0.0)
 
 
 def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
+    """Tick after tick: compute, then messages, then updates."""
     T, D = schedule.num_ticks, schedule.num_devices
     work, updates = np.zeros((2, T, D))
     transfer = np.zeros(T)
     sends = np.zeros(T, bool)
     begins = {}
+    # NumPy's type of `add.at` does not know tuples.
+    every_device: Any = (slice(None), schedule.device)
     for kind in _ticks(schedule):
         runs = getattr(schedule, kind) != IDLE
         begins[kind] = work[:, schedule.device].copy()
-        np.add.at(work, (slice(None), schedule.device), runs * length[kind])
+        np.add.at(work, every_device, runs * length[kind])
         if kind in TRANSFERS:
             sends |= (runs & _leaves(schedule, kind)).any(axis=1)
             message = (runs * _message(schedule, kind, length)).max(axis=1)
             transfer = np.maximum(transfer, message)
     updating = schedule.update != IDLE
-    np.add.at(updates, (slice(None), schedule.device), updating * length["update"])
+    np.add.at(updates, every_device, updating * length["update"])
     waits = sends + (updating.any(axis=1) & (D > 1)).astype(int)
     transfer += costs.tick * waits
     clock, clock_of_updates = _clock(work, costs), _clock(updates, costs)
@@ -281,62 +307,68 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
 
 
 def _clock(work: np.ndarray, costs: Costs) -> Callable:
-    """When devices that still compute have done an amount of a tick's work, `[T, D]`, from the tick's start.
+    """A function `(ticks, amounts of work) -> time from the tick's start until they are done`.
 
-    All that still compute go on alike, so the least busy is done first, and leaves its cores to the others.
+    Devices that share cores compute at the same speed, so the least busy device finishes
+    first, and the others then share its cores. The speed of all is therefore a step
+    function of the work done.
+
+    Args:
+      work: `[T, D]`, the work of every device in every tick, in time on one core.
+      costs: the number of cores.
     """
     T, D = work.shape
     if costs.num_cores is None:
-        done, speed = work.max(axis=1, keepdims=True), np.ones(1)
+        steps, speed = work.max(axis=1, keepdims=True), np.ones(1)
     else:
-        done, left = np.sort(work, axis=1), np.arange(D, 0, -1)
-        speed = np.minimum(costs.cores_per_device, costs.num_cores / left)
-    done = np.concatenate([np.zeros((T, 1)), done], axis=1)
+        steps, still_busy = np.sort(work, axis=1), np.arange(D, 0, -1)
+        speed = np.minimum(costs.cores_per_device, costs.num_cores / still_busy)
+    steps = np.concatenate([np.zeros((T, 1)), steps], axis=1)
 
     def clock(t: np.ndarray, amount: np.ndarray) -> np.ndarray:
-        each = np.clip(amount[..., None] - done[t, :-1], 0, np.diff(done)[t])
-        return (each / speed).sum(axis=-1)
+        at_each_speed = np.clip(amount[..., None] - steps[t, :-1], 0, np.diff(steps)[t])
+        return (at_each_speed / speed).sum(axis=-1)
 
     return clock
 
 
 def _leaves(schedule: Schedule, kind: str) -> np.ndarray:
-    """bool `[C]`: whether what an operation makes goes to another device."""
-    device_of_stage = np.empty(schedule.num_stages, int)
-    device_of_stage[schedule.stage] = schedule.device
-    other = schedule.stage + (1 if kind == "forward" else -1)
-    there = (0 <= other) & (other < schedule.num_stages)
-    other = np.clip(other, 0, schedule.num_stages - 1)
-    return there & (device_of_stage[other] != schedule.device)
+    """bool `[C]`: whether the result of an operation goes to another device."""
+    device_of_stage = schedule.device[schedule.column_of_stage]
+    reader = schedule.stage + (1 if kind == "forward" else -1)
+    exists = (0 <= reader) & (reader < schedule.num_stages)
+    reader = np.clip(reader, 0, schedule.num_stages - 1)
+    return exists & (device_of_stage[reader] != schedule.device)
 
 
 def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
+    """Operation after operation in the table's order, each as early as it can start."""
     S, N, T = schedule.num_stages, schedule.num_microbatches, schedule.num_ticks
     ticks = _ticks(schedule)
     message = {k: _message(schedule, k, length) for k in ticks if k in TRANSFERS}
-    # An asynchronous table is run from an empty pipeline for much longer than a
-    # microbatch is on its way. The later half of it is the steady state.
+    # An asynchronous table starts here with an empty pipeline, so it runs for many times
+    # as long as a microbatch is on its way. The later half is the steady state.
     num_rounds = half = 1
     if not schedule.synchronous:
-        half = 4 * max(int(at.max()) // T + 1 for at in ticks.values())
+        half = 4 * max(int(of_kind.max()) // T + 1 for of_kind in ticks.values())
         num_rounds = 2 * half
-    columns = np.argsort(schedule.stage)  # of each stage
+    columns = schedule.column_of_stage
     kinds = list(ticks)
     order = sorted(
-        (int(at[m, c]) + r * T, k, int(c), m + r * N)
-        for k, (kind, at) in enumerate(ticks.items())
-        for m, c in np.argwhere(at != IDLE).tolist()
+        (int(of_kind[m, c]) + r * T, k, int(c), m + r * N)
+        for k, of_kind in enumerate(ticks.values())
+        for m, c in np.argwhere(of_kind != IDLE).tolist()
         for r in range(num_rounds)
     )
     updates = sorted(
-        (int(at) + r * T, int(c))
-        for c, at in enumerate(schedule.update_ticks())
-        if at != IDLE
+        (int(tick) + r * T, int(c))
+        for c, tick in enumerate(schedule.update_ticks())
+        if tick != IDLE
         for r in range(num_rounds)
     )[::-1]
     start = {kind: np.full((num_rounds * N, len(columns)), np.nan) for kind in kinds}
-    end = {kind: at.copy() for kind, at in start.items()}
-    free = np.zeros(schedule.num_devices)
+    end = {kind: times.copy() for kind, times in start.items()}
+    free = np.zeros(schedule.num_devices)  # from when on each device can start
 
     def update(until: int) -> None:
         """Runs the updates of the ticks before `until`."""
@@ -344,7 +376,7 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
             _, c = updates.pop()
             free[schedule.device[c]] += length["update"][c]
 
-    for t, k, c, m in order:  # whatever one waits for stands before it
+    for t, k, c, m in order:  # every operation comes after its inputs
         update(t)
         kind, s, device = kinds[k], int(schedule.stage[c]), schedule.device[c]
         inputs = [0.0]
@@ -363,19 +395,19 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     if schedule.synchronous:
         update(T)
         return _timing(schedule, length, costs, free.max(), start, end)
-    later = max(at[-N:].max() for at in end.values())
-    middle = max(at[half * N - N : half * N].max() for at in end.values())
-    last = {kind: at[-N:] for kind, at in start.items()}
-    offset = last["forward"][:, columns[0]].min()
+    last_end = max(times[-N:].max() for times in end.values())
+    middle_end = max(times[half * N - N : half * N].max() for times in end.values())
+    last_start = {kind: times[-N:] for kind, times in start.items()}
+    offset = last_start["forward"][:, columns[0]].min()
     timing = _timing(
         schedule,
         length,
         costs,
-        (later - middle) / half,
-        {kind: at - offset for kind, at in last.items()},
-        {kind: at[-N:] - offset for kind, at in end.items()},
+        (last_end - middle_end) / half,
+        {kind: times - offset for kind, times in last_start.items()},
+        {kind: times[-N:] - offset for kind, times in end.items()},
     )
-    # The last rounds may be drained faster than they were filled.
+    # The pipeline may drain faster than it fills, but no round is shorter than its work.
     makespan = max(timing.makespan, timing.busy.max())
     span = np.full(schedule.num_devices, makespan)
     return dataclasses.replace(timing, makespan=float(makespan), span=span)

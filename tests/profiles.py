@@ -7,8 +7,7 @@ import optax
 from families import FAMILIES, cross_entropy
 
 import jpipe
-from jpipe.plan import Profile, Seconds
-from jpipe.plan.profile import PROGRAMS
+from jpipe.plan import PROGRAMS, Profile, Seconds
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import optax
 import oracles
 import pytest
 from families import FAMILIES, cross_entropy, slow
-from test_transparency import assert_close, with_nan_buffers
+from helpers import assert_close, with_nan_buffers
 
 import jpipe
 

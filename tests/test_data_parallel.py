@@ -6,8 +6,8 @@ import optax
 import oracles
 import pytest
 from families import FAMILIES, cross_entropy, schedule_named, slow
+from helpers import assert_close, with_nan_buffers
 from jax.sharding import AxisType, Mesh
-from test_transparency import assert_close, with_nan_buffers
 
 import jpipe
 
@@ -107,7 +107,7 @@ def test_each_device_only_receives_its_share():
     alone, _ = of_mesh(jpipe.make_mesh(stage=2))
     whole = sum(a.nbytes for a in batch.values())
     assert alone.memory(batch).batch == whole == 2 * pipe.memory(batch).batch
-    placed = pipe._placed(batch)
+    placed = pipe._program(batch)._place(batch)
     shapes = {s.data.shape for s in placed["inputs"].addressable_shards}
     assert shapes == {(8, 6)}
     compiled = pipe.compile(batch)
@@ -130,9 +130,8 @@ def test_gradients_are_reduced_once_a_minibatch():
         text = pipe.compile(family.batches(1, 4 * N)[0]).as_text()
         lines = [line for line in text.splitlines() if " all-reduce(" in line]
         counts.append(len(lines))
-        arrays = pipe._plan(
-            pipe._microbatch(family.batches(1, 4 * N)[0])
-        ).stages.parameters.arrays
+        program = pipe._program(family.batches(1, 4 * N)[0])
+        arrays = program.stages.parameters.arrays
     assert counts[0] == counts[1] and 1 <= counts[0] <= len(arrays) + 4
 
 

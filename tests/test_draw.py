@@ -38,8 +38,8 @@ def test_a_picture_of_paired_ticks():
         "bubble between first and last work 14.3%\n"
         "stage              0   1\n"
         "in flight          3   2\n"
-        "forward tau        0   0\n"
-        "backward tau       0   0\n"
+        "forward delay      0   0\n"
+        "backward delay     0   0\n"
         "weight versions    1   1\n"
     )
 
@@ -70,8 +70,8 @@ def test_a_picture_of_an_asynchronous_schedule_starts_with_an_empty_pipeline():
         "bubble between first and last work 0.0%",
         "stage              0   1",
         "in flight          4   2",
-        "forward tau        3   1",
-        "backward tau       0   0",
+        "forward delay      3   1",
+        "backward delay     0   0",
         "weight versions    1   1",
     ]
 
@@ -128,6 +128,8 @@ def boxes(schedule) -> dict[str, list[tuple[float, float, float]]]:
     """Left edge, stage and width of the cells of each colour."""
     found = {}
     for patch in draw.figure(schedule).axes[0].patches:
+        if patch.get_zorder() < 0:
+            continue  # the background
         kind = tuple(np.round(np.array(patch.get_facecolor()) * 255).astype(int)[:3])
         row = patch.get_y() + patch.get_height() / 2
         found.setdefault(kind, []).append(
@@ -136,16 +138,28 @@ def boxes(schedule) -> dict[str, list[tuple[float, float, float]]]:
     return found
 
 
-def test_a_figure_is_as_wide_as_time():
+def times(axes) -> list[str]:
+    """The labels of the time axis."""
+    return [label.get_text() for label in axes.get_xticklabels()]
+
+
+def words(schedule) -> list[str]:
+    """All texts of a figure."""
+    from matplotlib.text import Text
+
+    return [text.get_text() for text in draw.figure(schedule).findobj(Text)]
+
+
+def test_cells_are_as_wide_as_their_time():
     pytest.importorskip("matplotlib")
     schedule = schedules.gpipe(2, 2)
-    figure = draw.figure(schedule)
-    assert figure.axes[0].get_xlim() == (0, schedule.facts().makespan)
-    cells = sorted(boxes(schedule).values(), key=lambda cells: cells[0][2])
-    update, forward, backward = cells
+    forward, backward = boxes(schedule).values()
     assert sorted(forward) == [(0, 0, 1), (1, 0, 1), (1, 1, 1), (2, 1, 1)]
     assert sorted(backward) == [(3, 1, 2), (5, 0, 2), (5, 1, 2), (7, 0, 2)]
-    assert len(update) == 2
+    (axes,) = draw.figure(schedule).axes
+    assert times(axes) == ["0", "9"]  # the makespan
+    updates = [line for line in axes.lines if line.get_marker() == "v"]
+    assert sorted(tuple(line.get_data()) for line in updates) == [(9, -0.5), (9, 0.5)]
 
 
 def test_columns_of_one_device_take_turns_in_a_figure():
@@ -155,28 +169,89 @@ def test_columns_of_one_device_take_turns_in_a_figure():
     assert sorted(second) == [(2, 0, 1), (3, 0, 1)]  # in another shade
 
 
+def test_all_figures_have_one_width_and_one_scale():
+    """A microbatch's whole work on a device is as wide, with one stage per device or two."""
+    pytest.importorskip("matplotlib")
+    inches = set()
+    for schedule in (
+        schedules.gpipe(2, 4),
+        schedules.zero_bubble_h1(2, 4),
+        schedules.interleaved(4, 4),
+        schedules.zero_bubble_v(4, 4),
+        schedules.pipemare(2, 4),
+    ):
+        figure = draw.figure(schedule)
+        axes = figure.axes[0]
+        low, high = axes.get_xlim()
+        panel = axes.get_position().width * figure.get_size_inches()[0]
+        share = schedule.num_stages / schedule.num_devices
+        inches.add(
+            (round(panel / (high - low) * share, 9), figure.get_size_inches()[0])
+        )
+    assert len(inches) == 1
+
+
 def test_a_long_figure_goes_on_below():
     pytest.importorskip("matplotlib")
     schedule = schedules.zero_bubble_h1(4, 40)  # 123 units
     figure = draw.figure(schedule)
-    limits = [axes.get_xlim() for axes in figure.axes]
-    assert limits == [(0, 62), (62, 124)]
+    assert [times(axes) for axes in figure.axes] == [
+        ["0", "31"],
+        ["31", "62"],
+        ["62", "93"],
+        ["93", "123"],
+    ]
     cells = [text.get_text() for axes in figure.axes for text in axes.texts]
     assert cells.count("39") == 3 * 4
-    assert figure.get_size_inches()[0] < 16
+    assert figure.get_size_inches()[0] < 11
+
+
+def test_an_asynchronous_figure_breaks_where_the_round_begins():
+    pytest.importorskip("matplotlib")
+    figure = draw.figure(schedules.pipemare(4, 8))
+    assert [times(axes) for axes in figure.axes] == [["0", "23"], ["23", "47"]]
+    (axes,) = draw.figure(schedules.pipemare(4, 1)).axes
+    assert times(axes) == ["0", "8", "11"]
 
 
 def test_a_figure_says_what_the_facts_say():
     pytest.importorskip("matplotlib")
-    from matplotlib.text import Text
+    texts = words(schedules.one_f_one_b(4, 8))
+    assert any("makespan 33; bubble 27.3%" in word for word in texts)
+    assert {"forward", "backward", "update of the weights", "stage 3"} <= set(texts)
+    assert any("numbers in cells are microbatches" in word for word in texts)
+    assert any("the round after the dashed line repeats" in w for w in words(PIPEMARE))
 
-    schedule = schedules.one_f_one_b(4, 8)
-    texts = [text.get_text() for text in draw.figure(schedule).findobj(Text)]
-    assert any("bubble 27.3%, makespan 33" in text for text in texts)
-    assert [t for t in texts if t in ("in\nflight", "forward\ntau")]
-    assert {"forward", "backward", "update", "stage 3"} <= set(texts)
-    asynchronous = [text.get_text() for text in draw.figure(PIPEMARE).findobj(Text)]
-    assert any("what follows the dashed line repeats" in t for t in asynchronous)
+
+def test_facts_that_differ_are_columns_and_others_are_in_the_caption():
+    pytest.importorskip("matplotlib")
+    texts = words(schedules.one_f_one_b(4, 8))
+    assert "in\nflight" in texts
+    assert not any("delay" in word or "versions" in word for word in texts)
+    texts = words(schedules.gpipe(4, 8))
+    assert "in\nflight" not in texts
+    assert any("in flight 8 on all stages" in word for word in texts)
+    texts = words(schedules.pipemare(4, 1))
+    assert "forward\ndelay" in texts
+    assert any("backward delay 0 on all stages; weight versions 1" in w for w in texts)
+    texts = words(schedules.pipedream(4, 1))
+    assert {"delay", "weight\nversions"} <= set(texts)
+
+
+def test_a_figure_of_two_stages_per_device_names_them():
+    pytest.importorskip("matplotlib")
+    texts = words(schedules.interleaved(8, 8))
+    assert {"device 0: stages 0, 4", "8, 4", "in\nflight\nby stage"} <= set(texts)
+    assert "lighter: later stages of the device" in texts
+    assert any("makespan 28.5" in word for word in texts)  # of the device's share
+    assert any("a device's whole share" in word for word in texts)
+
+
+def test_an_svg_has_a_title(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw.save(schedules.gpipe(2, 2), tmp_path / "pipe.svg")
+    title = "<title>gpipe: 2 stages, 2 devices, 2 microbatches, 6 ticks</title>"
+    assert title in (tmp_path / "pipe.svg").read_text()
 
 
 @pytest.mark.parametrize(
@@ -265,7 +340,7 @@ def test_a_warning_is_one_line_on_stderr(capsys):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("", "name a schedule (forward_only, "),
+        ("", "name a schedule (gpipe, "),
         ("gpip --stages 4 --microbatches 8", "Did you mean 'gpipe'?"),
         ("gpipe", "gpipe needs --stages and --microbatches"),
         ("gpipe --stages 4", "gpipe needs --stages and --microbatches"),

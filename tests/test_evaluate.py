@@ -91,7 +91,8 @@ def test_aux_while_an_asynchronous_schedule_fills_and_drains():
     batch = batch_of(4)
     state = pipe.init(KEY, batch)
     state, metrics = pipe.step(state, batch)
-    assert int(metrics["num_microbatches"]) == 0 and metrics["aux"]["rows"] == 0
+    assert int(metrics["num_microbatches"]) == 0 and np.isnan(metrics["loss"])
+    assert all(np.isnan(a) for a in jax.tree.leaves(metrics["aux"]))
     state, metrics = pipe.step(state, batch)
     assert int(metrics["num_microbatches"]) == 1 and metrics["aux"]["rows"] == 4
     evaluated = pipe.evaluate(state, batch)  # in flight or not
@@ -104,6 +105,8 @@ def test_flushing_a_synchronous_schedule_has_the_same_metrics():
     pipe, batch = pipeline(jpipe.schedules.gpipe(2, 2)), batch_of(4)
     state, stepped = pipe.step(pipe.init(KEY, batch), batch)
     _, flushed = pipe.flush(state)
+    means = flushed["loss"], *jax.tree.leaves(flushed["aux"])
+    assert all(np.isnan(a) for a in means)
     kinds = [jax.tree.map(lambda a: (a.shape, a.dtype), m) for m in (stepped, flushed)]
     assert kinds[0] == kinds[1]
 
@@ -129,6 +132,13 @@ def test_wrong_losses(name):
     with pytest.raises(ValueError, match=message):
         pipe = pipeline(jpipe.schedules.gpipe(2, 2), loss=loss, has_aux=has_aux)
         pipe.init(KEY, batch_of(4))
+
+
+def test_a_loss_that_cannot_take_the_batch_of_evaluate():
+    pipe = pipeline(jpipe.schedules.gpipe(2, 2))
+    state = pipe.init(KEY, batch_of(4))
+    with pytest.raises(ValueError, match="`loss` cannot take outputs .*'targets'"):
+        pipe.evaluate(state, {"inputs": batch_of(4)["inputs"]})
 
 
 def test_an_empty_batch_is_refused():

@@ -7,7 +7,7 @@ import optax
 import pytest
 from families import slow
 from flax import nnx
-from test_transparency import assert_close
+from helpers import assert_close
 
 import jpipe
 from models import BERT, VGG, ResNet, Transformer, Translation, UNet

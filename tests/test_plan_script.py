@@ -1,18 +1,29 @@
-"""`train/plan.py`, as it is typed: graphs through every solver, a model through to a run, and wrong words."""
+"""`train/plan.py`, as it is typed.
 
+Graphs through every solver, a model through to a run, and wrong words.
+"""
+
+import argparse
+import dataclasses
 import json
 import os
 import pathlib
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
+from profiles import timed
 
-from jpipe.plan import Graph, Node, read_graph
+import jpipe
+from jpipe import solvers
+from jpipe.solvers import Graph, Node, read_graph
+from models import Transformer
 from train import flags, plan
-from train.config import TrainConfig
+from train.config import OptimizerConfig, PipelineConfig, TrainConfig
 
 ROOT = pathlib.Path(__file__).parents[1]
 CHAIN = Graph(
@@ -41,7 +52,7 @@ def run(capsys, *words):
     return code, captured.out, captured.err
 
 
-@pytest.mark.parametrize("solver", plan.SOLVERS)
+@pytest.mark.parametrize("solver", solvers.names())
 def test_every_solver_answers_in_json(capsys, chain, solver):
     words = ["--graph", chain, "--solver", solver, "--devices", "2", "--json"]
     if solver not in ("min-max", "block"):
@@ -99,7 +110,7 @@ def test_published_configuration(capsys):
         ("--graph chain.json", "needs a `--solver`: pipedream, ideals"),
         ("--graph chain.json --solver ideal", "invalid choice: 'ideal'"),
         ("--graph none.json --solver ideals", "No such file.*none.json"),
-        ("--graph chain.json --solver ideals", "for how many devices"),
+        ("--graph chain.json --solver ideals", "how many devices there are"),
         ("--graph chain.json --solver ideals --devices 2", "bandwidth"),
         ("--graph chain.json --solver pipedream --devices 2", "needs `--bandwidth"),
         ("--graph chain.json --solver min-max --devices 9", r"in 1\.\.6.*got 9"),
@@ -119,10 +130,14 @@ def test_published_configuration(capsys):
             "has 4 devices, `--devices` says 3",
         ),
         ("--graph chain.json --solver ideals --config.x=1", "option of a config"),
-        ("--config configs/quickstart.py", "how many devices"),
+        ("--config configs/quickstart.py", "number of devices is missing"),
         ("--config configs/quick.py --devices 2", "Did you mean"),
         ("--config configs/quickstart.py --devices 2 --microbatches 7", "must divide"),
         ("--config configs/quickstart.py --devices 2 --save planned", "Python file"),
+        (
+            "--config configs/quickstart.py --devices 2 --save /nope/x.py",
+            "there is no folder `/nope`",
+        ),
         ("--config configs/quickstart.py --devices 2 --config.batchsize=3", "unknown"),
         (
             "--config configs/quickstart.py --devices 2 --asynchronous --config.pipeline.loss_scale=dynamic",
@@ -146,6 +161,101 @@ def test_sizes():
     assert plan.size("1.25e9") == 1.25e9 and plan.size("3K") == 3000
 
 
+# -- The printed commands, word for word
+
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+TEXTS = [plan.__doc__, *(page.read_text() for page in PAGES)]
+COMMANDS = sorted(
+    {c for t in TEXTS for c in re.findall(r"python (train/plan\.py --[^`\n]+)", t)}
+)
+OF_MODELS = [c for c in COMMANDS if "--config " in c]
+GPT = next(c for c in OF_MODELS if "gpt_1f1b" in c)
+OF_GRAPHS = [c for c in COMMANDS if "--graph " in c]
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """The current folder is one in which the commands find configurations and leave files."""
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_there_are_commands():
+    assert any("gpt_1f1b" in c and "--save" in c for c in OF_MODELS)
+    assert any("quickstart" in c for c in OF_MODELS) and len(OF_GRAPHS) >= 3
+
+
+@pytest.mark.parametrize(
+    ("command", "more"),
+    [(command, "") for command in OF_MODELS]
+    + [(GPT, "--asynchronous"), (GPT, "--json --asynchronous")],
+)
+def test_printed_commands_plan_a_model(capsys, clone, monkeypatch, command, more):
+    """Everything but the measuring.
+
+    Layers take as long as they have FLOPs, and nothing is timed.
+    """
+    profile = jpipe.Pipeline.profile
+
+    def unmeasured(self, batch, *, num_microbatches, **_):
+        size = len(batch["inputs"]) // num_microbatches
+        counted = profile(self, batch, num_microbatches=num_microbatches, programs=())
+        times = dict.fromkeys(jpipe.plan.PROGRAMS, 1e-3 * size)
+        return timed(counted, **times | {"backward": 2e-3 * size, "update": 1e-3})
+
+    monkeypatch.setattr(jpipe.Pipeline, "profile", unmeasured)
+    monkeypatch.setattr(jpipe.plan, "measure_machine", jpipe.plan.Machine)
+    words = shlex.split(command)[1:]
+    code, out, error = run(capsys, *words, *more.split())
+    assert code == 0, error
+    devices = int(words[words.index("--devices") + 1])
+    if "--json" in more:
+        best, *others = json.loads(out)
+        skipped = [plan for plan in others if "seconds" not in plan]
+        assert best["fits"] and not best["why"] and all(plan["why"] for plan in others)
+        refused = rf"at least {2 * devices - 1} for {devices} stages in paired ticks"
+        assert any(re.search(refused, plan["why"]) for plan in skipped)
+    else:
+        assert max(map(len, out.splitlines())) <= 120
+        assert not re.search(r"\b1 (devices|stages|cores|microbatches)\b", out)
+        refused = "pipedream_2bw paired: `num_microbatches` of PipeDream-2BW must be"
+        assert (refused in out) == bool(more)
+        assert "skipped (" in out or refused not in out
+    if "--save" in words:
+        saved = words[words.index("--save") + 1]
+        flags.load(saved, TrainConfig)
+        text = pathlib.Path(saved).read_text()
+        for kind in (TrainConfig, PipelineConfig, OptimizerConfig, Transformer):
+            for field in dataclasses.fields(kind):
+                assert re.search(rf"\b{field.name}=", text), field.name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", OF_MODELS)
+def test_printed_commands_measure_and_plan_a_model(clone, command):
+    words = [sys.executable, str(ROOT / "train" / "plan.py"), *shlex.split(command)[1:]]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    result = subprocess.run(words, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert "profile of a microbatch" in result.stdout and "bubble" in result.stdout
+
+
+@pytest.mark.parametrize("command", OF_GRAPHS)
+def test_printed_commands_plan_a_graph(capsys, monkeypatch, tmp_path, command):
+    if "JPIPE_DATA" not in os.environ:
+        pytest.skip("JPIPE_DATA names no directory with the published graphs.")
+    words = shlex.split(command)[1:]
+    name = words[words.index("--graph") + 1]
+    files = list(pathlib.Path(os.environ["JPIPE_DATA"]).rglob(name))
+    if not files:
+        pytest.skip(f"JPIPE_DATA has no {name}.")
+    (tmp_path / name).symlink_to(files[0])
+    monkeypatch.chdir(tmp_path)
+    code, out, error = run(capsys, *words)
+    assert code == 0 and ("optimal" in out), error
+
+
 def test_a_model_is_planned_and_the_plan_runs(tmp_path):
     """Profiled, priced, saved; what is saved trains, and a second call measures nothing anew."""
     saved, profiles = tmp_path / "planned.py", tmp_path / "profiles"
@@ -162,12 +272,14 @@ def test_a_model_is_planned_and_the_plan_runs(tmp_path):
     for words in (
         "profile of a microbatch of 4",
         "machine: 2 devices",
-        "why not",
+        "plans, as predicted",
+        "x the time",
         "s0 ",
     ):
         assert words in result.stdout
     (profile,) = profiles.iterdir()
     measured = profile.read_text()
+    assert max(map(len, result.stdout.splitlines())) <= 120
     config = flags.load(str(saved), TrainConfig)
     assert config.model.widths == (16, 16, 16) and config.num_steps == 2
 
@@ -186,3 +298,28 @@ def test_a_model_is_planned_and_the_plan_runs(tmp_path):
 
 def test_graphs_of_our_own_are_read_by_default(chain):
     assert read_graph(chain) == CHAIN
+
+
+def test_updates_are_measured_once_for_all_microbatch_sizes(tmp_path, monkeypatch):
+    """What is kept is whole for every size; a profile of another model's updates is refused."""
+    asked = []
+    profile = jpipe.Pipeline.profile
+
+    def recorded(self, batch, *, programs, min_seconds, **options):
+        asked.append(("update" in programs, options["num_microbatches"]))
+        programs = [p for p in programs if p in ("forward", "update")]
+        return profile(self, batch, programs=programs, min_seconds=1e-3, **options)
+
+    monkeypatch.setattr(jpipe.Pipeline, "profile", recorded)
+    words = ["--config", str(ROOT / "configs" / "quickstart.py")]
+    words += ["--config.model=MLP", "--config.model.widths=8,8"]
+    name, config = flags.parse([*words, "--config.batch_size=8"], TrainConfig)
+    args = argparse.Namespace(profiles=str(tmp_path), devices=2)
+    first, second = plan._profiles(name, config, [2, 4], args)
+    assert asked == [(True, 2), (False, 4)]
+    assert first.seconds("update") == second.seconds("update") != [0.0] * 3
+    for kept in tmp_path.iterdir():
+        assert jpipe.plan.Profile.load(kept) in (first, second)
+    other = dataclasses.replace(first, optimizer="another")
+    with pytest.raises(ValueError, match="same `optimizer`, .* got 'another'"):
+        second.with_updates_of(other)

@@ -8,7 +8,7 @@ import optax
 import oracles
 import pytest
 from families import FAMILIES, cross_entropy, schedule_named
-from test_transparency import assert_close
+from helpers import assert_close
 
 import jpipe
 from jpipe.reference import Reference

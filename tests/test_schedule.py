@@ -762,3 +762,15 @@ def test_newest_version_takes_effect_at_the_end_of_its_tick():
     # Column 0 writes version 1 at tick 1 and version 2 at tick 5.
     assert versions[:, 0].tolist() == [0, 0, 1, 1, 1, 1, 2, 2]
     assert versions[:, 1].tolist() == [-1, -1, 0, 0, 0, 0, 1, 1]
+
+
+# -- Columns --------------------------------------------------------------------------
+
+
+def test_column_of_stage():
+    schedule = Schedule.from_text("1@0 0@0 2@1\n. F0 .\nF0 . .\n. . F0\n")
+    assert schedule.column_of_stage.tolist() == [1, 0, 2]
+    stages = schedule.stage[schedule.column_of_stage]
+    assert stages.tolist() == list(range(schedule.num_stages))
+    with pytest.raises(ValueError, match="read-only"):
+        schedule.column_of_stage[0] = 2

@@ -250,7 +250,9 @@ def test_wrong_input():
     schedule = gpipe(2, 4)
     with pytest.raises(ValueError, match="`backward` must be at least 0, got -1"):
         Costs(backward=-1)
-    with pytest.raises(ValueError, match="`jitter` must be a part of a tick.*got -0.1"):
+    with pytest.raises(
+        ValueError, match="`jitter` must be a fraction of a tick.*got -0.1"
+    ):
         Costs(jitter=-0.1)
     with pytest.raises(ValueError, match="`forward` must be at least 0, got .*nan"):
         Costs(forward=[1.0, float("nan")])

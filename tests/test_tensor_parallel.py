@@ -11,8 +11,8 @@ import oracles
 import pytest
 from families import cross_entropy, schedule_named, slow
 from flax import linen, nnx
+from helpers import assert_close
 from jax.sharding import PartitionSpec
-from test_transparency import assert_close
 
 import jpipe
 from models import Transformer

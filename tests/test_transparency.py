@@ -1,6 +1,6 @@
 """A synchronous pipeline computes what the plain model computes: losses, every gradient, weights after updates."""
 
-import dataclasses
+import itertools
 
 import jax
 import numpy as np
@@ -8,79 +8,136 @@ import optax
 import oracles
 import pytest
 from families import FAMILIES, cross_entropy, schedule_named, slow
+from helpers import assert_close, with_nan_buffers
 
 import jpipe
 
 SCALE = 2.0**20
 
-# family, schedule, S, N, recompute, boundaries, dtype: together they cover every pair of values.
+# family, schedule, S, N, recompute, boundaries, dtype. Rows that are not slow cover every pair of values that can
+# occur, which `test_every_pair_is_covered` checks. Expensive families have few stages and microbatches.
 CASES = [
-    ("mlp", "gpipe", 1, 2, "none", None, "float64"),
-    ("mlp", "gpipe", 2, 4, "full", [1], "float32"),
-    ("mlp", "one_f_one_b/paired", 3, 1, "full", None, "float64"),
-    ("mlp", "one_f_one_b/paired", 4, 8, "none", [1, 2, 5], "float64"),
-    ("mlp", "one_f_one_b/unit", 4, 8, "none", None, "float32"),
-    ("mlp", "one_f_one_b/unit", 2, 3, "full", [4], "float64"),
-    ("mlp", "one_f_one_b/unit", 6, 2, "none", None, "float64"),
-    ("mlp", "interleaved/paired", 4, 4, "none", None, "float64"),
-    ("mlp", "interleaved/unit", 6, 3, "full", None, "float32"),
-    ("mlp", "zero_bubble_h1", 4, 8, "none", [1, 2, 5], "float64"),
-    ("mlp", "zero_bubble_h2", 3, 6, "full", None, "float64"),
-    ("mlp", "zero_bubble_v", 6, 4, "none", None, "float64"),
-    ("mlp", "hand-written", 2, 3, "none", None, "float64"),
-    ("mlp", "hand-written", 2, 3, "full", [5], "float64"),
-    ("mlp", "two-columns", 4, 3, "none", None, "float64"),
-    ("mlp", "v", 4, 4, "none", None, "float64"),
-    ("resnet", "gpipe", 3, 4, "none", None, "float64"),
+    ("mlp", "gpipe", 1, 1, "none", None, "float32"),
+    ("mlp", "gpipe", 2, 1, "full", [1], "float64"),
+    ("mlp", "gpipe", 3, 4, "none", [2, 3], "float64"),
+    ("mlp", "gpipe", 4, 1, "full", None, "float64"),
+    ("mlp", "gpipe", 6, 2, "none", None, "float64"),
+    ("mlp", "one_f_one_b/paired", 2, 1, "none", [1], "float64"),
+    ("mlp", "one_f_one_b/paired", 3, 3, "none", None, "float64"),
+    ("mlp", "one_f_one_b/paired", 4, 1, "none", None, "float64"),
+    ("mlp", "one_f_one_b/paired", 6, 1, "full", None, "float32"),
+    ("mlp", "one_f_one_b/unit", 2, 2, "full", None, "float64"),
+    ("mlp", "one_f_one_b/unit", 3, 1, "none", [2, 3], "float32"),
+    ("mlp", "one_f_one_b/unit", 4, 1, "full", [1, 2, 5], "float64"),
+    ("mlp", "one_f_one_b/unit", 6, 8, "none", None, "float64"),
+    ("mlp", "interleaved/paired", 4, 8, "none", [2, 3, 4], "float64"),
+    ("mlp", "interleaved/paired", 6, 3, "none", None, "float32"),
+    ("mlp", "interleaved/unit", 2, 3, "full", None, "float64"),
+    ("mlp", "interleaved/unit", 4, 2, "none", [1, 2, 5], "float32"),
+    ("mlp", "interleaved/unit", 6, 3, "full", None, "float64"),
+    ("mlp", "zero_bubble_h1", 2, 2, "full", [4], "float64"),
+    ("mlp", "zero_bubble_h1", 3, 2, "none", None, "float64"),
+    ("mlp", "zero_bubble_h1", 4, 1, "none", None, "float64"),
+    ("mlp", "zero_bubble_h1", 6, 2, "none", None, "float64"),
+    ("mlp", "zero_bubble_h2", 1, 1, "none", None, "float64"),
+    ("mlp", "zero_bubble_h2", 3, 4, "full", [1, 4], "float32"),
+    ("mlp", "zero_bubble_h2", 6, 3, "full", None, "float64"),
+    ("mlp", "zero_bubble_v", 2, 3, "none", [4], "float32"),
+    ("mlp", "zero_bubble_v", 4, 2, "none", [1, 2, 5], "float64"),
+    ("mlp", "hand-written", 2, 3, "none", [4], "float32"),
+    ("mlp", "two-columns", 4, 8, "full", [1, 2, 5], "float32"),
+    ("mlp", "v", 4, 8, "full", [2, 3, 4], "float32"),
+    ("resnet", "gpipe", 3, 1, "none", None, "float64"),
+    ("resnet", "one_f_one_b/paired", 1, 2, "none", None, "float64"),
+    ("resnet", "one_f_one_b/unit", 1, 2, "none", None, "float32"),
+    ("resnet", "interleaved/paired", 2, 1, "full", None, "float64"),
+    ("resnet", "interleaved/unit", 2, 2, "full", None, "float64"),
+    ("resnet", "zero_bubble_h1", 1, 4, "none", None, "float64"),
+    ("resnet", "zero_bubble_h2", 4, 1, "full", None, "float64"),
+    ("resnet", "zero_bubble_v", 2, 2, "full", [1], "float64"),
+    ("resnet", "hand-written", 2, 3, "full", [3], "float64"),
+    ("resnet", "two-columns", 4, 2, "full", None, "float64"),
+    ("resnet", "v", 4, 2, "full", None, "float64"),
+    ("transformer", "gpipe", 3, 1, "full", None, "float64"),
+    ("transformer", "one_f_one_b/paired", 1, 2, "full", None, "float64"),
+    ("transformer", "one_f_one_b/unit", 1, 1, "none", None, "float64"),
+    ("transformer", "interleaved/paired", 2, 2, "full", None, "float64"),
+    ("transformer", "interleaved/unit", 2, 1, "none", None, "float64"),
+    ("transformer", "zero_bubble_h1", 1, 1, "full", None, "float32"),
+    ("transformer", "zero_bubble_h2", 2, 1, "none", [1], "float64"),
+    ("transformer", "zero_bubble_v", 6, 1, "none", None, "float64"),
+    ("transformer", "hand-written", 2, 3, "full", None, "float64"),
+    ("transformer", "two-columns", 4, 4, "none", [2, 3, 4], "float64"),
+    ("transformer", "v", 4, 4, "none", None, "float64"),
+    # Larger ones.
     slow("resnet", "gpipe", 2, 1, "full", None, "float64"),
     slow("resnet", "one_f_one_b/paired", 2, 8, "full", [1], "float32"),
-    ("resnet", "one_f_one_b/paired", 1, 3, "none", None, "float64"),
     slow("resnet", "one_f_one_b/unit", 4, 3, "full", None, "float64"),
-    ("resnet", "two-columns", 4, 2, "full", None, "float64"),
     slow("resnet", "interleaved/paired", 4, 2, "none", None, "float64"),
     slow("resnet", "zero_bubble_v", 4, 4, "none", None, "float64"),
     slow("transformer", "gpipe", 4, 3, "full", None, "float64"),
     slow("transformer", "gpipe", 1, 1, "full", None, "float64"),
     slow("transformer", "one_f_one_b/paired", 2, 4, "none", None, "float32"),
-    ("transformer", "one_f_one_b/paired", 4, 8, "full", [1, 2, 5], "float64"),
     slow("transformer", "one_f_one_b/unit", 3, 8, "none", [1, 4], "float64"),
     slow("transformer", "one_f_one_b/unit", 1, 2, "full", None, "float64"),
     slow("transformer", "v", 4, 4, "full", None, "float64"),
-    ("transformer", "interleaved/unit", 4, 4, "none", None, "float64"),
     slow("transformer", "zero_bubble_h1", 2, 4, "full", None, "float64"),
     slow("transformer", "zero_bubble_h2", 3, 5, "none", None, "float32"),
 ]
 
 
-def with_nan_buffers(state, all_but: str | None = None):
-    """The state with everything in flight, and every idle and unused slot, not a number."""
+def factors(family, schedule, S, N, recompute, boundaries, dtype):
+    """The values of a row whose pairs are covered."""
+    microbatches = "N < S" if N < S else "N = S" if N == S else "N > S"
+    cut = "balanced" if boundaries is None else "given"
+    return family, schedule, S, microbatches, recompute, cut, dtype
 
-    def nan(a):
-        return (
-            jax.device_put(np.full(a.shape, np.nan, a.dtype), a.sharding)
-            if a.dtype.kind == "f"
-            else a
-        )
 
-    buffers = {
-        name: values if name == all_but else jax.tree.map(nan, values)
-        for name, values in state.buffers.items()
+def pairs(row):
+    return set(itertools.combinations(enumerate(factors(*row)), 2))
+
+
+def rows_that_can_occur(values):
+    """Every combination of the values in CASES that a schedule and a family can take."""
+    families, schedules, stages, microbatches, recomputes, _, dtypes = values
+    for schedule, S, N in itertools.product(schedules, stages, microbatches):
+        try:
+            table = schedule_named(schedule, S, N)
+        except ValueError:  # a count that the schedule does not take
+            continue
+        if (table.num_stages, table.num_microbatches) != (S, N):
+            continue  # a table of a fixed size
+        for family in families:
+            num_layers = len(FAMILIES[family].layers)
+            if S > num_layers:
+                continue
+            # One stage has no boundaries, and a stage per layer only one choice of them.
+            cuts = [None, "given"] if 1 < S < num_layers else [None]
+            rest = itertools.product(recomputes, cuts, dtypes)
+            yield from ((family, schedule, S, N, *others) for others in rest)
+
+
+@pytest.mark.filterwarnings("ignore:.*bubble")
+def test_every_pair_is_covered():
+    """By rows that run by default, all pairs of values of two factors that any row could have."""
+    default = [case for case in CASES if not hasattr(case, "values")]
+    every = [getattr(case, "values", case) for case in CASES]
+    # Boundaries are lists, so values are told apart by their text.
+    values = [list({str(v): v for v in column}.values()) for column in zip(*every)]
+    named = {schedule for _, schedule, *_ in default}
+    builders = {
+        name: getattr(jpipe.schedules, name) for name in jpipe.schedules.names()
     }
-    return dataclasses.replace(state, buffers=buffers)
-
-
-def assert_close(got, want, dtype):
-    """float64: rtol 1e-9; float32: 1e-5; both of the leaf's largest magnitude."""
-    tolerance = 1e-9 if dtype == "float64" else 1e-5
-    paths = jax.tree.leaves_with_path(want)
-    for (path, b), a in zip(paths, jax.tree.leaves(got), strict=True):
-        np.testing.assert_allclose(
-            a,
-            b,
-            rtol=0,
-            atol=tolerance * max(np.abs(b).max(), 1e-30),
-            err_msg=jax.tree_util.keystr(path),
-        )
+    synchronous = {
+        name
+        for name, build in builders.items()
+        if name != "forward_only" and build(2, 4).synchronous
+    }
+    assert {name.partition("/")[0] for name in named} >= synchronous
+    possible = set().union(*map(pairs, rows_that_can_occur(values)))
+    covered = set().union(*map(pairs, default))
+    assert not possible - covered, sorted(map(str, possible - covered))
+    assert len(possible) > 250 and covered <= possible
 
 
 @pytest.mark.filterwarnings("ignore:.*bubble")

@@ -10,7 +10,7 @@ import oracles
 import pytest
 from families import FAMILIES, cross_entropy
 from flax import nnx
-from test_transparency import assert_close
+from helpers import assert_close
 
 import jpipe
 from jpipe.optim import correct_discrepancy, corrected_params
@@ -127,7 +127,7 @@ WRONG = [
     (dict(forward_params="predict"), r"`forward_params` must be a function .* got str"),
     (
         dict(optimizer=optax.sgd(0.1), backward_params=corrected_params),
-        r"`backward_params` cannot give the weights.*put `jpipe.optim.correct_discrepancy`",
+        r"`backward_params` cannot give the weights.*Put `jpipe.optim.correct_discrepancy`",
     ),
     (
         dict(forward_params=lambda params, state, delay: params[:1]),

@@ -1,4 +1,4 @@
-"""Plans how to train a model, or where to cut a graph that somebody has profiled.
+"""Plans how to train a model, or where to cut a profiled graph.
 
     python train/plan.py --config configs/quickstart.py --devices 4
     python train/plan.py --config configs/gpt_1f1b.py --devices 2 --memory 2GiB --save configs/planned.py
@@ -6,21 +6,23 @@
     python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --hierarchy 4x4 --bandwidths 1e10,1.25e9
     python train/plan.py --graph bert.json --format placement --solver ideals --json
 
-With `--config`, measures every kind of layer, prices every schedule, number of stages and
-replicas and size of microbatch, and prints the best plans, why the others lost, and a
-picture of the winner. `--save` writes a configuration that `train/train.py` runs as it is.
-Options of the configuration can be changed as `--config.section.field=value`. Profiles
-are kept in `--profiles`, and measured again only if something has changed.
+With `--config`, the program measures every kind of layer and predicts the time and memory of
+every schedule, number of stages and replicas, and microbatch size. It prints the best plans, why
+the others lost, which plans a schedule refused, and a picture of the winner. `--save` writes a
+configuration that `train/train.py` runs. Options of the configuration can be changed by
+`--config.section.field=value`. Profiles are kept in `--profiles`, and measured again only if
+something has changed.
 
-With `--graph`, runs one solver: `pipedream`, `ideals`, `linearised`, `ip`, `min-max` or
-`block`. Sizes and bandwidths may have units: 2GiB, 500MB, 1.25e9. The exit code is 0, or
-2 if an option or a file is wrong or nothing fits.
+With `--graph`, the program runs one solver; `docs/planning.md` describes the solvers. Sizes and
+bandwidths may have units: 2GiB, 500MB, 1.25e9. The exit code is 0, or 2 if an option or a file is
+wrong or no plan fits.
 """
 
 import argparse
 import dataclasses
 import json
 import math
+import os
 import pathlib
 import re
 import shlex
@@ -29,6 +31,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from jpipe import solvers
 from train import flags
 
 _UNITS = {"": 1, "B": 1} | {
@@ -39,7 +42,7 @@ _UNITS = {"": 1, "B": 1} | {
 
 
 def size(text: str) -> float:
-    """A number of bytes, with or without a unit.
+    """Reads a number of bytes, with or without a unit.
 
     Example:
       >>> size("2GiB"), size("1.25e9"), size("500 MB")
@@ -59,12 +62,12 @@ def size(text: str) -> float:
 
 
 def sizes(text: str) -> tuple[float, ...]:
-    """Sizes, with commas between."""
-    return tuple(size(one) for one in text.split(","))
+    """Reads sizes separated by commas."""
+    return tuple(map(size, text.split(",")))
 
 
 def count(text: str) -> int:
-    """A whole number, at least 1."""
+    """Reads a whole number of at least 1."""
     if not (text.isdecimal() and int(text) >= 1):
         raise argparse.ArgumentTypeError(
             f"must be a whole number of at least 1, got {text!r}."
@@ -73,11 +76,8 @@ def count(text: str) -> int:
 
 
 def counts(text: str) -> tuple[int, ...]:
-    """Whole numbers, with commas or an x between."""
-    return tuple(count(one) for one in re.split("[x,]", text))
-
-
-SOLVERS = ("pipedream", "ideals", "linearised", "ip", "min-max", "block")
+    """Reads whole numbers separated by commas or an x."""
+    return tuple(map(count, re.split("[x,]", text)))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,43 +87,62 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    result.add_argument("--devices", type=count, help="how many there are")
-    result.add_argument("--memory", type=size, help="of each device, such as 2GiB")
-    result.add_argument("--json", action="store_true", help="the result as JSON")
+    result.add_argument("--devices", type=count, help="number of devices")
+    result.add_argument("--memory", type=size, help="memory per device, such as 2GiB")
+    result.add_argument("--json", action="store_true", help="print the result as JSON")
     model = result.add_argument_group("a model")
     model.add_argument("--config", help="a configuration; see train/train.py")
-    model.add_argument("--save", metavar="FILE", help="writes the best plan as one")
     model.add_argument(
-        "--microbatches", type=counts, help="the numbers of them to try, as 4,8,16"
+        "--save", metavar="FILE", help="write the best plan as a configuration"
     )
     model.add_argument(
-        "--asynchronous", action="store_true", help="allows delayed gradients"
+        "--microbatches", type=counts, help="numbers of microbatches to try, as 4,8,16"
     )
     model.add_argument(
-        "--profiles", default="profiles", metavar="DIR", help="where they are kept"
+        "--asynchronous",
+        action="store_true",
+        help="allow schedules with delayed gradients",
     )
     model.add_argument(
-        "--cores", type=count, help="that devices faked on CPU share; by default all"
+        "--profiles",
+        default="profiles",
+        metavar="DIR",
+        help="folder that keeps the profiles",
     )
-    model.add_argument("--top", type=count, default=10, help="how many plans to print")
+    model.add_argument(
+        "--cores",
+        type=count,
+        help="number of cores that CPU devices share; default: all",
+    )
+    model.add_argument("--top", type=count, default=10, help="number of plans to print")
     graph = result.add_argument_group("a graph")
     graph.add_argument("--graph", metavar="FILE")
     graph.add_argument("--format", choices=("jpipe", "pipedream", "placement"))
-    graph.add_argument("--solver", choices=SOLVERS)
-    graph.add_argument("--bandwidth", type=size, help="bytes a second")
-    graph.add_argument("--hierarchy", type=counts, help="as 4x4, the inner level first")
-    graph.add_argument("--bandwidths", type=sizes, help="of its levels, as 1e10,1.25e9")
+    graph.add_argument("--solver", choices=solvers.names())
+    graph.add_argument("--bandwidth", type=size, help="bytes per second")
     graph.add_argument(
-        "--cost-model", choices=("pipedream-repo", "sosp19"), help="of `pipedream`"
+        "--hierarchy",
+        type=counts,
+        help="devices per level, as 4x4, the inner level first",
     )
     graph.add_argument(
-        "--straight", action="store_true", help="no replicas; `pipedream`"
+        "--bandwidths",
+        type=sizes,
+        help="bytes per second of the levels, as 1e10,1.25e9",
     )
-    graph.add_argument("--hosts", type=count, help="processors of the host")
     graph.add_argument(
-        "--non-contiguous", action="store_true", help="stages may be split up; `ip`"
+        "--cost-model", choices=("pipedream-repo", "sosp19"), help="for `pipedream`"
     )
-    graph.add_argument("--time-limit", type=float, help="seconds; `ip`")
+    graph.add_argument(
+        "--straight", action="store_true", help="no replicas; for `pipedream`"
+    )
+    graph.add_argument("--hosts", type=count, help="number of host processors")
+    graph.add_argument(
+        "--non-contiguous",
+        action="store_true",
+        help="stages need not be contiguous; for `ip`",
+    )
+    graph.add_argument("--time-limit", type=float, help="seconds; for `ip`")
     return result
 
 
@@ -154,15 +173,17 @@ def main(argv: list[str]) -> int:
 
 
 def plan_graph(args: argparse.Namespace) -> int:
-    """Runs one solver."""
-    from jpipe.plan import read_graph
+    """Runs one solver on a graph and prints its solution."""
     from train import report
 
     if args.solver is None:
-        raise ValueError(f"`--graph` needs a `--solver`: {', '.join(SOLVERS)}.")
-    graph = read_graph(args.graph, args.format or "jpipe")
+        raise ValueError(f"`--graph` needs a `--solver`: {', '.join(solvers.names())}.")
+    graph = solvers.read_graph(args.graph, args.format or "jpipe")
     start = time.perf_counter()
-    solution = solve(graph, args)
+    try:
+        solution = solve(graph, args)
+    except ImportError as error:  # SciPy, which is optional
+        raise ValueError(error) from None
     seconds = time.perf_counter() - start
     if args.json:
         content = {
@@ -184,78 +205,75 @@ def plan_graph(args: argparse.Namespace) -> int:
     return 0
 
 
-def solve(graph, args: argparse.Namespace):
-    """What the solver that is asked for finds."""
-    from jpipe import plan
+# Options of the command line -> the solvers' argument and its value.
+_SOLVER_OPTIONS = {
+    "bandwidth": ("bandwidth", lambda value: value),
+    "memory": ("memory_limit", lambda value: value),
+    "hosts": ("num_hosts", lambda value: value),
+    "cost_model": ("cost_model", lambda value: value),
+    "straight": ("straight", lambda value: value),
+    "non_contiguous": ("contiguous", lambda value: not value),
+    "time_limit": ("time_limit", lambda value: value),
+}
+
+
+def solve(graph: solvers.Graph, args: argparse.Namespace) -> solvers.Solution:
+    """Calls the solver that the command line names, with the options that it gives."""
+    solver = solvers.get(args.solver)
+
+    def refuse(option: str, takers: list[str]) -> None:
+        raise ValueError(
+            f"`--{option.replace('_', '-')}` is an option of {', '.join(takers)}, not of {args.solver}. Leave it out."
+        )
+
+    for option in ("hierarchy", "bandwidths"):
+        if getattr(args, option) and not solver.takes_levels:
+            refuse(option, [n for n, s in solvers.SOLVERS.items() if s.takes_levels])
+    options = {}
+    for option, (argument, value_of) in _SOLVER_OPTIONS.items():
+        value = getattr(args, option)
+        if value is None or value is False:
+            continue
+        if not solver.takes(argument):
+            refuse(option, [n for n, s in solvers.SOLVERS.items() if s.takes(argument)])
+        options[argument] = value_of(value)
 
     devices = args.devices or graph.num_devices
-    if args.hierarchy is not None and args.devices not in (
-        None,
-        math.prod(args.hierarchy),
-    ):
-        raise ValueError(
-            f"`--hierarchy` has {math.prod(args.hierarchy)} devices, `--devices` says {args.devices}. Leave one out."
-        )
-    if devices is None and args.hierarchy is None:
-        raise ValueError(
-            "the graph does not say for how many devices: add `--devices N`."
-        )
-    only = {
-        "hierarchy": ("pipedream",),
-        "bandwidths": ("pipedream",),
-        "cost_model": ("pipedream",),
-        "straight": ("pipedream",),
-        "hosts": ("ideals", "linearised", "ip"),
-        "memory": ("pipedream", "ideals", "linearised", "ip"),
-        "bandwidth": ("pipedream", "ideals", "linearised", "ip"),
-        "non_contiguous": ("ip",),
-        "time_limit": ("ip",),
-    }
-    for name, solvers in only.items():
-        if getattr(args, name) and args.solver not in solvers:
+    if args.hierarchy is not None:
+        devices = args.hierarchy
+        if args.devices not in (None, math.prod(devices)):
             raise ValueError(
-                f"`--{name.replace('_', '-')}` is of {', '.join(solvers)}, not of {args.solver}. Leave it out."
+                f"`--hierarchy` has {math.prod(devices)} devices, `--devices` says {args.devices}. Leave one out."
             )
-    if args.solver == "pipedream":
-        levels, bandwidths = args.hierarchy or (devices,), args.bandwidths
-        if bandwidths is None and args.bandwidth is not None:
-            bandwidths = (args.bandwidth,) * len(levels)
-        if bandwidths is None:
-            raise ValueError(
-                "`pipedream` needs `--bandwidth BYTES_PER_S`, or one for each level: `--bandwidths 1e10,1.25e9`."
-            )
-        return plan.pipedream(
-            graph,
-            levels,
-            bandwidths,
-            memory_limit=args.memory,
-            cost_model=args.cost_model or "pipedream-repo",
-            straight=args.straight,
+        if "bandwidth" in options:
+            options["bandwidth"] = [options["bandwidth"]] * len(devices)
+    if devices is None:
+        raise ValueError(
+            "the graph does not say how many devices there are: add `--devices N`."
         )
-    if args.solver in ("min-max", "block"):
-        return plan.split_chain(graph, devices, args.solver)
-    options = dict(
-        num_hosts=args.hosts, memory_limit=args.memory, bandwidth=args.bandwidth
-    )
-    if args.solver == "ip":
-        if args.time_limit is not None:
-            options["time_limit"] = args.time_limit
-        return plan.throughput_ip(
-            graph, devices, contiguous=not args.non_contiguous, **options
+    if args.bandwidths is not None:
+        options["bandwidth"] = args.bandwidths
+        if args.hierarchy is None:
+            devices = (devices,)
+    if solver.needs_bandwidth and "bandwidth" not in options:
+        raise ValueError(
+            f"`{args.solver}` needs `--bandwidth BYTES_PER_S`, or one per level: `--bandwidths 1e10,1.25e9`."
         )
-    find = plan.ideals if args.solver == "ideals" else plan.linearised
-    return find(graph, devices, **options)
+    return solver.solve(graph, devices, **options)
 
 
 # -- A model
 
+# Seconds to measure each program of each kind of layer, in three calls.
+_MIN_SECONDS = 0.25
+
 
 def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> int:
-    """Profiles a model, prices every plan, prints the best and saves it."""
+    """Profiles a model, ranks every plan, prints the best plans and saves the winner."""
     if args.devices is None:
-        raise ValueError("how many devices are there? Add `--devices N`.")
-    if args.save is not None and not args.save.endswith(".py"):
-        raise ValueError(f"`--save` is a Python file (.py), got `{args.save}`.")
+        raise ValueError("the number of devices is missing: add `--devices N`.")
+    if args.save is not None:
+        _check_saves(pathlib.Path(args.save))
     import jax
 
     from jpipe import draw, plan
@@ -272,33 +290,35 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
             )
     if args.asynchronous and config.pipeline.loss_scale == "dynamic":
         raise ValueError(
-            "a loss scale that moves needs all stages to update at once. Leave out `--asynchronous`, or add "
+            "a dynamic loss scale needs all stages to update at the same time. Leave out `--asynchronous`, or add "
             "`--config.pipeline.loss_scale=none`."
         )
     prepare_cpu(args.devices)
     check_devices(args.devices)
     profiles = _profiles(name, config, numbers, args)
-    fakes = jax.default_backend() == "cpu"  # which share its cores
     cores = args.cores or profiles[0].num_cores
+    shares_cores = jax.default_backend() == "cpu"
     machine = plan.measure_machine(
         args.devices,
         memory_limit=args.memory or math.inf,
-        num_cores=cores if fakes else None,
+        num_cores=cores if shares_cores else None,
     )
-    found = plan.choose(
+    ranking = plan.choose(
         profiles, machine, config.batch_size, asynchronous=args.asynchronous
     )
-    best = found[0]
+    best = ranking[0]
     if args.json:
-        print(json.dumps([report.plan_record(c) for c in found]))
+        records = map(report.plan_record, [*ranking, *ranking.skipped])
+        print(json.dumps(list(records)))
     else:
         print(report.profile(profiles[0]), end="\n\n")
         print(report.machine(machine), end="\n\n")
-        print(report.plans(found[: args.top], config.batch_size), end="\n\n")
+        print(report.plans(ranking, config.batch_size, args.top), end="\n\n")
     if not best.fits:
         raise ValueError(f"no plan fits: the smallest {best.why}.")
     if not args.json:
-        print(draw.text(best.table(), color=sys.stdout.isatty()))
+        color = sys.stdout.isatty()
+        print(draw.text(best.table(), color=color, width=report.WIDTH))
     if args.save is not None:
         planned = _planned(config, best)
         text = _file_of(planned, best, argv)
@@ -309,25 +329,42 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     return 0
 
 
+def _check_saves(path: pathlib.Path) -> None:
+    """Raises `ValueError` if the plan could not be written, before minutes of measuring."""
+    if path.suffix != ".py":
+        raise ValueError(f"`--save` must be a Python file (.py), got `{path}`.")
+    folder = path.parent
+    if not folder.is_dir():
+        raise ValueError(
+            f"`--save` must be a file in a folder that exists, got `{path}`: there is no folder "
+            f"`{folder}`. Create it, or save the plan somewhere else."
+        )
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(
+            f"`--save` must be a file that can be written, got `{path}`. Save the plan somewhere else."
+        )
+
+
 def _numbers_of_microbatches(config, devices: int) -> list[int]:
-    """Those to try if none are named: about 1, 2, 4 and 8 a device, and the configuration's own."""
+    """The default numbers to try: 1, 2, 4 and 8 per device, and the configuration's own number."""
     pipeline = config.pipeline
     wanted = {devices * n for n in (1, 2, 4, 8)}
     wanted.add(pipeline.num_microbatches * pipeline.data)
     fitting = [n for n in sorted(wanted) if config.batch_size % n == 0]
     if not fitting:
         raise ValueError(
-            f"no number of microbatches of {sorted(wanted)} divides the batch size, {config.batch_size}. Name others: "
+            f"none of the numbers of microbatches {sorted(wanted)} divides the batch size, {config.batch_size}. Name others: "
             "`--microbatches 5,10`."
         )
     return fitting
 
 
 def _profiles(name: str, config, numbers, args) -> list:
-    """A profile for each number of microbatches, measured on all devices at once."""
+    """One profile per number of microbatches, measured on all devices at the same time."""
     import jax
 
     import jpipe
+    from jpipe.plan import PROGRAMS
     from train.data import shuffled
     from train.train import options_of_pipeline
 
@@ -338,19 +375,29 @@ def _profiles(name: str, config, numbers, args) -> list:
     options = options_of_pipeline(config, mesh) | {"boundaries": None}
     schedule = jpipe.schedules.gpipe(1, 1)
     pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
-    return [
-        pipe.profile(
+    profiles: list = []
+    for number in numbers:
+        size = config.batch_size // number
+        cache = folder / f"{name}-{size}-on-{args.devices}.json"
+        # An update does not depend on the microbatch: it is measured once, for all sizes.
+        programs = [p for p in PROGRAMS if p != "update" or not profiles]
+        profile = pipe.profile(
             batch,
-            num_microbatches=n,
+            num_microbatches=number,
+            programs=programs,
+            min_seconds=_MIN_SECONDS,
             devices=jax.devices()[: args.devices],
-            cache=folder / f"{name}-{config.batch_size // n}-on-{args.devices}.json",
+            cache=cache,
         )
-        for n in numbers
-    ]
+        if profile.layers[0].update is None:
+            profile = profile.with_updates_of(profiles[0])
+            profile.save(cache)
+        profiles.append(profile)
+    return profiles
 
 
 def _planned(config, best):
-    """The configuration that runs a plan."""
+    """The configuration that trains by a plan."""
     pipeline = dataclasses.replace(
         config.pipeline,
         schedule=best.schedule,
@@ -369,7 +416,12 @@ def _planned(config, best):
 
 
 def _file_of(config, best, argv: list[str]) -> str:
-    """A configuration as a Python file, which names the command line that made it."""
+    """A configuration as a Python file, whose docstring has the command that made it.
+
+    The file names every option, so that the plan stays the same when a default changes.
+    """
+    from train import report
+
     command = f"python train/plan.py {shlex.join(argv)}"
     classes: dict[str, set[str]] = {}
 
@@ -381,7 +433,6 @@ def _file_of(config, best, argv: list[str]) -> str:
         fields = [
             f"{field.name}={code(getattr(value, field.name), inner)}"
             for field in dataclasses.fields(value)
-            if getattr(value, field.name) != _default(field)
         ]
         one_line = f"{kind.__name__}({', '.join(fields)})"
         if len(indent + one_line) < 80 and "\n" not in one_line:
@@ -394,18 +445,12 @@ def _file_of(config, best, argv: list[str]) -> str:
         f"from {module} import {', '.join(sorted(names))}"
         for module, names in sorted(classes.items())
     )
+    stages = report.count(best.num_stages, "stage")
     milliseconds = best.prediction.seconds * 1e3
     return (
-        f'"""{best.label}, {best.num_stages} stages: {milliseconds:.3g} ms a step, as predicted.\n\n'
+        f'"""{best.label}, {stages}: {milliseconds:.3g} ms per step, as predicted.\n\n'
         f'    {command}\n"""\n\n{imports}\n\n\ndef get_config() -> TrainConfig:\n    return {body}\n'
     )
-
-
-def _default(field: dataclasses.Field):
-    """What a field is if it is not given."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import itertools
 import math
 import platform
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +12,18 @@ import jax
 import optax
 
 import jpipe
-from jpipe.plan import Candidate, Graph, Machine, Profile, Solution, size_text
+from jpipe.plan import (
+    Candidate,
+    Graph,
+    Machine,
+    Profile,
+    Ranking,
+    Skipped,
+    Solution,
+    size_text,
+)
+
+WIDTH = 110  # columns of what the planner prints
 
 
 def versions() -> str:
@@ -70,7 +82,7 @@ def memory(memory: jpipe.Memory) -> str:
 
 
 def profile(profile: Profile) -> str:
-    """A line for each run of equal layers: what one of them takes, and keeps."""
+    """A line per run of equal layers: seconds and bytes of one of them."""
     rows = [("layers", "", "forward", "backward", "update", "weights", "stash")]
     seconds = zip(*(profile.seconds(o) for o in ("forward", "backward", "update")))
     layers = list(zip(itertools.count(), profile.layers, seconds))
@@ -86,7 +98,7 @@ def profile(profile: Profile) -> str:
                 size_text(layer.stash_bytes),
             )
         )
-    where = f"{profile.num_devices} x {profile.device_kind} at once, {profile.num_cores} cores"
+    where = f"{profile.num_devices} x {profile.device_kind} at once, {count(profile.num_cores, 'core')}"
     return (
         f"profile of a microbatch of {profile.microbatch_size} ({where}):\n"
         + _table(rows, left={1})
@@ -94,59 +106,99 @@ def profile(profile: Profile) -> str:
 
 
 def machine(machine: Machine) -> str:
-    """What a machine is taken to be, in a line."""
-    words = [f"{machine.num_devices} devices"]
+    """A machine, in a line."""
+    words = [count(machine.num_devices, "device")]
     if machine.num_cores is not None:
-        words.append(f"on {machine.num_cores:g} cores")
+        words.append(f"on {count(machine.num_cores, 'core')}")
     if machine.memory_limit < math.inf:
         words.append(f"of {size_text(machine.memory_limit)}")
     words.append(f"{size_text(machine.bandwidth[0])}/s between two")
     words.append(
-        f"{machine.tick * 1e6:.0f} us and {machine.jitter:.1%} a tick, {machine.step * 1e3:.2f} ms a step"
+        f"{machine.tick * 1e6:.0f} us and {machine.jitter:.1%} per tick, {machine.step * 1e3:.2f} ms per step"
     )
     return "machine: " + ", ".join(words)
 
 
-def plans(candidates: Sequence[Candidate], batch_size: int) -> str:
-    """A line for each plan, in their order."""
-    head = (
-        "schedule stages replicas microbatches recompute ms/step samples/s bubble bytes"
-    )
-    rows = [("", *head.split(), "delay", "cut at", "why not")]
-    for rank, c in enumerate(candidates, 1):
+def plans(ranking: Ranking, batch_size: int, top: int) -> str:
+    """Two lines for each of the first plans; then the plans that were skipped, with the reasons."""
+    head = "schedule stages replicas microbatches size recompute ms/step samples/s bubble bytes"
+    rows = [["", *head.split()]]
+    notes = []
+    for rank, c in enumerate(ranking[:top], 1):
         prediction = c.prediction
         rows.append(
-            (
+            [
                 str(rank),
                 c.label,
                 str(c.num_stages),
                 str(c.num_replicas),
-                f"{c.num_microbatches} of {c.microbatch_size}",
+                str(c.num_microbatches),
+                str(c.microbatch_size),
                 c.recompute,
                 f"{prediction.seconds * 1e3:.1f}",
                 f"{batch_size / prediction.seconds:,.0f}",
                 f"{prediction.timing.bubble:z.0%}",
                 size_text(prediction.num_bytes),
-                str(prediction.delay),
-                ",".join(map(str, c.boundaries)) or "-",
-                c.why,
-            )
+            ]
         )
-    return "plans, as predicted:\n" + _table(rows, left={1, 12})
+        cut = "cut at " + ",".join(map(str, c.boundaries)) if c.boundaries else ""
+        delay = (
+            f"gradients up to {count(prediction.delay, 'update')} late"
+            if prediction.delay
+            else ""
+        )
+        notes.append("; ".join(filter(None, [cut, delay, c.why])))
+    header, *lines = _table(rows, left={1}).splitlines()
+    text = [
+        "plans, as predicted (size: samples per microbatch; bytes: per device; cut at: first layers of later stages):",
+        header,
+    ]
+    for line, note in zip(lines, notes):
+        text.append(line)
+        text += _wrapped(note, indent=" " * 6)
+    if len(ranking) > top:
+        text.append(f"  and {len(ranking) - top} slower or larger ones")
+    return "\n".join([*text, *_skipped(ranking.skipped)])
 
 
-def plan_record(c: Candidate) -> dict[str, Any]:
-    """A plan for machines: what to configure, and what is predicted."""
-    prediction = c.prediction
-    return {
-        "schedule": c.schedule,
-        "options": c.options,
-        "num_stages": c.num_stages,
-        "num_microbatches": c.num_microbatches,
-        "num_replicas": c.num_replicas,
-        "microbatch_size": c.microbatch_size,
-        "recompute": c.recompute,
-        "boundaries": list(c.boundaries),
+def _skipped(skipped: Sequence[Skipped]) -> list[str]:
+    """Lines of the plans that were not priced.
+
+    Plans with one schedule and one reason share theirs.
+    """
+    if not skipped:
+        return []
+    labels: dict[tuple[str, str], dict[str, None]] = {}
+    for plan in skipped:
+        labels.setdefault((plan.schedule, plan.why), {})[plan.label] = None
+    lines = ["", f"skipped ({count(len(skipped), 'plan')}):"]
+    for (_, why), names in labels.items():
+        lines += _wrapped(f"{', '.join(names)}: {why}", indent="  ")
+    return lines
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=indent + "  "
+    )
+
+
+def plan_record(plan: Candidate | Skipped) -> dict[str, Any]:
+    """A plan for programs: its configuration and its prediction, which a skipped plan lacks."""
+    record = {
+        "schedule": plan.schedule,
+        "options": plan.options,
+        "num_stages": plan.num_stages,
+        "num_microbatches": plan.num_microbatches,
+        "num_replicas": plan.num_replicas,
+        "microbatch_size": plan.microbatch_size,
+    }
+    if isinstance(plan, Skipped):
+        return record | {"recompute": None, "fits": False, "why": plan.why}
+    prediction = plan.prediction
+    return record | {
+        "recompute": plan.recompute,
+        "boundaries": list(plan.boundaries),
         "seconds": prediction.seconds,
         "bubble": prediction.timing.bubble,
         "busy_seconds": prediction.timing.busy.tolist(),
@@ -155,36 +207,37 @@ def plan_record(c: Candidate) -> dict[str, Any]:
         "memory_bytes": prediction.memory._asdict(),
         "num_bytes": prediction.num_bytes,
         "delay": prediction.delay,
-        "fits": c.fits,
-        "why": c.why,
+        "fits": plan.fits,
+        "why": plan.why,
     }
 
 
 def solution(solution: Solution, graph: Graph, seconds: float) -> str:
-    """What a solver found: a line for each stage, and what is proved."""
+    """The solution of a solver: a line per stage, and what is proved."""
     nodes = {node.id: node for node in graph.nodes}
     rows = [("stage", "on", "nodes", "", "compute", "bytes")]
     for s, stage in enumerate(solution.stages):
-        mine = [nodes[id] for id in stage.nodes]
-        on = "host" if stage.on_host else f"{stage.replicas} device"
-        on += "s" * (stage.replicas > 1)
+        stage_nodes = [nodes[id] for id in stage.nodes]
+        on = "host" if stage.on_host else count(stage.replicas, "device")
         first, last = stage.nodes[0], stage.nodes[-1]
-        compute = sum((n.host or 0.0) if stage.on_host else n.seconds for n in mine)
+        compute = sum(
+            (n.host or 0.0) if stage.on_host else n.seconds for n in stage_nodes
+        )
         rows.append(
             (
                 str(s),
                 on,
-                str(len(mine)),
-                f"{first} .. {last}" if len(mine) > 1 else str(first),
+                str(len(stage_nodes)),
+                f"{first} .. {last}" if len(stage_nodes) > 1 else str(first),
                 f"{compute:.6g}",
-                size_text(sum(node.device_bytes for node in mine)),
+                size_text(sum(node.device_bytes for node in stage_nodes)),
             )
         )
     proof = "optimal" if solution.optimal else f"at least {solution.bound:.9g}"
     lines = [
         _table(rows, left={1, 3}),
         "",
-        f"{solution.solver}: {solution.objective:.9g} a stage ({proof}), found in {seconds:.3g} s",
+        f"{solution.solver}: {solution.objective:.9g} per stage ({proof}), found in {seconds:.3g} s",
     ]
     if solution.data_parallel is not None:
         ratio = solution.data_parallel / solution.objective
@@ -192,6 +245,16 @@ def solution(solution: Solution, graph: Graph, seconds: float) -> str:
             f"data parallelism: {solution.data_parallel:.9g}, {ratio:.6g} times as long"
         )
     return "\n".join(lines)
+
+
+def count(number: float, noun: str) -> str:
+    """A number of things.
+
+    Example:
+      >>> count(1, "stage"), count(2, "stage")
+      ('1 stage', '2 stages')
+    """
+    return f"{number:g} {noun}{'' if number == 1 else 's'}"
 
 
 def _runs(names: Sequence[str]) -> str:

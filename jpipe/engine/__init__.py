@@ -1,0 +1,1 @@
+"""The one program that runs every table; `engine.py` lists the parts."""

@@ -1,6 +1,7 @@
-"""Loss scaling: gradients of float16 computations, kept out of the range where they vanish."""
+"""Loss scaling keeps the gradients of float16 computations from rounding to zero."""
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +10,16 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """Multiplies the loss, and divides its gradient before the optimizer sees it.
+    """Multiplies the loss by a scale, and divides the gradient by it before the optimizer.
 
-    A dynamic scale is divided by `factor` when a gradient is not finite (that update is skipped), and multiplied by
-    it after `growth_interval` updates without one.
+    A dynamic scale is divided by `factor` after an update whose gradient is not finite, which is
+    skipped. It is multiplied by `factor` after `growth_interval` updates with finite gradients.
 
     Attributes:
-      initial: the scale at the start, above 0. A power of two changes no digits.
-      growth_interval: updates between two growths; None: a constant scale.
-      factor: of growth and of fall, above 1.
-      largest: the scale never grows beyond it.
+      initial: the scale at the start, above 0. A power of two causes no rounding.
+      growth_interval: finite updates before the scale grows; None: a constant scale.
+      factor: factor of growth and of decrease, above 1.
+      largest: upper limit of the scale.
 
     References:
       Micikevicius et al., ICLR 2018, arXiv:1710.03740, section 3.2.
@@ -29,7 +30,7 @@ class LossScale:
     factor: float = 2.0
     largest: float = 2.0**24
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not 0 < self.initial < np.inf:
             raise ValueError(
                 f"`initial` of a loss scale must be above 0 and finite, got {self.initial}."
@@ -46,21 +47,28 @@ class LossScale:
             )
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Shapes of its arrays, on each device."""
+        """Shapes of "scale" and of "num_finite", the finite updates since the scale changed."""
         return {
             "scale": jax.ShapeDtypeStruct((1,), np.float32),
             "num_finite": jax.ShapeDtypeStruct((1,), np.int32),
         }
 
     def start(self) -> dict[str, np.ndarray]:
-        """Its arrays before training."""
+        """The scale's arrays before training."""
         return {
             "scale": np.full(1, self.initial, np.float32),
             "num_finite": np.zeros(1, np.int32),
         }
 
-    def after_update(self, arrays: dict, finite: jax.Array) -> dict:
-        """Its arrays after an update whose gradient was `finite`, or not."""
+    def after_update(
+        self, arrays: Mapping[str, jax.Array], finite: jax.Array
+    ) -> Mapping[str, jax.Array]:
+        """The scale's arrays after an update.
+
+        Args:
+          arrays: before the update, shaped as `shapes` says.
+          finite: bool `[]`, whether the gradient of the update was finite.
+        """
         if self.growth_interval is None:
             return arrays
         scale, count = arrays["scale"], arrays["num_finite"] + 1

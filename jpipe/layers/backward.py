@@ -1,26 +1,28 @@
-"""A layer's forward, input-gradient and weight-gradient programs, out of `jax.vjp`.
+"""A layer's forward, input-gradient and weight-gradient programs, from `jax.vjp`.
 
-A layer is traced once. Its forward and the backward that `jax.vjp` returns become two flat lists of
-equations (calls are inlined), and everything else is read off those lists:
+A layer is traced once. Its forward, and the backward that `jax.vjp` returns, become two flat lists
+of equations. All programs are slices of these lists:
 
     parameters, inputs ──> forward ──> outputs
                               │ residuals
         ┌─────────────────────┴──────────────────────┐
         stash: depends on the inputs,                rebuilt: depends on the parameters alone,
-        kept once per microbatch                     computed again from whichever weights the backward reads
+        kept once per microbatch                     computed again from the weights of the backward
 
     stash, rebuilt, output gradient ──> input_grad ──> input gradient
-                                            │ crossing values
+                                            │ split residuals
                                             └──> weight_grad ──> parameter gradients
 
-`input_grad` holds exactly the backward equations that the input gradient needs, `weight_grad` the rest of
-those the parameter gradients need, so no equation runs twice and both together are the whole backward; what
-depends on the parameters alone is rebuilt by each half that reads it.
+`input_grad` has exactly the backward equations that the input gradient needs. `weight_grad` has the
+remaining equations that the parameter gradients need. So no equation runs twice, and both together
+are the whole backward. Values that depend on the parameters alone are rebuilt by each half that
+reads them.
 
-Under a checkpoint policy the residuals are what the policy saves and the layer's inputs, and the backward
-begins with the forward equations that it runs again: of those too, none runs in both halves.
+Under a checkpoint policy the residuals are the layer's inputs and the values that the policy saves.
+The backward then begins with the forward equations that run again; none of these runs in both halves.
 
-References: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, section 2 (the split).
+References:
+  Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, section 2 (the split).
 """
 
 import dataclasses
@@ -28,344 +30,55 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
 
-# Calls, and the parameter that holds what they call. Nothing is differentiated after tracing, so custom
-# derivative rules, which name Python functions by their address, and checkpoints have done their work.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
-}
+from jpipe.layers.avals import is_inexact
+from jpipe.layers.equations import Equations, contains, value_of, variables
 
 
 class OffloadError(ValueError):
     """A checkpoint policy would keep values in the memory of the host."""
 
 
-def is_inexact(aval) -> bool:
-    """Whether a leaf has a gradient."""
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-@dataclasses.dataclass(frozen=True)
-class Equations:
-    """A straight-line piece of a jaxpr: evaluated, sliced and asked what depends on what."""
-
-    constants: dict[Any, Any]
-    inputs: tuple[Any, ...]
-    equations: tuple[Any, ...]
-    outputs: tuple[Any, ...]
-
-    @classmethod
-    def trace(cls, function: Callable, *avals) -> "Equations":
-        """Traces `function`, of and to flat lists of arrays, with every call inlined."""
-        closed = jax.make_jaxpr(function)(*avals)
-        closed = jax.make_jaxpr(
-            lambda *args: _inline(closed.jaxpr, closed.consts, args)
-        )(*avals)
-        jaxpr = closed.jaxpr
-        constants = dict(zip(jaxpr.constvars, closed.consts))
-        return cls(
-            constants, tuple(jaxpr.invars), tuple(jaxpr.eqns), tuple(jaxpr.outvars)
-        )
-
-    def __call__(self, *args):
-        env = {**self.constants, **dict(zip(self.inputs, args, strict=True))}
-        for eqn in self.equations:
-            env.update(
-                zip(eqn.outvars, _bind(eqn, [_read(env, v) for v in eqn.invars]))
-            )
-        return [_read(env, v) for v in self.outputs]
-
-    def slice(self, inputs: Sequence, outputs: Sequence) -> "Equations":
-        """The equations that `outputs` need, computed from `inputs`."""
-        needed, kept = set(_variables(outputs)) - set(inputs), []
-        for eqn in reversed(self.equations):
-            if needed.intersection(eqn.outvars):
-                needed.difference_update(eqn.outvars)
-                needed.update(set(_variables(eqn.invars)) - set(inputs))
-                kept.append(eqn)
-        constants = {v: c for v, c in self.constants.items() if v in needed}
-        assert needed == set(constants), (
-            f"{needed - set(constants)} cannot be computed from the inputs given"
-        )
-        return Equations(
-            constants, tuple(inputs), tuple(reversed(kept)), tuple(outputs)
-        )
-
-    def parts(self, shared: Sequence[int]) -> list["Part"]:
-        """Cut into programs that have no inputs in common but `shared`, so that each can be run by itself.
-
-        Args:
-          shared: positions of inputs that every part may read.
-        """
-        program = self.slice(self.inputs, self.outputs)
-        common = {self.inputs[i] for i in shared} | set(program.constants)
-        parent = {v: v for v in program.inputs if v not in common}
-
-        def find(v):
-            while parent[v] is not v:
-                parent[v] = parent[parent[v]]
-                v = parent[v]
-            return v
-
-        for eqn in program.equations:
-            read = [find(v) for v in _variables(eqn.invars) if v in parent]
-            for v in read:
-                parent[v] = read[0]
-            parent |= {v: read[0] for v in eqn.outvars if read}
-
-        def part_of(atom):
-            """Stands for the part; None where shared inputs are all that is needed."""
-            return find(atom) if _in(atom, parent) else None
-
-        outputs: dict[Any, list[int]] = {}
-        for i, atom in enumerate(program.outputs):
-            outputs.setdefault(part_of(atom), []).append(i)
-        inputs: dict[Any, list[int]] = {}
-        for i, v in enumerate(program.inputs):
-            inputs.setdefault(part_of(v), []).append(i)
-        equations: dict[Any, list] = {}
-        for eqn in program.equations:
-            equations.setdefault(part_of(eqn.outvars[0]), []).append(eqn)
-        before = equations.get(None, [])
-        found = []
-        for part, wanted in outputs.items():
-            own = [] if part is None else inputs[part]
-            at = [*own, *shared]
-            mine = before if part is None else [*before, *equations.get(part, [])]
-            variables = [program.inputs[i] for i in at]
-            results = [program.outputs[i] for i in wanted]
-            piece = Equations(program.constants, (), tuple(mine), ())
-            found.append(Part(piece.slice(variables, results), at, wanted))
-        return found
-
-    def read(self) -> set:
-        """The variables that are read."""
-        return set(_variables(self.outputs)).union(
-            *(_variables(e.invars) for e in self.equations)
-        )
-
-    def depending_on(self, inputs: Sequence) -> set:
-        """The variables whose value depends on any of `inputs`."""
-        return _depending_on(self.equations, inputs)
-
-    def text(self) -> str:
-        """What is computed: equal texts are equal programs. Constants are named by content."""
-        names = {v: f"v{i}" for i, v in enumerate((*self.constants, *self.inputs))}
-        lines = [f"{names[v]} = {_content(c)}" for v, c in self.constants.items()]
-        lines += [f"{names[v]}: {v.aval}" for v in self.inputs]
-
-        def name(atom):
-            return (
-                f"{atom.val!r}:{atom.aval}"
-                if isinstance(atom, jex.Literal)
-                else names[atom]
-            )
-
-        for eqn in self.equations:
-            operands = " ".join(name(v) for v in eqn.invars)
-            for v in eqn.outvars:
-                names[v] = f"v{len(names)}"
-            results = " ".join(f"{names[v]}:{v.aval}" for v in eqn.outvars)
-            params = {k: v for k, v in eqn.params.items() if k != "name"}
-            lines.append(f"{results} = {eqn.primitive.name} {params} {operands}")
-        return "\n".join([*lines, " ".join(name(v) for v in self.outputs)])
-
-    def expressions(self, names: Sequence, numbers: dict) -> list[int]:
-        """A number for each output: equal numbers are equal expressions of inputs of equal names.
-
-        Whatever else is computed, and in which order, does not matter.
-
-        Args:
-          names: one name an input.
-          numbers: of the expressions met so far, added to; the same dict for all that are compared.
-        """
-        known = {
-            v: _number(numbers, "input", name, str(v.aval))
-            for v, name in zip(self.inputs, names, strict=True)
-        }
-        known |= _constants(self.constants, self.constants.values(), numbers)
-        return _numbered(self.equations, self.outputs, known, numbers)
-
-
-class Part(NamedTuple):
-    """A part of a program: its equations, and positions of its inputs and outputs in the whole."""
-
-    equations: Equations
-    inputs: Sequence[int]
-    outputs: Sequence[int]
-
-
-def _depending_on(equations: Sequence, inputs: Sequence) -> set:
-    found = set(inputs)
-    for eqn in equations:
-        if found.isdisjoint(_variables(eqn.invars)):
-            continue
-        if eqn.primitive.name == "cond" and not _in(eqn.invars[0], found):
-            for branch in eqn.params["branches"]:  # branches pass most values through
-                jaxpr = branch.jaxpr
-                operands = dict(zip(jaxpr.invars, eqn.invars[1:]))
-                taken = [v for v, a in operands.items() if _in(a, found)]
-                inner = _depending_on(jaxpr.eqns, taken)
-                results = dict(zip(eqn.outvars, jaxpr.outvars))
-                found.update(v for v, a in results.items() if _in(a, inner))
-        else:
-            found.update(eqn.outvars)
-    return found
-
-
-def _in(atom, variables: set) -> bool:
-    return not isinstance(atom, jex.Literal) and atom in variables
-
-
-def _variables(atoms) -> list:
-    return [a for a in atoms if not isinstance(a, jex.Literal)]
-
-
-def _read(env: dict, atom):
-    return atom.val if isinstance(atom, jex.Literal) else env[atom]
-
-
-def _bind(eqn, values: Sequence) -> list:
-    with eqn.ctx.manager:
-        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return list(out) if eqn.primitive.multiple_results else [out]
-
-
-def _inline(jaxpr, constants: Sequence, args: Sequence) -> list:
-    env = {
-        **dict(zip(jaxpr.constvars, constants)),
-        **dict(zip(jaxpr.invars, args, strict=True)),
-    }
-    for eqn in jaxpr.eqns:
-        values = [_read(env, v) for v in eqn.invars]
-        if eqn.primitive.name in _CALLS:
-            inner = eqn.params[_CALLS[eqn.primitive.name]]
-            # Without constants it may be an open jaxpr.
-            constants = getattr(inner, "consts", ())
-            out = _inline(getattr(inner, "jaxpr", inner), constants, values)
-        elif eqn.primitive.name == "name":  # read by checkpoint policies, now done
-            out = values
-        else:
-            out = _bind(eqn, values)
-        env.update(zip(eqn.outvars, out))
-    return [_read(env, v) for v in jaxpr.outvars]
-
-
-def jaxpr_text(function: Callable, *avals) -> str:
-    """What `function`, of and to flat lists of arrays, computes, as text: equal texts are equal programs."""
-    return Equations.trace(function, *avals).text()
-
-
-def _number(numbers: dict, *expression) -> int:
-    return numbers.setdefault(expression, len(numbers))
-
-
-def _content(constant) -> tuple:
-    """What tells a constant from others."""
-    if jnp.issubdtype(jnp.result_type(constant), jax.dtypes.extended):  # a random key
-        constant = jax.random.key_data(constant)
-    array = np.asarray(constant)
-    return str(array.dtype), array.shape, array.tobytes()
-
-
-def _constants(variables, values, numbers: dict) -> dict:
-    return {
-        v: _number(numbers, "constant", *_content(value))
-        for v, value in zip(variables, values)
-    }
-
-
-def _numbered(equations, outputs, known: dict, numbers: dict) -> list[int]:
-    known = dict(known)
-
-    def of(atom) -> int:
-        if isinstance(atom, jex.Literal):
-            return _number(numbers, "literal", repr(atom.val), str(atom.aval))
-        return known[atom]
-
-    for eqn in equations:
-        name, operands = eqn.primitive.name, [of(v) for v in eqn.invars]
-        if name in _CALLS:
-            results = _numbered_call(eqn.params[_CALLS[name]], operands, numbers)
-        elif name == "cond":  # a choice for each result by itself
-            branches = [
-                _numbered_call(branch, operands[1:], numbers)
-                for branch in eqn.params["branches"]
-            ]
-            results = [
-                _number(numbers, "cond", operands[0], *choice)
-                for choice in zip(*branches, strict=True)
-            ]
-        else:
-            params = [(k, _content_of_param(v, numbers)) for k, v in eqn.params.items()]
-            results = [
-                _number(numbers, name, *sorted(params), *operands, i)
-                for i, _ in enumerate(eqn.outvars)
-            ]
-        known.update(zip(eqn.outvars, results))
-    return [of(v) for v in outputs]
-
-
-def _numbered_call(called, operands: Sequence[int], numbers: dict) -> list[int]:
-    """The results of a jaxpr, open or closed."""
-    jaxpr = getattr(called, "jaxpr", called)
-    known = _constants(jaxpr.constvars, getattr(called, "consts", ()), numbers)
-    known |= dict(zip(jaxpr.invars, operands, strict=True))
-    return _numbered(jaxpr.eqns, jaxpr.outvars, known, numbers)
-
-
-def _content_of_param(value, numbers: dict) -> Any:
-    """What tells a parameter of an equation from others: of a loop's body, its results."""
-    if isinstance(value, (tuple, list)):
-        return str([_content_of_param(v, numbers) for v in value])
-    jaxpr = getattr(value, "jaxpr", value)
-    if not hasattr(jaxpr, "eqns"):
-        return str(value)
-    inputs = [
-        _number(numbers, "argument", i, str(v.aval)) for i, v in enumerate(jaxpr.invars)
-    ]
-    return str(_numbered_call(value, inputs, numbers))
-
-
 @dataclasses.dataclass(frozen=True)
 class LayerProgram:
-    """The programs of one kind of layer, all of and to flat lists of arrays.
+    """The programs of one layer kind, all from and to flat lists of arrays.
+
+    Only inexact leaves of inputs and outputs have gradients: `output_grads` and `input_grads` list
+    only these.
 
     Attributes:
       forward: `(parameters, inputs, extra) -> (outputs, aux)`.
       forward_and_stash: `(parameters, inputs, extra) -> (outputs, stash, aux)`.
-      backward: `(parameters, stash, output_grads) -> (parameter_grads, input_grads)`: the whole backward.
-      input_grad: `(parameters, stash, output_grads) -> (input_grads, crossing)`; reads only `input_stash`.
-      weight_grad: `(parameters, stash, crossing) -> parameter_grads`; reads only `weight_stash`.
-      parameters, inputs, extra, outputs, aux, stash, crossing: abstract values of those lists.
-      reads_extra: for each leaf of `extra`, whether anything reads it; outputs_read_extra: whether outputs or
-        gradients do.
-      input_stash, weight_stash: disjoint positions in the stash: read by `input_grad` alone, and read by
-        `weight_grad` (and perhaps by `input_grad` before it).
+      backward: `(parameters, stash, output_grads) -> (parameter_grads, input_grads)`, the whole
+        backward.
+      input_grad: `(parameters, stash, output_grads) -> (input_grads, split_residuals)`. Of the
+        stash it reads `input_stash` and perhaps `weight_stash`.
+      weight_grad: `(parameters, stash, split_residuals) -> parameter_grads`. Of the stash it reads
+        only `weight_stash`.
+      parameters, inputs, extra, outputs, aux, stash, split_residuals: abstract values of those
+        lists.
+      input_stash, weight_stash: disjoint positions in the stash: the values that only `input_grad`
+        reads, and the values that `weight_grad` reads.
+      reads_extra: per leaf of `extra`, whether anything reads it.
+      outputs_read_extra: per leaf of `extra`, whether the outputs or the gradients depend on it.
       output_tree, aux_tree: the tree structures of outputs and aux.
-      text: what the layer computes; kinds are told apart by it.
-    Only inexact leaves of inputs and outputs have gradients: `output_grads` and `input_grads` list those.
+      text: the computation as text; layers with equal texts are of one kind.
     """
 
-    forward: Callable
-    forward_and_stash: Callable
-    backward: Callable
-    input_grad: Callable
-    weight_grad: Callable
+    forward: Callable[..., Any]
+    forward_and_stash: Callable[..., Any]
+    backward: Callable[..., Any]
+    input_grad: Callable[..., Any]
+    weight_grad: Callable[..., Any]
     parameters: tuple
     inputs: tuple
     extra: tuple
     outputs: tuple
     aux: tuple
     stash: tuple
-    crossing: tuple
+    split_residuals: tuple
     input_stash: tuple[int, ...]
     weight_stash: tuple[int, ...]
     reads_extra: tuple[bool, ...]
@@ -375,45 +88,134 @@ class LayerProgram:
     text: str
 
 
-def _aval(v) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
-
-
 def trace_layer(
-    function: Callable,
-    parameters,
-    inputs,
-    extra=(),
+    function: Callable[..., Any],
+    parameters: Any,
+    inputs: Any,
+    extra: Any = (),
     *,
     has_aux: bool = False,
     input_grads: bool = True,
-    policy: Callable | None = None,
+    policy: Callable[..., Any] | None = None,
 ) -> LayerProgram:
     """Traces `function(parameters, inputs, extra) -> outputs` into its programs.
 
     Args:
-      function: the layer, of pytrees.
+      function: the layer, from and to pytrees.
       parameters: pytree of abstract arrays, all inexact.
       inputs: pytree of abstract arrays; the inexact leaves are differentiated.
-      extra: pytree of abstract arrays that are never differentiated (the loss's batch, a layer's state and key).
-      has_aux: the function returns `(outputs, aux)`; aux is a pytree of arrays that are not differentiated.
-      input_grads: False drops the gradient of the inputs and whatever only it needs (a model's first layer).
-      policy: one of `jax.checkpoint_policies`: beside its inputs the layer stashes what the policy saves, and its
-        backward computes the rest again. None stashes every residual.
-    Returns: The `LayerProgram`.
+      extra: pytree of abstract arrays that are not differentiated (the loss's batch, a layer's
+        state and key).
+      has_aux: whether the function returns `(outputs, aux)`; aux is a pytree of arrays that are not
+        differentiated.
+      input_grads: False drops the gradient of the inputs, and the equations that only it needs (a
+        model's first layer).
+      policy: one of `jax.checkpoint_policies`. The layer stashes its inputs and the values that the
+        policy saves, and its backward computes all other values again. None stashes every residual.
+
+    Returns:
+      The `LayerProgram`.
+
+    Raises:
+      OffloadError: if the policy offloads values to the memory of the host.
     """
-    p_flat, p_tree = jax.tree.flatten(parameters)
-    x_flat, x_tree = jax.tree.flatten(inputs)
-    e_flat, e_tree = jax.tree.flatten(extra)
-    num_p, num_x = len(p_flat), len(x_flat)
-    wanted = [i for i, x in enumerate(x_flat) if input_grads and is_inexact(x)]
-    trees = {}
+    arguments = _Arguments.flatten(parameters, inputs, extra)
+    forward = _trace_forward(function, arguments, has_aux, input_grads, policy)
+    _check_offload(forward.residuals)
+    backward = _trace_backward(forward)
+    residuals = _Residuals.of(forward, backward, arguments)
+    whole = residuals.reader(backward.slice(backward.inputs, backward.outputs))
+    for_inputs, for_weights, split_residuals = _split_backward(
+        backward, residuals, num_parameters=len(arguments.parameters)
+    )
+    input_reader = residuals.reader(for_inputs)
+    weight_reader = residuals.reader(for_weights)
+    return _layer_program(
+        arguments,
+        forward,
+        backward,
+        residuals,
+        _Readers(whole, input_reader, weight_reader),
+        split_residuals,
+    )
 
-    def split(args):
-        return args[:num_p], args[num_p : num_p + num_x], args[num_p + num_x :]
 
-    def call(ps, xs, es):
-        out = function(p_tree.unflatten(ps), x_tree.unflatten(xs), e_tree.unflatten(es))
+# -- Arguments
+
+
+class _Arguments(NamedTuple):
+    """The arguments of a layer as flat lists of abstract arrays, with their tree structures."""
+
+    parameters: list
+    inputs: list
+    extra: list
+    parameter_tree: Any
+    input_tree: Any
+    extra_tree: Any
+
+    @classmethod
+    def flatten(cls, parameters: Any, inputs: Any, extra: Any) -> "_Arguments":
+        flat = [jax.tree.flatten(tree) for tree in (parameters, inputs, extra)]
+        return cls(*(leaves for leaves, _ in flat), *(tree for _, tree in flat))
+
+    def split(self, leaves: Sequence) -> tuple[list, list, list]:
+        """The leaves of all three arguments in one list -> one list per argument."""
+        p = len(self.parameters)
+        x = p + len(self.inputs)
+        return list(leaves[:p]), list(leaves[p:x]), list(leaves[x:])
+
+    def unflatten(self, parameters: list, inputs: list, extra: list) -> tuple:
+        return (
+            self.parameter_tree.unflatten(parameters),
+            self.input_tree.unflatten(inputs),
+            self.extra_tree.unflatten(extra),
+        )
+
+
+# -- Tracing
+
+
+class _Forward(NamedTuple):
+    """The traced forward: its results are outputs, aux and the residuals of the backward."""
+
+    equations: Equations
+    outputs: list  # abstract
+    output_tree: Any
+    aux_tree: Any
+    vjp_tree: Any
+
+    @property
+    def num_results(self) -> int:
+        """The number of outputs and aux together."""
+        return len(self.outputs) + self.aux_tree.num_leaves
+
+    @property
+    def results(self) -> tuple:
+        return self.equations.outputs[: self.num_results]
+
+    @property
+    def aux(self) -> tuple:
+        return self.results[len(self.outputs) :]
+
+    @property
+    def residuals(self) -> tuple:
+        return self.equations.outputs[self.num_results :]
+
+
+def _trace_forward(
+    function: Callable[..., Any],
+    arguments: _Arguments,
+    has_aux: bool,
+    input_grads: bool,
+    policy: Callable[..., Any] | None,
+) -> _Forward:
+    trees: dict[str, Any] = {}
+    differentiated = [
+        i for i, x in enumerate(arguments.inputs) if input_grads and is_inexact(x)
+    ]
+
+    def call(ps: list, xs: list, es: list) -> tuple[list, list]:
+        out = function(*arguments.unflatten(ps, xs, es))
         out, aux = out if has_aux else (out, ())
         flat, trees["output"] = jax.tree.flatten(out)
         flat_aux, trees["aux"] = jax.tree.flatten(aux)
@@ -422,155 +224,273 @@ def trace_layer(
     if policy is not None:
         call = jax.checkpoint(call, policy=policy)
 
-    def with_residuals(*args):
-        ps, xs, es = split(args)
+    def with_residuals(*args: jax.Array) -> list:
+        ps, xs, es = arguments.split(args)
 
-        def of_differentiated(ps, ds):
-            xs_ = list(xs)
-            for i, d in zip(wanted, ds):
-                xs_[i] = d
-            return call(ps, xs_, es)
+        def of_differentiated(ps: list, values: list) -> tuple[list, list]:
+            filled = list(xs)
+            for i, value in zip(differentiated, values):
+                filled[i] = value
+            return call(ps, filled, es)
 
         ys, vjp, aux = jax.vjp(
-            of_differentiated, list(ps), [xs[i] for i in wanted], has_aux=True
+            of_differentiated, ps, [xs[i] for i in differentiated], has_aux=True
         )
         residuals, trees["vjp"] = jax.tree.flatten(vjp)
         trees["outputs"] = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
         return [*ys, *aux, *residuals]
 
-    forward = Equations.trace(with_residuals, *p_flat, *x_flat, *e_flat)
-    outputs = trees["outputs"]
-    num_y = len(outputs)
-    num_results = num_y + trees["aux"].num_leaves
-    aux, residuals = forward.outputs[num_y:num_results], forward.outputs[num_results:]
-    for v in _variables(residuals):
+    equations = Equations.trace(
+        with_residuals, *arguments.parameters, *arguments.inputs, *arguments.extra
+    )
+    return _Forward(
+        equations, trees["outputs"], trees["output"], trees["aux"], trees["vjp"]
+    )
+
+
+def _trace_backward(forward: _Forward) -> Equations:
+    """The backward: residuals and output gradients to gradients of parameters, then of inputs."""
+    num_residuals = len(forward.residuals)
+
+    def backward(*args: jax.Array) -> list:
+        leaves, inexact = args[:num_residuals], iter(args[num_residuals:])
+        output_grads = [
+            next(inexact) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
+            for y in forward.outputs
+        ]
+        vjp = jax.tree.unflatten(forward.vjp_tree, leaves)
+        parameter_grads, input_grads = vjp(output_grads)
+        return [*parameter_grads, *input_grads]
+
+    output_grads = [y for y in forward.outputs if is_inexact(y)]
+    return Equations.trace(
+        backward, *(_aval(v) for v in forward.residuals), *output_grads
+    )
+
+
+def _check_offload(residuals: Sequence) -> None:
+    for v in variables(residuals):
         if v.aval.memory_space == jax.memory.Space.Host:
             raise OffloadError(
                 f"the policy of `recompute` offloads {v.aval.dtype}{list(v.aval.shape)} to the "
-                "memory of the host, and what is in flight stays on its device. Use a policy that saves or "
-                "recomputes it, such as `jax.checkpoint_policies.save_only_these_names(...)`."
+                "memory of the host, and the pipeline keeps values in flight on their device. Use a "
+                "policy that saves or recomputes the value, such as "
+                "`jax.checkpoint_policies.save_only_these_names(...)`."
             )
 
-    def backward_of(*args):
-        leaves, given = args[: len(residuals)], iter(args[len(residuals) :])
-        gys = [
-            next(given) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
-            for y in outputs
-        ]
-        gps, gxs = jax.tree.unflatten(trees["vjp"], leaves)(gys)
-        return [*gps, *gxs]
 
-    gy_avals = [y for y in outputs if is_inexact(y)]
-    backward = Equations.trace(backward_of, *[_aval(v) for v in residuals], *gy_avals)
-    text = "\n".join(
-        [
-            forward.text(),
-            backward.text(),
-            str(p_tree),
-            str(x_tree),
-            str(trees["output"]),
-            str(trees["aux"]),
-        ]
-    )
+# -- Residuals: stashed or rebuilt
 
-    # Residuals that depend on the inputs are stashed, each variable once; the others are rebuilt.
-    varying = forward.depending_on(forward.inputs[num_p:])
-    stash = list(dict.fromkeys(v for v in _variables(residuals) if v in varying))
-    position = {v: i for i, v in enumerate(stash)}
-    results = forward.outputs[:num_results]
-    run_forward = forward.slice(forward.inputs, results)
-    run_and_stash = forward.slice(forward.inputs, (*results, *stash))
-    extra_inputs = forward.inputs[num_p + num_x :]
-    read = run_and_stash.read()
-    for_outputs = forward.slice(forward.inputs, (*results[:num_y], *stash)).read()
 
-    leaf_of = dict(
-        zip(backward.inputs, residuals)
-    )  # the backward's residual inputs -> the forward's variables
-    residual_inputs, gradient_inputs = (
-        backward.inputs[: len(residuals)],
-        backward.inputs[len(residuals) :],
-    )
-    gp_vars, gx_vars = backward.outputs[:num_p], backward.outputs[num_p:]
+@dataclasses.dataclass(frozen=True)
+class _Residuals:
+    """Where the backward gets each residual from.
 
-    def reading(equations: Equations):
-        """Backward equations with their residual inputs read from the stash or rebuilt, and what they stash-read."""
-        used = equations.read()
-        leaves = [leaf_of[v] for v in residual_inputs if v in used]
-        rebuilt = list(
-            dict.fromkeys(v for v in _variables(leaves) if v not in position)
+    Attributes:
+      forward: the equations of the forward.
+      num_parameters: the number of the forward's inputs that are parameters.
+      varying: the variables of the forward that depend on more than the parameters.
+      stash: the stashed variables of the forward, each once.
+      inputs: the residual inputs of the backward.
+      source: residual input of the backward -> variable or literal of the forward.
+    """
+
+    forward: Equations
+    num_parameters: int
+    varying: set
+    stash: list
+    inputs: tuple
+    source: dict
+
+    @classmethod
+    def of(
+        cls, forward: _Forward, backward: Equations, arguments: _Arguments
+    ) -> "_Residuals":
+        equations, num_parameters = forward.equations, len(arguments.parameters)
+        varying = equations.depending_on(equations.inputs[num_parameters:])
+        stash = [v for v in variables(forward.residuals) if v in varying]
+        inputs = backward.inputs[: len(forward.residuals)]
+        source = dict(zip(inputs, forward.residuals))
+        return cls(
+            equations,
+            num_parameters,
+            varying,
+            list(dict.fromkeys(stash)),
+            inputs,
+            source,
         )
-        rebuild = forward.slice(forward.inputs[:num_p], rebuilt)
 
-        def run(parameters, stash_values, others):
-            env = dict(zip(rebuilt, rebuild(*parameters)))
-            env |= {v: stash_values[i] for v, i in position.items()}
-            return equations(
-                *[
-                    _read(env, leaf_of[v]) if v in used else None
-                    for v in residual_inputs
-                ],
-                *others,
-            )
+    @property
+    def stashed_inputs(self) -> list:
+        """The residual inputs that are read from the stash."""
+        return [v for v in self.inputs if contains(self.varying, self.source[v])]
 
-        return run, {position[v] for v in _variables(leaves) if v in position}
+    def reader(self, equations: Equations) -> "_Reader":
+        """Prepares backward equations to run on the stash and on parameters."""
+        used = equations.read()
+        sources = dict.fromkeys(
+            variables(self.source[v] for v in self.inputs if v in used)
+        )
+        rebuilt = [v for v in sources if v not in self.varying]
+        return _Reader(
+            equations,
+            self.forward.slice(self.forward.inputs[: self.num_parameters], rebuilt),
+            [self.source[v] if v in used else None for v in self.inputs],
+            {v: i for i, v in enumerate(self.stash)},
+            {i for i, v in enumerate(self.stash) if v in sources},
+        )
 
-    run_backward, _ = reading(backward.slice(backward.inputs, backward.outputs))
-    for_inputs = backward.slice(backward.inputs, gx_vars)
-    known = {v for eqn in for_inputs.equations for v in eqn.outvars}.union(
-        gradient_inputs
-    )
-    # What a policy has the backward compute from the parameters alone is rebuilt too and does not cross.
-    stashed = [v for v in residual_inputs if _in(leaf_of[v], varying)]
-    known &= backward.depending_on([*stashed, *gradient_inputs])
-    for_weights = backward.slice((*residual_inputs, *known), gp_vars)
-    used = dict.fromkeys(
-        v for eqn in for_weights.equations for v in _variables(eqn.invars)
-    )
-    crossing = [v for v in (*used, *dict.fromkeys(_variables(gp_vars))) if v in known]
-    crossing = list(dict.fromkeys(crossing))
-    for_weights = backward.slice((*residual_inputs, *crossing), gp_vars)
-    run_input, input_reads = reading(
-        backward.slice(backward.inputs, (*gx_vars, *crossing))
-    )
-    run_weight, weight_reads = reading(for_weights)
 
-    def whole(parameters, stash_values, output_grads):
-        out = run_backward(parameters, stash_values, output_grads)
-        return out[:num_p], out[num_p:]
+class _Reader(NamedTuple):
+    """Backward equations, and how their residual inputs are stashed or rebuilt.
 
-    def input_part(parameters, stash_values, output_grads):
-        out = run_input(parameters, stash_values, output_grads)
-        return out[: len(gx_vars)], out[len(gx_vars) :]
+    Attributes:
+      equations: the backward equations.
+      rebuild: computes the residuals that depend on the parameters alone.
+      sources: per residual input, the forward's variable or literal, or None if nothing reads it.
+      position: stashed variable -> position in the stash.
+      reads: the positions in the stash that are read.
+    """
 
-    def only_forward(parameters, inputs, extra=()):
+    equations: Equations
+    rebuild: Equations
+    sources: list
+    position: dict
+    reads: set[int]
+
+    def run(self, parameters: Sequence, stash: Sequence, others: Sequence) -> list:
+        """Evaluates the equations; `others` are their inputs after the residuals."""
+        env = dict(zip(self.rebuild.outputs, self.rebuild(*parameters)))
+        env |= {v: stash[i] for v, i in self.position.items()}
+        residuals = [None if s is None else value_of(env, s) for s in self.sources]
+        return self.equations(*residuals, *others)
+
+
+class _Readers(NamedTuple):
+    """The readers of the whole backward and of its halves."""
+
+    whole: _Reader
+    inputs: _Reader
+    weights: _Reader
+
+
+# -- The two halves of the backward
+
+
+def _split_backward(
+    backward: Equations, residuals: _Residuals, num_parameters: int
+) -> tuple[Equations, Equations, list]:
+    """Splits the backward into the input-gradient half and the weight-gradient half.
+
+    Returns:
+      Equations of the first half (its outputs are the input gradients and the split residuals),
+      equations of the second half (its inputs are the residuals and the split residuals), and the
+      split residuals.
+    """
+    parameter_grads = backward.outputs[:num_parameters]
+    input_grads = backward.outputs[num_parameters:]
+    output_grads = backward.inputs[len(residuals.inputs) :]
+
+    computed = {
+        v
+        for eqn in backward.slice(backward.inputs, input_grads).equations
+        for v in eqn.outvars
+    }
+    # Under a policy the backward may compute values from the parameters alone. The second half
+    # computes these again rather than receive them.
+    varying = backward.depending_on([*residuals.stashed_inputs, *output_grads])
+    known = computed.union(output_grads) & varying
+
+    rest = backward.slice((*residuals.inputs, *known), parameter_grads)
+    needed = (v for eqn in rest.equations for v in variables(eqn.invars))
+    split_residuals = [
+        v for v in dict.fromkeys((*needed, *variables(parameter_grads))) if v in known
+    ]
+    for_inputs = backward.slice(backward.inputs, (*input_grads, *split_residuals))
+    for_weights = backward.slice((*residuals.inputs, *split_residuals), parameter_grads)
+    return for_inputs, for_weights, split_residuals
+
+
+# -- The programs
+
+
+def _layer_program(
+    arguments: _Arguments,
+    forward: _Forward,
+    backward: Equations,
+    residuals: _Residuals,
+    readers: _Readers,
+    split_residuals: list,
+) -> LayerProgram:
+    equations, stash = forward.equations, residuals.stash
+    num_outputs, num_results = len(forward.outputs), forward.num_results
+    num_parameters = len(arguments.parameters)
+    num_input_grads = len(backward.outputs) - num_parameters
+    run_forward = equations.slice(equations.inputs, forward.results)
+    run_and_stash = equations.slice(equations.inputs, (*forward.results, *stash))
+    *_, extra_inputs = arguments.split(equations.inputs)
+    for_outputs = (*forward.results[:num_outputs], *stash)
+    read = run_and_stash.read()
+    read_by_outputs = equations.slice(equations.inputs, for_outputs).read()
+
+    def only_forward(
+        parameters: Sequence, inputs: Sequence, extra: Sequence = ()
+    ) -> tuple:
         out = run_forward(*parameters, *inputs, *extra)
-        return out[:num_y], out[num_y:]
+        return out[:num_outputs], out[num_outputs:]
 
-    def and_stash(parameters, inputs, extra=()):
+    def forward_and_stash(
+        parameters: Sequence, inputs: Sequence, extra: Sequence = ()
+    ) -> tuple:
         out = run_and_stash(*parameters, *inputs, *extra)
-        return out[:num_y], out[num_results:], out[num_y:num_results]
+        return out[:num_outputs], out[num_results:], out[num_outputs:num_results]
+
+    def whole(parameters: Sequence, stash: Sequence, output_grads: Sequence) -> tuple:
+        out = readers.whole.run(parameters, stash, output_grads)
+        return out[:num_parameters], out[num_parameters:]
+
+    def input_grad(
+        parameters: Sequence, stash: Sequence, output_grads: Sequence
+    ) -> tuple:
+        out = readers.inputs.run(parameters, stash, output_grads)
+        return out[:num_input_grads], out[num_input_grads:]
 
     return LayerProgram(
         forward=only_forward,
-        forward_and_stash=and_stash,
+        forward_and_stash=forward_and_stash,
         backward=whole,
-        input_grad=input_part,
-        weight_grad=lambda parameters, stash_values, crossing_values: run_weight(
-            parameters, stash_values, crossing_values
-        ),
-        parameters=tuple(jax.ShapeDtypeStruct(p.shape, p.dtype) for p in p_flat),
-        inputs=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in x_flat),
-        extra=tuple(jax.ShapeDtypeStruct(e.shape, e.dtype) for e in e_flat),
-        outputs=tuple(outputs),
-        aux=tuple(_aval(v) for v in aux),
+        input_grad=input_grad,
+        weight_grad=readers.weights.run,
+        parameters=_avals(arguments.parameters),
+        inputs=_avals(arguments.inputs),
+        extra=_avals(arguments.extra),
+        outputs=tuple(forward.outputs),
+        aux=tuple(_aval(v) for v in forward.aux),
         stash=tuple(_aval(v) for v in stash),
-        crossing=tuple(_aval(v) for v in crossing),
-        input_stash=tuple(sorted(input_reads - weight_reads)),
-        weight_stash=tuple(sorted(weight_reads)),
+        split_residuals=tuple(_aval(v) for v in split_residuals),
+        input_stash=tuple(sorted(readers.inputs.reads - readers.weights.reads)),
+        weight_stash=tuple(sorted(readers.weights.reads)),
         reads_extra=tuple(v in read for v in extra_inputs),
-        outputs_read_extra=tuple(v in for_outputs for v in extra_inputs),
-        output_tree=trees["output"],
-        aux_tree=trees["aux"],
-        text=text,
+        outputs_read_extra=tuple(v in read_by_outputs for v in extra_inputs),
+        output_tree=forward.output_tree,
+        aux_tree=forward.aux_tree,
+        text=_text(arguments, forward, backward),
     )
+
+
+def _text(arguments: _Arguments, forward: _Forward, backward: Equations) -> str:
+    trees = (
+        arguments.parameter_tree,
+        arguments.input_tree,
+        forward.output_tree,
+        forward.aux_tree,
+    )
+    return "\n".join([forward.equations.text(), backward.text(), *map(str, trees)])
+
+
+def _avals(arrays: Sequence) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
+
+
+def _aval(v: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)

@@ -1,13 +1,16 @@
-"""The scalars of a tick: what a device runs, on which microbatch and version, in which slots.
+"""The scalars of a tick: which program runs, on which microbatch and version, in which slots.
 
-All that the table says is worked out here, before anything is compiled; a step adds which round it is. Every scalar is a
-*column*, `[T, D]` numbers and what becomes of them in round r, and a device computes its share of all columns at once.
+Every per-tick integer is computed on the host, before compilation. On the device a step only adds
+the round's number, for all ticks at once (`ScalarTable.of_device`). In a tick the operations read
+their scalars through the typed views `LaneScalars` and `ChannelScalars`.
 
-Letters: T ticks, D devices, N microbatches, V weight versions.
+Letters: T ticks, D devices, S stages, N microbatches, V weight versions, F scalars of a tick.
 """
 
+import dataclasses
 import functools
 from collections.abc import Mapping
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,181 +21,336 @@ from jpipe.lowering.lower import Lowered, Operations
 
 _LEAST = np.iinfo(np.int32).min
 
+ScalarName: TypeAlias = tuple[str | int, ...]
+"""(operation, lane, field, ...) or ("channel", number, field, ...)."""
 
-class Columns:
-    """Columns, by name, as they are filled in.
+StageConstants: TypeAlias = Mapping[ScalarName, np.ndarray]
+"""Field of a lane -> `[S]` integers: scalars that depend only on the stage that runs."""
 
-    A column is `base + rounds * r + started * s`, at least `least`, where s microbatches came before round 0. It may
-    be cyclic: that modulo `modulus`, and `offset` more; or `guarded`: -1 where the microbatches `first` to `last`,
-    relative to the round, are not all in the pipe.
+
+class ScalarTable:
+    """All scalars of all ticks and devices, by name, while a table is filled in and afterwards.
+
+    The value of a scalar in round r is `base + rounds * r + started * s`, but at least `least`; s
+    microbatches came before round 0. A *cyclic* scalar is that value modulo `modulus`, plus
+    `offset`. A *guarded* scalar is `base` if the microbatches `first` to `last`, relative to the
+    round, are all in the pipe, else -1.
     """
 
     def __init__(self, shape: tuple[int, int]):
         self._shape = shape
-        self._plain: dict[str, tuple] = {}
-        self._cyclic: dict[str, tuple] = {}
-        self._guarded: dict[str, tuple] = {}
+        self._plain: dict[ScalarName, tuple] = {}
+        self._cyclic: dict[ScalarName, tuple] = {}
+        self._guarded: dict[ScalarName, tuple] = {}
 
-    def plain(self, name, base, rounds=0, started=0, least=_LEAST) -> None:
+    def add_plain(
+        self,
+        name: ScalarName,
+        base: np.ndarray,
+        rounds: int = 0,
+        started: int = 0,
+        least: int = _LEAST,
+    ) -> None:
+        """Adds `base + rounds * r + started * s`; `base` is int `[T, D]`."""
         self._plain[name] = (base, (rounds, started, least))
 
-    def cyclic(self, name, base, rounds, modulus, offset=0, least=_LEAST) -> None:
+    def add_cyclic(
+        self,
+        name: ScalarName,
+        base: np.ndarray,
+        rounds: int,
+        modulus: int | np.ndarray,
+        offset: int | np.ndarray = 0,
+        least: int = _LEAST,
+    ) -> None:
+        """Adds `(base + rounds * r) % modulus + offset`, of int `[T, D]` each."""
         self._cyclic[name] = (base, modulus, offset, (rounds, 0, least))
 
-    def guarded(self, name, base, first, last) -> None:
+    def add_guarded(
+        self, name: ScalarName, base: np.ndarray, first: np.ndarray, last: np.ndarray
+    ) -> None:
+        """Adds `base`, or -1 unless microbatches `first` to `last` are in the pipe; all `[T, D]`."""
         self._guarded[name] = (base, first, last)
 
     @functools.cached_property
-    def index(self) -> dict[str, int]:
-        """Where in the vector of a tick each column is."""
-        return {
-            name: i
-            for i, name in enumerate([*self._plain, *self._cyclic, *self._guarded])
-        }
+    def index(self) -> dict[ScalarName, int]:
+        """Position of each scalar in the vector `[F]` of a tick."""
+        names = [*self._plain, *self._cyclic, *self._guarded]
+        return {name: i for i, name in enumerate(names)}
 
-    def _stack(self, columns: Mapping[str, tuple], j: int) -> np.ndarray:
-        """Field j of all columns, `[D, T, columns]`."""
-        fields = [np.broadcast_to(c[j], self._shape).T for c in columns.values()]
-        return np.stack(fields, axis=-1).astype(np.int32)
+    def _stack(self, scalars: Mapping[ScalarName, tuple], j: int) -> np.ndarray:
+        """Entry j of every scalar's description, int32 `[D, T, scalars]`."""
+        entries = [np.broadcast_to(c[j], self._shape).T for c in scalars.values()]
+        return np.stack(entries, axis=-1).astype(np.int32)
 
     def of_device(
-        self, me, round_, started, num_entered, num_microbatches: int
+        self,
+        device: jax.Array | int,
+        round_: jax.Array | int,
+        started: jax.Array | int,
+        num_entered: jax.Array | int,
+        num_microbatches: int,
     ) -> jax.Array:
-        """All scalars of all ticks, int32 `[T, columns]`.
+        """All scalars of all ticks on one device, int32 `[T, F]`.
 
         Args:
-          me: the device.
-          round_: r; started: s.
+          device: position of the device along the axis "stage".
+          round_: r.
+          started: s.
           num_entered: microbatches that have entered the pipe since round 0.
           num_microbatches: N.
         """
 
-        def mine(columns, j):
+        def select(scalars: Mapping[ScalarName, tuple], j: int) -> jax.Array:
             return lax.dynamic_index_in_dim(
-                self._stack(columns, j),
-                me,
+                self._stack(scalars, j),
+                device,
                 keepdims=False,
                 allow_negative_indices=False,
             )
 
-        def grown(columns):
-            constants = np.array([c[-1] for c in columns.values()], np.int32)
+        def at_round(scalars: Mapping[ScalarName, tuple]) -> jax.Array:
+            constants = np.array([c[-1] for c in scalars.values()], np.int32)
             rounds, starts, least = constants.T[:, None]
-            value = mine(columns, 0) + rounds * round_ + starts * started
+            value = select(scalars, 0) + rounds * round_ + starts * started
             return jnp.maximum(value, least)
 
-        modulus, offset = mine(self._cyclic, 1), mine(self._cyclic, 2)
+        modulus, offset = select(self._cyclic, 1), select(self._cyclic, 2)
         first, last = (
-            mine(self._guarded, j) + num_microbatches * round_ for j in (1, 2)
+            select(self._guarded, j) + num_microbatches * round_ for j in (1, 2)
         )
         inside = (first >= 0) & (last < num_entered)
         return jnp.concatenate(
             [
-                grown(self._plain),
-                jnp.mod(grown(self._cyclic), modulus) + offset,
-                jnp.where(inside, mine(self._guarded, 0), -1),
+                at_round(self._plain),
+                jnp.mod(at_round(self._cyclic), modulus) + offset,
+                jnp.where(inside, select(self._guarded, 0), -1),
             ],
             axis=1,
         )
 
 
-def columns_of(
+# -- Typed views of one tick
+
+
+@dataclasses.dataclass(frozen=True)
+class TickScalars:
+    """The scalars of one tick on one device.
+
+    Attributes:
+      table: which scalar is stored where.
+      values: int32 `[F]`.
+    """
+
+    table: ScalarTable
+    values: jax.Array
+
+    def lane(self, operation: str, lane: int) -> "LaneScalars":
+        """The scalars of one lane of an operation."""
+        return LaneScalars(self, operation, lane)
+
+    def channel(self, number: int) -> "ChannelScalars":
+        """The scalars of one channel."""
+        return ChannelScalars(self, number)
+
+    def get(self, *name: str | int) -> jax.Array:
+        """One scalar, int32 `[]`. Called in the body of a loop, it is read in the loop."""
+        return lax.index_in_dim(self.values, self.table.index[name], keepdims=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneScalars:
+    """The scalars of one lane of an operation in one tick, int32 `[]` each.
+
+    Every access reads the scalar anew, at the place of the access.
+    """
+
+    tick: TickScalars
+    operation: str
+    lane: int
+
+    def _get(self, *field: str | int) -> jax.Array:
+        return self.tick.get(self.operation, self.lane, *field)
+
+    @property
+    def program(self) -> jax.Array:
+        """The stage program that runs; -1: none."""
+        return self._get("program")
+
+    @property
+    def chunk(self) -> jax.Array:
+        """Position of the stage's column among the device's columns."""
+        return self._get("chunk")
+
+    @property
+    def microbatch(self) -> jax.Array:
+        """Row of the microbatch in the minibatches that are kept."""
+        return self._get("microbatch")
+
+    @property
+    def microbatch_number(self) -> jax.Array:
+        """Number of the microbatch since training began."""
+        return self._get("number")
+
+    @property
+    def completes_minibatch(self) -> jax.Array:
+        """1 for the last microbatch of its minibatch, else 0."""
+        return self._get("completes")
+
+    @property
+    def version(self) -> jax.Array:
+        """Slot of the weight version that is read (update: written)."""
+        return self._get("version")
+
+    @property
+    def absolute_version(self) -> jax.Array:
+        """The weight version that is read (update: written), counted since round 0."""
+        return self._get("absolute_version")
+
+    @property
+    def is_first(self) -> jax.Array:
+        """1 if the stage is the first, else 0."""
+        return self._get("first")
+
+    @property
+    def is_last(self) -> jax.Array:
+        """1 if the stage is the last, else 0."""
+        return self._get("last")
+
+    def num_layers(self, run: int) -> jax.Array:
+        """Layers of the stage in run number `run` of its program."""
+        return self._get("length", run)
+
+    def first_layer(self, run: int) -> jax.Array:
+        """Number of the first layer of the stage in run number `run` of its program."""
+        return self._get("layer", run)
+
+    def slot(self, ring: str) -> jax.Array:
+        """Slot of the microbatch in a ring."""
+        return self._get("slot", ring)
+
+    def delay(self, weight_pass: str) -> jax.Array:
+        """Delay of the weights that a pass reads, in updates; see `read_delays`."""
+        return self._get("delay", weight_pass)
+
+
+@dataclasses.dataclass(frozen=True)
+class ChannelScalars:
+    """The scalars of one channel in one tick, int32 `[]` each."""
+
+    tick: TickScalars
+    number: int
+
+    @property
+    def lane(self) -> jax.Array:
+        """The output that the device sends, as a position in `Lowered.outgoing`."""
+        return self.tick.get("channel", self.number, "lane")
+
+    def slot(self, inbox: str) -> jax.Array:
+        """Slot of an inbox for the message that arrives; the last slot discards it."""
+        return self.tick.get("channel", self.number, "slot", inbox)
+
+
+# -- Filling in
+
+
+def scalar_table(
     lowered: Lowered,
-    of_stage: Mapping[str, Mapping[str, np.ndarray]],
+    of_stage: Mapping[str, StageConstants],
     num_versions: int,
     newest: np.ndarray | None,
-) -> Columns:
-    """The columns of a lowered table.
-
-    `OPERATION0.FIELD` is a field of what the operation's lane 0 runs: "program", -1 where it runs nothing now, and
-    what else `of_stage` has; "chunk", "microbatch" (a row of the batch that is kept), "absolute_version" and "version"
-    (its slot), and the slot in each ring. But for updates "number", the microbatch's since training began, and
-    "completes", whether it is the last of its minibatch. `channelI.lane` is which output the channel sends,
-    `channelI.INBOX` the slot where what arrives goes.
+) -> ScalarTable:
+    """The scalars of a lowered table; `LaneScalars` and `ChannelScalars` say what each means.
 
     Args:
       lowered: the table.
-      of_stage: for each operation, for each field, `[S]` integers; among them "program".
+      of_stage: for each operation its constants of stages; ("program",) is needed.
       num_versions: V.
       newest: `[S]` versions that are read instead of the table's, relative to the round, or None.
     """
     schedule = lowered.schedule
-    columns = Columns((schedule.num_ticks, schedule.num_devices))
+    table = ScalarTable((schedule.num_ticks, schedule.num_devices))
     for name, operations in lowered.operations.items():
         for lane in range(operations.num_lanes):
-            _operation(
-                columns,
-                lowered,
-                (name, lane, operations),
-                of_stage[name],
-                num_versions,
-                newest,
-            )
+            lane_name = (name, lane)
+            _add_lane(table, lowered, lane_name, operations, of_stage[name])
+            _add_versions(table, lane_name, operations, num_versions, newest)
     for i, channel in enumerate(lowered.channels):
-        late = channel.operation == "backward"  # sent in the tick after
-        columns.plain(f"channel{i}.lane", np.roll(channel.lane, late, axis=0))
+        # What a backward sends under overlap leaves in the tick after.
+        late = channel.operation == "backward"
+        table.add_plain(("channel", i, "lane"), np.roll(channel.lane, late, axis=0))
         for inbox, arrives in channel.arrives.items():
             stage, position = np.moveaxis(arrives, 2, 0)
             depth, offset = _ring(lowered, inbox, stage)
-            none = stage < 0  # to the last slot, that takes what nobody reads
-            columns.cyclic(
-                f"channel{i}.{inbox}",
+            nothing = stage < 0  # goes to the last slot, which nobody reads
+            table.add_cyclic(
+                ("channel", i, "slot", inbox),
                 position,
                 schedule.num_microbatches,
-                np.where(none, 1, depth),
-                np.where(none, lowered.num_slots[inbox], offset),
+                np.where(nothing, 1, depth),
+                np.where(nothing, lowered.num_slots[inbox], offset),
             )
-    return columns
+    return table
 
 
-def _operation(
-    columns: Columns,
+def _add_lane(
+    table: ScalarTable,
     lowered: Lowered,
-    lane_of: tuple[str, int, Operations],
-    of_stage: Mapping[str, np.ndarray],
-    num_versions: int,
-    newest: np.ndarray | None,
+    lane_name: tuple[str, int],
+    operations: Operations,
+    of_stage: StageConstants,
 ) -> None:
-    """Adds the columns of one lane of an operation."""
-    name, lane, operations = lane_of
+    """Adds the scalars of one lane of an operation, except those of versions."""
+    operation, lane = lane_name
     N = lowered.schedule.num_microbatches
     stage, chunk, microbatch, position, version = (
         getattr(operations, field)[..., lane]
         for field in ("stage", "chunk", "microbatch", "position", "version")
     )
-    at = f"{name}{lane}"
-    for field, values in of_stage.items():
-        values = np.asarray(values).astype(np.int32)[stage]
-        if field != "program":
-            columns.plain(f"{at}.{field}", values)
+    for field, constants in of_stage.items():
+        values = np.asarray(constants).astype(np.int32)[stage]
+        if field != ("program",):
+            table.add_plain((*lane_name, *field), values)
             continue
         program = np.where(stage >= 0, values, -1)
-        if name == "update":  # of a whole minibatch
-            columns.guarded(
-                f"{at}.program", program, N * (version - 1), N * version - 1
-            )
-        else:
-            columns.guarded(f"{at}.program", program, microbatch, microbatch)
-    columns.plain(f"{at}.chunk", chunk)
-    rows = lowered.num_batches * N
-    if name != "update":
-        columns.plain(f"{at}.number", microbatch, rounds=N, started=1)
-        columns.plain(f"{at}.completes", position % N == N - 1)
-        if rows == N:
-            columns.plain(f"{at}.microbatch", microbatch)
-        else:
-            columns.cyclic(f"{at}.microbatch", microbatch, N, rows)
-        for ring, slots in lowered.num_slots.items():
-            if slots:
-                depth, offset = _ring(lowered, ring, stage)
-                columns.cyclic(f"{at}.{ring}", position, N, depth, offset)
-    least = _LEAST
+        first, last = microbatch, microbatch
+        if operation == "update":  # needs all microbatches of its minibatch
+            first, last = N * (version - 1), N * version - 1
+        table.add_guarded((*lane_name, "program"), program, first, last)
+    table.add_plain((*lane_name, "chunk"), chunk)
+    if operation == "update":
+        return
+    table.add_plain((*lane_name, "number"), microbatch, rounds=N, started=1)
+    table.add_plain((*lane_name, "completes"), position % N == N - 1)
+    num_rows = lowered.num_batches * N
+    if num_rows == N:
+        table.add_plain((*lane_name, "microbatch"), microbatch)
+    else:
+        table.add_cyclic((*lane_name, "microbatch"), microbatch, N, num_rows)
+    for ring, slots in lowered.num_slots.items():
+        if slots:
+            depth, offset = _ring(lowered, ring, stage)
+            table.add_cyclic((*lane_name, "slot", ring), position, N, depth, offset)
+
+
+def _add_versions(
+    table: ScalarTable,
+    lane_name: tuple[str, int],
+    operations: Operations,
+    num_versions: int,
+    newest: np.ndarray | None,
+) -> None:
+    """Adds the weight version of one lane of an operation, and its slot."""
+    _, lane = lane_name
+    version, least = operations.version[..., lane], _LEAST
     if newest is not None:
-        version, least = newest[stage], 0
-    columns.plain(f"{at}.absolute_version", version, rounds=1, least=least)
-    columns.cyclic(f"{at}.version", version, 1, num_versions, least=least)
+        version, least = newest[operations.stage[..., lane]], 0
+    table.add_plain((*lane_name, "absolute_version"), version, rounds=1, least=least)
+    table.add_cyclic((*lane_name, "version"), version, 1, num_versions, least=least)
 
 
-def _ring(lowered: Lowered, ring: str, stage: np.ndarray) -> tuple:
-    """Depth and first slot of the stages' columns in a ring."""
+def _ring(
+    lowered: Lowered, ring: str, stage: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Depth and first slot of the stages' columns in a ring; `stage` is int `[T, D]`."""
     return np.maximum(lowered.depth[ring], 1)[stage], lowered.offset[ring][stage]

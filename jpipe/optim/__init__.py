@@ -1,19 +1,25 @@
-"""Optax transforms for pipelines. Each works in any Optax chain, with or without the engine.
+"""Optax transforms for pipelines. Each works in any Optax chain, also without a pipeline.
 
     clip_by_global_norm   clips by the norm of the gradient over all stages
     scale_by_delay        PipeMare's T1: a smaller learning rate where gradients are late
-    correct_discrepancy   PipeMare's T2, with `corrected_params` for the backward
-    predict_weights       SpecTrain, XPipe, PipeOptim, with `predicted_params` for the forward
-    spike_compensation    momentum for late gradients, with `velocity_predicted_params` for the forward
+    correct_discrepancy   PipeMare's T2; needs the hook `corrected_params` for the backward
+    predict_weights       SpecTrain, XPipe, PipeOptim; needs `predicted_params` for the forward
+    spike_compensation    momentum for late gradients; has `velocity_predicted_params`
     scale_by_nadam        Nesterov's momentum for late gradients; `nadamw` is the whole optimizer
 
-Delays are counted in updates of the weights. A pipeline gives each stage its own as extra
-arguments, `update(grads, state, params, delay=..., backward_delay=...)`; a training loop
-without one may do the same, or make the transforms with `delay=`, one number or a tree of
-them. Functions `(params, optimizer_state, delay) -> params` give the weights that a forward
-or a backward reads. Where there is no delay, nothing is corrected.
+Delays are counted in updates of the weights. A pipeline passes every stage its own as extra
+arguments, `update(grads, state, params, delay=..., backward_delay=...)`. A training loop
+without a pipeline can do the same, or make the transforms with `delay=`, one number or a
+tree of them. Functions `(params, optimizer_state, delay) -> params` are *hooks* of a
+pipeline: they choose the weights of a forward or a backward. Where there is no delay,
+nothing is corrected.
 
-Example: PipeMare.
+A transform of your own declares what it asks of a pipeline by a `Declaration` on the type
+of its state; `check_hooks` compares hooks with transforms.
+
+Example:
+  PipeMare.
+
   >>> import jpipe, optax
   >>> optimizer = optax.chain(
   ...     optax.adam(3e-4),
@@ -25,6 +31,12 @@ Example: PipeMare.
 
 from jpipe.optim.clip_by_global_norm import clip_by_global_norm
 from jpipe.optim.correct_discrepancy import correct_discrepancy, corrected_params
+from jpipe.optim.declarations import (
+    Declaration,
+    check_hooks,
+    reads_state,
+    requested_extra_args,
+)
 from jpipe.optim.nadam import nadamw, scale_by_nadam
 from jpipe.optim.predict_weights import predict_weights, predicted_params
 from jpipe.optim.scale_by_delay import scale_by_delay
@@ -34,12 +46,16 @@ from jpipe.optim.spike_compensation import (
 )
 
 __all__ = [
+    "Declaration",
+    "check_hooks",
     "clip_by_global_norm",
     "correct_discrepancy",
     "corrected_params",
     "nadamw",
     "predict_weights",
     "predicted_params",
+    "reads_state",
+    "requested_extra_args",
     "scale_by_delay",
     "scale_by_nadam",
     "spike_compensation",

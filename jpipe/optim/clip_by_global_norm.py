@@ -1,24 +1,34 @@
 """Clipping by the norm of the whole model's gradient."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import optax
+
+from jpipe.optim.declarations import Declaration
+
+
+class ClipByGlobalNormState(NamedTuple):
+    """No numbers: the type says that the transform asks for `global_norm`."""
+
+    declaration = Declaration("clip_by_global_norm", ("global_norm",))
 
 
 def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
     """Scales all gradients down so that their norm over all stages is at most `max_norm`.
 
-    `optax.clip_by_global_norm` takes the norm of the gradients it sees, which on a
-    stage of a pipeline are that stage's alone. This one takes the norm that the engine
-    hands to every stage, `global_norm`; outside a pipeline, where nobody hands it one,
-    it computes the same as Optax's.
+    `optax.clip_by_global_norm` takes the norm of the gradients that it sees. On a stage of
+    a pipeline these are the gradients of that stage alone. This transform takes the norm
+    over all stages, which a pipeline passes as the extra argument `global_norm`. Without
+    that argument it computes the same as Optax's.
 
     Args:
       max_norm: the largest norm allowed, above 0.
 
     Returns:
-      A stateless transformation. It must come first in the chain: `global_norm` is the
-      norm of the gradient itself.
+      A transformation without numbers in its state. It must come first in the chain,
+      because `global_norm` is the norm of the gradient itself.
 
     Raises:
       ValueError: if `max_norm` is not above 0.
@@ -30,7 +40,9 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
       Pascanu et al., ICML 2013, arXiv:1211.5063, algorithm 1.
     """
     if not max_norm > 0:
-        raise ValueError(f"`max_norm` must be above 0, got {max_norm}.")
+        raise ValueError(
+            f"`max_norm` must be above 0, got {max_norm}: it is the largest norm allowed."
+        )
 
     def update(updates, state, params=None, *, global_norm=None, **extra_args):
         del params, extra_args
@@ -39,5 +51,5 @@ def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArg
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), updates), state
 
     return optax.GradientTransformationExtraArgs(
-        lambda params: optax.EmptyState(), update
+        lambda params: ClipByGlobalNormState(), update
     )

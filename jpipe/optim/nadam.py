@@ -1,4 +1,4 @@
-"""Adam with Nesterov's momentum, which tolerates late gradients when the momentum is high."""
+"""Adam with Nesterov's momentum, which tolerates late gradients if the momentum is high."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from jpipe.optim.delays import is_wrong
 
 
 class ScaleByNadamState(NamedTuple):
-    """Number of updates, the product of all mu so far, and the two moments in the weights' shapes and dtypes."""
+    """Number of updates, product of all mu so far, and both moments like the weights."""
 
     count: jax.Array
     mu_product: jax.Array
@@ -25,27 +25,27 @@ def scale_by_nadam(
     eps: float = 1e-8,
     momentum_decay: float = 4e-3,
 ) -> optax.GradientTransformationExtraArgs:
-    """NAdam with a momentum that warms up, as a remedy for late gradients.
+    """NAdam with a momentum that warms up: a remedy for late gradients.
 
         mu_t = b1 (1 - 0.96 ** (t psi) / 2)
         m <- b1 m + (1 - b1) g,    v <- b2 v + (1 - b2) g ** 2
         m_hat = mu_{t+1} m / (1 - mu_1 ... mu_{t+1}) + (1 - mu_t) g / (1 - mu_1 ... mu_t)
         update = m_hat / (sqrt(v / (1 - b2 ** t)) + eps)
 
-    for the t-th update, counted from 1, and psi the momentum decay. Nesterov's method for
-    a pipeline with delay tau looks ahead by d_t = gamma (w_t - w_{t-1}) and steps
+    Here t is the number of the update, from 1, and psi the momentum decay. Nesterov's
+    method for a pipeline with delay tau looks ahead by d_t = gamma (w_t - w_{t-1}) and steps
 
         w_{t+1} = w_t + d_t - eta (1 - gamma) grad f(w_{t-tau} + d_{t-tau})
 
-    With gamma towards 1, the look-ahead makes up for the delay and a late gradient weighs
-    little. In terms of the weights looked at, y = w + d, which are those kept here, the
-    step is -eta (gamma m + (1 - gamma) g): the m_hat above without its corrections of the
-    first updates. Its authors train with this NAdam, b1 = 0.99 and decoupled weight decay;
-    nothing in it depends on the delay.
+    If gamma is close to 1, the look-ahead compensates the delay, and a late gradient has a
+    small weight. This transform keeps the weights y = w + d at which the gradient is
+    taken. In terms of y the step is -eta (gamma m + (1 - gamma) g), which is the m_hat
+    above without its corrections of the first updates. The authors train with this NAdam,
+    b1 = 0.99 and decoupled weight decay. Nothing in it depends on the delay.
 
     `optax.scale_by_adam(nesterov=True)` has mu = b1 from the first update on, the limit of
-    large psi. Here the momentum starts at about b1 / 2 and, with the default psi, is half
-    of the way to b1 after 4,245 updates.
+    large psi. Here the momentum starts at about b1 / 2. With the default psi it is halfway
+    from there to b1 after 4,245 updates.
 
     Args:
       b1: decay of the first moment, at least 0 and below 1.
@@ -123,16 +123,19 @@ def nadamw(
 
     Args:
       learning_rate: a number or a learning-rate schedule.
-      b1, b2, eps, momentum_decay: see `scale_by_nadam`.
+      b1: see `scale_by_nadam`.
+      b2: see `scale_by_nadam`.
+      eps: see `scale_by_nadam`.
+      momentum_decay: see `scale_by_nadam`.
       weight_decay: strength of the decay, multiplied by the learning rate as in Optax.
-      mask: which weights decay: a tree of booleans as the params or a prefix of it, or a
-        function that makes it of the params. None: all.
+      mask: the weights that decay: a tree of booleans like the params or a prefix of it,
+        or a function from the params to such a tree. None: all.
 
     Returns:
       The transformation.
 
     Raises:
-      ValueError: as `scale_by_nadam`.
+      ValueError: if `b1`, `b2` or `momentum_decay` is out of its range.
 
     Example:
       >>> optimizer = nadamw(optax.cosine_decay_schedule(3e-4, 1000), weight_decay=0.01)

@@ -1,4 +1,4 @@
-"""Weight prediction: a forward on the weights that its gradient will be applied to."""
+"""Weight prediction: a forward with an estimate of the weights that it will update."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import optax
 
+from jpipe.optim.declarations import Declaration, reads_state
 from jpipe.optim.delays import as_float, check_delay, find_states, move
 
 
@@ -13,13 +14,20 @@ class PredictWeightsState(NamedTuple):
     """The last movement of the weights, in their shapes and dtypes."""
 
     movement: optax.Updates
+    declaration = Declaration(
+        "predict_weights",
+        hook="forward",
+        hook_function="jpipe.optim.predicted_params",
+    )
 
 
 def predict_weights() -> optax.GradientTransformationExtraArgs:
-    """Remembers the last movement of the weights, for `predicted_params`.
+    """Weight prediction: keeps the last movement of the weights.
 
-    Updates pass unchanged; as they must be what the weights move by, it goes last in the
-    chain. It costs memory of the size of the weights.
+    `predicted_params` reads the movement and must be the pipeline's hook `forward_params`;
+    without it this transform changes nothing. Updates pass unchanged. They must be the
+    movement of the weights, so this transform goes last in the chain. It costs memory of
+    the size of the weights.
 
     Returns:
       A transformation with a `PredictWeightsState`.
@@ -49,40 +57,42 @@ def predict_weights() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@reads_state(PredictWeightsState)
 def predicted_params(
     params: Any,
     optimizer_state: Any,
     delay: Any,
     horizon: Callable[[jax.Array], Any] | float | None = None,
 ) -> Any:
-    """What the weights will be in `delay` updates if they keep moving: `params + s * movement`.
+    """Estimates the weights in `delay` updates: `params + s * movement`.
 
-    The weights for the forward of an asynchronous pipeline
-    (`Pipeline(forward_params=predicted_params)`). `movement` is the last update, whatever
-    the chain makes it of. At a constant learning rate eta that is
+    It is the hook for the forward of an asynchronous pipeline:
+    `Pipeline(forward_params=predicted_params)`. `movement` is the last update that the
+    chain made. At a constant learning rate eta this is
 
-    - SpecTrain's `w - s eta v` behind SGD with momentum, v the momentum,
-    - XPipe's and PipeOptim's `w - s eta m_hat / (sqrt(v_hat) + eps)` behind Adam, and with
-      AdamW's weight decay, s = D - rank - 1 for D stages: the delay of a schedule in unit
-      ticks with one microbatch a minibatch.
+    - after SGD with momentum v, SpecTrain's `w - s eta v`;
+    - after Adam, XPipe's and PipeOptim's `w - s eta m_hat / (sqrt(v_hat) + eps)`, also with
+      AdamW's weight decay, for s = D - rank - 1 with D stages, which is the delay of a
+      schedule in unit ticks with one microbatch per minibatch.
 
-    When the learning rate changes, the movement was made with the last one, the formulas
-    take the current one.
+    When the learning rate changes, the movement still contains the last rate; the formulas
+    of the papers contain the current one.
 
     Args:
-      params: the weights now.
-      optimizer_state: the state now of an optimizer with `predict_weights`, in a chain or
-        in any of Optax's wrappers. Weights that are masked from it are not predicted.
+      params: the current weights.
+      optimizer_state: the current state of an optimizer with `predict_weights`, in a chain
+        or in any of Optax's wrappers. Masked weights are not predicted.
       delay: updates between reading the weights and applying the gradient, at least 0: a
-        number, or a tree of numbers with one for every weight or for a whole branch.
-      horizon: s in updates, at least 0, for methods where it is not the delay: a function
-        of the delay, or a number for all delays, 0 included.
+        number, or a tree with a number for every weight or for a whole branch.
+      horizon: s in updates, at least 0, for methods where s is not the delay: a function
+        of the delay, or one number for all delays, 0 included. None: s is the delay.
 
     Returns:
-      Weights in the shapes and dtypes of `params`; equal to them where s is 0.
+      Weights in the shapes and dtypes of `params`, equal to them where s is 0.
 
     Raises:
-      ValueError: if the state holds none of `predict_weights`, or a number is negative.
+      ValueError: if `optimizer_state` has no state of `predict_weights`, or a number is
+        negative.
 
     Example:
       >>> import functools
@@ -98,7 +108,7 @@ def predicted_params(
 
 
 def horizon_of(delay: Any, horizon: Callable | float | None) -> Any:
-    """How many updates to look ahead: the delay, unless `horizon` says otherwise."""
+    """The number of updates to look ahead: `horizon`, or the delay if that is None."""
     check_delay(delay)
     if horizon is None:
         return as_float(delay)

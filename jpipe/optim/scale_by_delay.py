@@ -6,41 +6,44 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpipe.optim.delays import as_float, check_delay, given_delay, is_wrong, spread
+from jpipe.optim.declarations import Declaration
+from jpipe.optim.delays import as_float, check_delay, delay_of, is_wrong, spread
 
 
 class ScaleByDelayState(NamedTuple):
     """Number of updates so far, int32."""
 
     count: jax.Array
+    declaration = Declaration("scale_by_delay", ("delay",))
 
 
 def scale_by_delay(
     annealing_steps: int | float, delay: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """Divides updates by a power of their delay that falls to 0: PipeMare's T1, learning-rate rescheduling.
+    """PipeMare's T1, learning-rate rescheduling: divides updates by a power of their delay.
 
         update <- update * tau ** -p_k,    p_k = 1 - min(k / K, 1)
 
-    for the k-th update, counted from 0, and K annealing steps. Late gradients are stable
-    only at a learning rate of about 1 / tau, which matters while the learning rate is
-    large; after K updates nothing is scaled. It goes behind momentum and Adam (which
-    would undo it), so last in the chain or next to the learning rate.
+    Here k is the number of updates so far and K the number of annealing steps. The power
+    falls from 1 to 0, so after K updates nothing is scaled. Late gradients are stable only
+    at a learning rate of about 1 / tau, which matters while the learning rate is large.
+    Adam would undo the scaling, so this transform goes after momentum and Adam: last in
+    the chain, or next to the learning rate.
 
     Args:
-      annealing_steps: K, above 0, in updates, those of a synchronous warm-up included.
-        Places to start are a quarter of the first phase of constant learning rate, or
-        five times a linear warm-up; `math.inf` divides by the delay for ever.
-      delay: tau in updates, at least 0: a number, or a tree of numbers with one for every
-        weight or for a whole branch of them. None takes the extra argument `delay` of
-        `update`, which a pipeline gives each stage. A delay of at most 1 scales nothing.
+      annealing_steps: K, above 0, in updates. The updates of a synchronous warm-up count
+        too. Good first values are a quarter of the first phase of constant learning rate,
+        or five times a linear warm-up. `math.inf` never stops dividing by the delay.
+      delay: tau in updates, at least 0: a number, or a tree with a number for every weight
+        or for a whole branch. None: the extra argument `delay` of `update`, which a
+        pipeline passes to each stage. A delay of at most 1 scales nothing.
 
     Returns:
       A transformation with a `ScaleByDelayState`.
 
     Raises:
-      ValueError: if `annealing_steps` is not above 0, a delay is negative, or, at the
-        update, there is no delay.
+      ValueError: if `annealing_steps` is not above 0, or a delay is negative. At the
+        update: if there is no delay.
 
     Example:
       >>> optimizer = optax.chain(optax.sgd(1.0), scale_by_delay(annealing_steps=2))
@@ -57,7 +60,8 @@ def scale_by_delay(
     """
     if is_wrong(annealing_steps, lambda k: k > 0):
         raise ValueError(
-            f"`annealing_steps` must be above 0, got {annealing_steps}. Without annealing, leave `scale_by_delay` out."
+            f"`annealing_steps` must be above 0, got {annealing_steps}: it is a number of "
+            "updates. To scale nothing, leave `scale_by_delay` out."
         )
     check_delay(delay)
 
@@ -67,7 +71,7 @@ def scale_by_delay(
 
     def update(updates, state, params=None, **extra_args):
         del params
-        tau = as_float(given_delay(delay, extra_args, "scale_by_delay"))
+        tau = as_float(delay_of(delay, extra_args, "scale_by_delay"))
         power = 1 - jnp.minimum(as_float(state.count) / annealing_steps, 1)
         scale = jax.tree.map(lambda t: jnp.maximum(t, 1) ** -power, tau)
         scaled = jax.tree.map(jnp.multiply, updates, spread(scale, updates))

@@ -1,4 +1,4 @@
-"""Spike compensation: momentum that gives a late gradient at once what it has missed."""
+"""Spike compensation: momentum that applies a late gradient several times at once."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe.optim.declarations import Declaration, reads_state
 from jpipe.optim.delays import (
     as_float,
     check_delay,
+    delay_of,
     find_states,
-    given_delay,
     is_wrong,
     move,
     spread,
@@ -24,32 +25,34 @@ class SpikeCompensationState(NamedTuple):
 
     count: jax.Array
     velocity: optax.Updates
+    declaration = Declaration("spike_compensation", ("delay",))
 
 
 def spike_compensation(
     momentum: float, delay: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """SGD's momentum for gradients that are `delay` updates late.
+    """SGD with momentum for gradients that are `delay` updates late.
 
         v <- m v + g,    update = a v + b g,    a = m ** D,    b = (1 - m ** D) / (1 - m)
 
-    In D updates momentum would have applied a gradient b times and decayed it to a. So the
-    late gradient is applied b times at once, and goes on from a: each gradient counts
-    1 / (1 - m) times in all, as in plain momentum, which this is for D = 0.
+    In D updates, momentum would have applied a gradient b times in all and decayed it to a.
+    The late gradient is therefore applied b times at once and then continues from a. Every
+    gradient counts 1 / (1 - m) times in all, as in plain momentum. For D = 0 this is plain
+    momentum.
 
     Args:
       momentum: m, at least 0 and below 1.
-      delay: D in updates, at least 0: a number, or a tree of numbers with one for every
-        weight or for a whole branch of them. None takes the extra argument `delay` of
-        `update`, which a pipeline gives each stage.
+      delay: D in updates, at least 0: a number, or a tree with a number for every weight
+        or for a whole branch. None: the extra argument `delay` of `update`, which a
+        pipeline passes to each stage.
 
     Returns:
-      A transformation with a `SpikeCompensationState`, in place of `optax.trace`: the
-      learning rate comes behind it.
+      A transformation with a `SpikeCompensationState`. It replaces `optax.trace`; the
+      learning rate comes after it.
 
     Raises:
-      ValueError: if `momentum` is not at least 0 and below 1, a delay is negative, or, at
-        the update, there is no delay.
+      ValueError: if `momentum` is not at least 0 and below 1, or a delay is negative. At
+        the update: if there is no delay.
 
     Example:
       >>> optimizer = optax.chain(
@@ -64,7 +67,8 @@ def spike_compensation(
     """
     if is_wrong(momentum, lambda m: 0 <= m < 1):
         raise ValueError(
-            f"`momentum` must be at least 0 and below 1, got {momentum}. 0 is SGD without momentum."
+            f"`momentum` must be at least 0 and below 1, got {momentum}. With 0 it is SGD "
+            "without momentum."
         )
     check_delay(delay)
 
@@ -74,8 +78,8 @@ def spike_compensation(
 
     def update(updates, state, params=None, **extra_args):
         del params
-        late = as_float(given_delay(delay, extra_args, "spike_compensation"))
-        a = jax.tree.map(lambda d: momentum**d, late)
+        num_late = as_float(delay_of(delay, extra_args, "spike_compensation"))
+        a = jax.tree.map(lambda d: momentum**d, num_late)
         b = jax.tree.map(lambda a: (1 - a) / (1 - momentum), a)
         velocity = jax.tree.map(lambda v, g: momentum * v + g, state.velocity, updates)
         compensated = jax.tree.map(
@@ -93,6 +97,7 @@ def spike_compensation(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@reads_state(SpikeCompensationState)
 def velocity_predicted_params(
     params: Any,
     optimizer_state: Any,
@@ -101,28 +106,31 @@ def velocity_predicted_params(
     learning_rate: float | Callable[[jax.Array], Any],
     horizon: Callable[[jax.Array], Any] | float | None = None,
 ) -> Any:
-    """Linear weight prediction by the momentum of `spike_compensation`: `params - T * eta * v`.
+    """Linear weight prediction from momentum v: `params - T * eta * v`.
 
-    `predicted_params` is the same method in terms of the last movement. They agree if the
-    movement is `-eta * v`: no delay in `spike_compensation`, a constant learning rate, and
-    nothing else in the chain. With spike compensation the movement has the spike of the
-    last gradient in it, which this one leaves out.
+    It is a hook for the forward, `Pipeline(forward_params=...)`, and reads the momentum of
+    `spike_compensation`. `predicted_params` is the same method with the last movement of
+    the weights. The two agree if the movement is `-eta * v`: with no delay in
+    `spike_compensation`, a constant learning rate, and nothing else in the chain. With a
+    delay the movement also contains the spike of the last gradient, and v does not.
 
     Args:
-      params: the weights now.
-      optimizer_state: the state now of an optimizer with `spike_compensation`, in a chain
-        or in any of Optax's wrappers. Weights that are masked from it are not predicted.
+      params: the current weights.
+      optimizer_state: the current state of an optimizer with `spike_compensation`, in a
+        chain or in any of Optax's wrappers. Masked weights are not predicted.
       delay: updates between reading the weights and applying the gradient, at least 0: a
-        number, or a tree of numbers with one for every weight or for a whole branch.
-      learning_rate: eta, or a learning-rate schedule, taken at the number of updates so far.
-      horizon: T in updates, at least 0, where it is not the delay: a function of the
-        delay, or a number for all delays, 0 included.
+        number, or a tree with a number for every weight or for a whole branch.
+      learning_rate: eta, or a learning-rate schedule, which is evaluated at the number of
+        updates so far.
+      horizon: T in updates, at least 0, for methods where T is not the delay: a function
+        of the delay, or one number for all delays, 0 included. None: T is the delay.
 
     Returns:
-      Weights in the shapes and dtypes of `params`; equal to them where T is 0.
+      Weights in the shapes and dtypes of `params`, equal to them where T is 0.
 
     Raises:
-      ValueError: if the state holds none of `spike_compensation`, or a number is negative.
+      ValueError: if `optimizer_state` has no state of `spike_compensation`, or a number is
+        negative.
 
     Example:
       >>> import functools

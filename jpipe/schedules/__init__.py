@@ -1,67 +1,190 @@
-"""One file a method. A new one is a file here and a line below."""
+"""Schedules: one file per method. A new one is a file here and a line in `_BUILDERS`."""
 
-import difflib
 import inspect
 import os
 import pathlib
+import warnings
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from jpipe.schedule import Schedule
+from jpipe.schedule import Schedule, wrong_counts
+from jpipe.schedules._search import SearchResult as SearchResult
+from jpipe.schedules._search import search as search
+from jpipe.schedules.arguments import wrong_counts_or_ticks
 from jpipe.schedules.forward_only import forward_only as forward_only
+from jpipe.schedules.forward_only import refusal as _refusal_of_forward_only
 from jpipe.schedules.gpipe import gpipe as gpipe
 from jpipe.schedules.interleaved import interleaved as interleaved
+from jpipe.schedules.interleaved import refusal as _refusal_of_interleaved
 from jpipe.schedules.one_f_one_b import one_f_one_b as one_f_one_b
 from jpipe.schedules.pipedream import pipedream as pipedream
+from jpipe.schedules.pipedream import refusal as _refusal_of_pipedream
 from jpipe.schedules.pipedream_2bw import pipedream_2bw as pipedream_2bw
+from jpipe.schedules.pipedream_2bw import refusal as _refusal_of_2bw
 from jpipe.schedules.pipemare import pipemare as pipemare
+from jpipe.schedules.zero_bubble import refusal_of_v as _refusal_of_v
 from jpipe.schedules.zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from jpipe.schedules.zero_bubble import zero_bubble_h2 as zero_bubble_h2
 from jpipe.schedules.zero_bubble import zero_bubble_v as zero_bubble_v
+from jpipe.suggest import did_you_mean
+
+__all__ = [
+    "SearchResult",
+    "check_options",
+    "forward_only",
+    "get",
+    "gpipe",
+    "interleaved",
+    "names",
+    "one_f_one_b",
+    "pipedream",
+    "pipedream_2bw",
+    "pipemare",
+    "read",
+    "refusal",
+    "search",
+    "zero_bubble_h1",
+    "zero_bubble_h2",
+    "zero_bubble_v",
+]
+
+
+class _Builder(NamedTuple):
+    """A builder, and the function that says why the builder refuses its arguments.
+
+    `refusal` takes all arguments of `build` and returns a reason, or None.
+    """
+
+    build: Callable[..., Schedule]
+    refusal: Callable[..., str | None]
+
 
 _BUILDERS = {
-    name: value
-    for name, value in sorted(globals().items())
-    if inspect.isfunction(value)
+    "gpipe": _Builder(gpipe, wrong_counts),
+    "interleaved": _Builder(interleaved, _refusal_of_interleaved),
+    "one_f_one_b": _Builder(one_f_one_b, wrong_counts_or_ticks),
+    "pipedream": _Builder(pipedream, _refusal_of_pipedream),
+    "pipedream_2bw": _Builder(pipedream_2bw, _refusal_of_2bw),
+    "pipemare": _Builder(pipemare, wrong_counts_or_ticks),
+    "zero_bubble_h1": _Builder(zero_bubble_h1, wrong_counts),
+    "zero_bubble_h2": _Builder(zero_bubble_h2, wrong_counts),
+    "zero_bubble_v": _Builder(zero_bubble_v, _refusal_of_v),
 }
+_PREDICTION = {"forward_only": _Builder(forward_only, _refusal_of_forward_only)}
 
-# Not a builder: it uses them.
-from jpipe.schedules.search import Found as Found  # noqa: E402
-from jpipe.schedules.search import search as search  # noqa: E402
+# Names that papers and other libraries use.
+_ALIASES = {
+    "1f1b": "one_f_one_b",
+    "dapple": "one_f_one_b",
+    "pipedream_flush": "one_f_one_b",
+    "afab": "gpipe",
+    "fill_drain": "gpipe",
+    "interleaved_1f1b": "interleaved",
+    "virtual_pipeline": "interleaved",
+    "zb_h1": "zero_bubble_h1",
+    "zb1p": "zero_bubble_h1",
+    "zero_bubble": "zero_bubble_h1",
+    "zb_h2": "zero_bubble_h2",
+    "zb2p": "zero_bubble_h2",
+    "zb_v": "zero_bubble_v",
+    "v_zb": "zero_bubble_v",
+    "2bw": "pipedream_2bw",
+}
 
 
 def names() -> list[str]:
-    """The names that `get` knows."""
-    return list(_BUILDERS)
+    """The names of the schedules that train, in alphabetical order.
+
+    `forward_only`, the table of prediction, is not among them.
+
+    Example:
+      >>> names()[:3]
+      ['gpipe', 'interleaved', 'one_f_one_b']
+    """
+    return sorted(_BUILDERS)
 
 
 def get(name: str) -> Callable[..., Schedule]:
     """The builder called `name`.
 
     Args:
-      name: one of `names()`.
+      name: one of `names()`, or "forward_only".
 
     Returns:
       A function `(num_stages, num_microbatches, ...) -> Schedule`.
 
     Raises:
-      ValueError: if there is none of that name; says which is nearest.
+      ValueError: if there is none of that name. The message suggests the nearest.
 
     Example:
       >>> get("gpipe")(4, 8).num_ticks
       22
     """
-    if name in _BUILDERS:
-        return _BUILDERS[name]
-    near = difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
-    raise ValueError(f"unknown schedule {name!r}.{guess} Known: {', '.join(names())}.")
+    return _entry(name).build
+
+
+def refusal(
+    name: str, num_stages: int, num_microbatches: int, **options: Any
+) -> str | None:
+    """Why a builder refuses some counts and options.
+
+    Returns the message of the ValueError that the builder would raise, without building a
+    table. A search over schedules skips combinations for which it is not None.
+
+    Args:
+      name: one of `names()`, or "forward_only".
+      num_stages: S.
+      num_microbatches: N.
+      **options: the builder's other arguments, such as `ticks="unit"`.
+
+    Returns:
+      The reason, or None if the builder accepts the arguments.
+
+    Raises:
+      ValueError: if there is no schedule of that name, or it has no such option.
+
+    Example:
+      >>> refusal("gpipe", 4, 8) is None
+      True
+      >>> print(refusal("zero_bubble_v", 5, 8)[:46])
+      `num_stages` of ZB-V must be even, got 5: `num
+    """
+    check_options(name, options)
+    build, reason = _entry(name)
+    arguments = inspect.signature(build).bind(num_stages, num_microbatches, **options)
+    arguments.apply_defaults()
+    return reason(**arguments.arguments)
+
+
+def check_options(name: str, options: Any) -> None:
+    """Checks that a builder has some options, by name.
+
+    Args:
+      name: one of `names()`, or "forward_only".
+      options: the names of options.
+
+    Raises:
+      ValueError: if there is no schedule of that name, or it has no such option.
+
+    Example:
+      >>> check_options("one_f_one_b", ["tick"])
+      Traceback (most recent call last):
+      ValueError: one_f_one_b has no option 'tick'. Did you mean 'ticks'? It takes: ticks.
+    """
+    known = list(inspect.signature(get(name)).parameters)[2:]
+    for option in options:
+        if option not in known:
+            raise ValueError(
+                f"{name} has no option {option!r}.{did_you_mean(option, known)} "
+                f"It takes: {', '.join(known) or 'none'}."
+            )
 
 
 def read(path: str | os.PathLike[str]) -> Schedule:
     """Reads a table from a file in the form of `Schedule.to_text`, and checks it.
 
     Args:
-      path: a text file; its name without suffix names the schedule.
+      path: a text file. Its name without suffix becomes the name of the schedule.
 
     Returns:
       The schedule, checked.
@@ -75,3 +198,22 @@ def read(path: str | os.PathLike[str]) -> Schedule:
         return Schedule.from_text(path.read_text(), name=path.stem).check()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _entry(name: str) -> _Builder:
+    entry = (_BUILDERS | _PREDICTION).get(name)
+    if entry is not None:
+        return entry
+    hint = did_you_mean(name, _BUILDERS, _ALIASES)
+    raise ValueError(f"unknown schedule {name!r}.{hint} Known: {', '.join(names())}.")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Found":
+        warnings.warn(
+            "`jpipe.schedules.Found` is now `jpipe.schedules.SearchResult`.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return SearchResult
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

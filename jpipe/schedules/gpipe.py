@@ -11,18 +11,18 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
         s0 F0 F1 F2 .  .  B0 B1 B2          S=2, N=3; time runs right
         s1 .  F0 F1 F2 B0 B1 B2 .
 
-    Every stage keeps N activations in flight; the bubble is (S - 1) / (N + S - 1).
+    Every stage keeps N activations in flight. The bubble is (S - 1) / (N + S - 1).
 
-    The paper runs backward in the reverse order of forward. Here it is first in, first
-    out, at the same cost and memory, so that every buffer is a ring.
+    The paper runs backwards in the reverse order of forwards. This table runs them in the
+    order of forwards, at the same cost and memory, so that every buffer is a ring.
 
     Args:
       num_stages: S, at least 1.
       num_microbatches: N, at least 1. Fewer than S is allowed and mostly bubble.
 
     Returns:
-      A `Schedule` of T = 2 (N + S - 1) ticks; every version read is 0, and every stage
-      updates in the last tick.
+      A `Schedule` of T = 2 (N + S - 1) ticks. Every operation reads weight version 0, and
+      every stage updates in the last tick.
 
     Raises:
       ValueError: if either count is below 1.

@@ -1,9 +1,39 @@
-"""Interleaved 1F1B: several stages a device, and a smaller bubble."""
+"""Interleaved 1F1B: several stages per device, and a smaller bubble."""
 
 import numpy as np
 
-from jpipe.schedule import Schedule, check_counts
-from jpipe.schedules.ready import Operation, Progress, place
+from jpipe.schedule import Schedule, wrong_counts
+from jpipe.schedules.arguments import raise_refusal, wrong_ticks
+from jpipe.schedules.list_scheduling import Operation, Progress, list_schedule
+
+
+def refusal(
+    num_stages: int, num_microbatches: int, num_chunks: int, ticks: str
+) -> str | None:
+    """Why `interleaved` refuses these arguments; None if it accepts them."""
+    if wrong := wrong_counts(
+        num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks
+    ):
+        return wrong
+    num_devices, rest = divmod(num_stages, num_chunks)
+    if rest:
+        fewer, more = num_devices * num_chunks, (num_devices + 1) * num_chunks
+        nearest = f"{fewer} or {more}" if fewer else f"{more}"
+        return (
+            "`num_stages` of an interleaved schedule must be a multiple of `num_chunks`, "
+            f"got {num_stages} stages and {num_chunks} chunks: `num_stages` counts the "
+            "chunks of all devices (not devices, as Megatron-LM does), and every device "
+            f"runs `num_chunks` of them. Use {nearest} stages, or another `num_chunks`."
+        )
+    if num_microbatches % num_devices:
+        return (
+            "`num_microbatches` of an interleaved schedule must be a multiple of its "
+            f"{num_devices} devices, got {num_microbatches}: {num_stages} stages with "
+            f"{num_chunks} chunks per device are {num_devices} devices, and microbatches "
+            f"go through the chunks of a device in groups of {num_devices}. Use "
+            f"{-(-num_microbatches // num_devices) * num_devices}."
+        )
+    return wrong_ticks(ticks)
 
 
 def interleaved(
@@ -25,31 +55,42 @@ def interleaved(
         s2@0  .   .   F0  F1  .   B0  W0  .   B1  W1  .   .   .   .
         s3@1  .   .   .   F0  B0  W0  F1  B1  W1  .   .   .   .   .
 
-    With v chunks a device, the devices take v D microbatches of a stage each in turn:
-    D microbatches through their first stages, the same through their second, and so on,
-    which needs D to divide N. A microbatch passes each device v times, and the bubble is
-    that of v times smaller stages: (D - 1) / (v N + D - 1) of all time in paired ticks.
+    `num_stages` counts stages, and a device runs `num_chunks` = v of them, its *chunks*.
+    Megatron-LM counts devices: its pipeline size 4 with two chunks per device is
+    `interleaved(8, N)` here, which needs 4 devices.
+
+    A device runs v D microbatches of one stage each in turn: D microbatches through its
+    first stage, the same D through its second, and so on. Therefore D must divide N. A
+    microbatch passes each device v times, and the bubble is that of v times smaller
+    stages: in paired ticks (D - 1) / (v N + D - 1) of all time.
 
     *Paired* ticks hold a forward and a whole backward of a device, mostly of different
-    stages. *Unit* ticks hold one of forward, input gradient and weight gradient: warm-up
-    forwards first, 2 (D - 1 - d) + (v - 1) D on device d, then in turn F B W. The bubble
-    is less, 2 (D - 1) ticks of 3 v N + 2 (D - 1), and so are the activations in flight.
+    stages. *Unit* ticks hold one of forward, input gradient and weight gradient: first
+    2 (D - 1 - d) + (v - 1) D forwards of warm-up on device d, then F B W in turn. The
+    bubble is smaller, 2 (D - 1) ticks of 3 v N + 2 (D - 1), and so are the activations in
+    flight.
 
     Args:
-      num_stages: S, a multiple of `num_chunks`; there are D = S / num_chunks devices.
+      num_stages: S, a multiple of `num_chunks`. The schedule has D = S / num_chunks devices.
       num_microbatches: N, a multiple of D.
-      num_chunks: v, stages a device, at least 1; with 1 it is `one_f_one_b`.
+      num_chunks: v, stages per device, at least 1. With 1 it is `one_f_one_b` in time.
       ticks: "paired" or "unit".
 
     Returns:
-      A `Schedule` of T = v N + v D + D - 1 paired or 3 v N + 2 (D - 1) unit ticks, each of
-      which is the length of one of S stages.
+      A `Schedule` of T = v N + v D + D - 1 paired or 3 v N + 2 (D - 1) unit ticks. A tick
+      is as long as an operation of one of S stages.
 
     Raises:
-      ValueError: if a count is below 1, `num_chunks` does not divide `num_stages`, or the
-        devices do not divide `num_microbatches`, or `ticks` is neither of the two.
+      ValueError: if a count is below 1, `num_chunks` does not divide `num_stages`, the
+        number of devices does not divide `num_microbatches`, or `ticks` is neither of the
+        two.
 
-    Example: the makespans of 4 devices in times of one of 8 stages; 1F1B has 66
+    Example:
+      Four devices. The unit of time is an operation of one of 8 stages; 1F1B on 4 devices
+      takes 66.
+
+      >>> interleaved(8, 8).num_devices
+      4
       >>> interleaved(8, 8).facts().makespan
       57
       >>> interleaved(8, 8, ticks="unit").facts().makespan
@@ -58,55 +99,42 @@ def interleaved(
     References:
       Narayanan et al., SC 2021, arXiv:2104.04473, section 2.2, and Megatron-LM's order.
     """
-    check_counts(
-        num_stages=num_stages, num_microbatches=num_microbatches, num_chunks=num_chunks
-    )
-    if num_stages % num_chunks:
-        raise ValueError(
-            f"`num_stages` of an interleaved schedule must be a multiple of `num_chunks`, got {num_stages} stages and "
-            f"{num_chunks} chunks: every device has as many. Use {num_stages // num_chunks * num_chunks or num_chunks} "
-            "stages, or other chunks."
-        )
+    raise_refusal(refusal(num_stages, num_microbatches, num_chunks, ticks))
     D = num_stages // num_chunks
-    if num_microbatches % D:
-        raise ValueError(
-            f"`num_microbatches` of an interleaved schedule must be a multiple of its {D} devices, got "
-            f"{num_microbatches}: microbatches go through a device's stages in groups of {D}. Use "
-            f"{-(-num_microbatches // D) * D}."
-        )
-    if ticks not in ("paired", "unit"):
-        raise ValueError(f'`ticks` must be "paired" or "unit", got {ticks!r}.')
-
     s, m = np.arange(num_stages), np.arange(num_microbatches)[:, None]
     d, chunk = s % D, s // D
     group = m // D * num_chunks * D + m % D
-    # Place in a device's order of forwards, and of backwards.
+    # The position of every operation in its device's order of forwards, or of backwards.
     forward, backward = (group + D * c for c in (chunk, num_chunks - 1 - chunk))
     if ticks == "paired":
-        at = dict(
+        return Schedule.from_ticks(
+            "interleaved",
             device=d,
             forward=forward + d,
             backward=num_chunks * D + backward + D - 1 - d,
         )
-        return Schedule.from_ticks("interleaved", **at)
 
-    count = num_chunks * num_microbatches
+    count = num_chunks * num_microbatches  # forwards of a device
 
-    def choose(d: int, ready: list[Operation], progress: Progress):
-        mine = progress.device == d
-        begun, done = progress.forward[mine].sum(), progress.backward[mine].sum()
+    def choose(d: int, ready: list[Operation], progress: Progress) -> Operation | None:
+        on_device = progress.device == d
+        num_forwards = progress.forward[on_device].sum()
+        num_backwards = progress.backward[on_device].sum()
+        warm_up = 2 * (D - 1 - d) + (num_chunks - 1) * D
         if progress.pending(d):
-            turn, order, position = "weight_grad", backward, done - 1
-        elif begun < min(2 * (D - 1 - d) + (num_chunks - 1) * D + 1 + done, count):
-            turn, order, position = "forward", forward, begun
+            kind, order, position = "weight_grad", backward, num_backwards - 1
+        elif num_forwards < min(warm_up + 1 + num_backwards, count):
+            kind, order, position = "forward", forward, num_forwards
         else:
-            turn, order, position = "backward", backward, done
+            kind, order, position = "backward", backward, num_backwards
         due = (
-            o
-            for o in ready
-            if o.kind == turn and order[o.microbatch, o.stage] == position
+            operation
+            for operation in ready
+            if operation.kind == kind
+            and order[operation.microbatch, operation.stage] == position
         )
         return next(due, None)
 
-    at = place(d, num_microbatches, choose)
-    return Schedule.from_ticks("interleaved", **at)
+    return Schedule.from_ticks(
+        "interleaved", **list_schedule(d, num_microbatches, choose)
+    )

@@ -1,9 +1,18 @@
-"""PipeDream: no flush, weights stashed."""
+"""PipeDream: no flush, stashed weights."""
 
 import numpy as np
 
 from jpipe.schedule import Schedule, newest_version
+from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.steady import steady_ticks
+
+
+def refusal(
+    num_stages: int, num_microbatches: int, ticks: str, vertical_sync: bool
+) -> str | None:
+    """Why `pipedream` refuses these arguments; None if it accepts them."""
+    del vertical_sync
+    return wrong_counts_or_ticks(num_stages, num_microbatches, ticks)
 
 
 def pipedream(
@@ -14,14 +23,14 @@ def pipedream(
 ) -> Schedule:
     """PipeDream: a backward reads the weights that its forward read.
 
-    The placement is `pipemare`'s; a stage keeps the versions that microbatches in flight
-    have read, so a gradient belongs to one setting of the stage's weights. With vertical
-    sync every stage reads the version that the microbatch met on stage 0, so it belongs
-    to one setting of the whole model's.
+    Operations run at the same ticks as in `pipemare`. A stage keeps the weight versions
+    that microbatches in flight have read, so forward and backward of a microbatch use the
+    same weights of a stage. With vertical sync every stage reads the version that the
+    microbatch read on stage 0, so the whole gradient belongs to one version of the model.
 
     Args:
       num_stages: S, at least 1.
-      num_microbatches: N, microbatches to an update, at least 1. PipeDream has 1.
+      num_microbatches: N, microbatches per update, at least 1. The paper has 1.
       ticks: "unit" or "paired", as for `pipemare`.
       vertical_sync: whether all stages read the version of stage 0.
 
@@ -40,11 +49,12 @@ def pipedream(
     References:
       Narayanan et al., SOSP 2019, arXiv:1806.03377, sections 3.2 and 3.3.
     """
-    at = steady_ticks(num_stages, num_microbatches, ticks)
-    updated = at.get("weight_grad", at["backward"])[-1]
-    version = newest_version(at["forward"], updated, at["num_ticks"])
+    raise_refusal(refusal(num_stages, num_microbatches, ticks, vertical_sync))
+    steady = steady_ticks(num_stages, num_microbatches, ticks)
+    update = steady.get("weight_grad", steady["backward"])[-1]
+    version = newest_version(steady["forward"], update, steady["num_ticks"])
     if vertical_sync:
         version = np.broadcast_to(version[:, :1], version.shape)
     return Schedule.from_ticks(
-        "pipedream", **at, forward_version=version, backward_version=version
+        "pipedream", **steady, forward_version=version, backward_version=version
     )

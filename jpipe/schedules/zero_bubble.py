@@ -1,61 +1,68 @@
-"""Zero-bubble schedules: weight gradients wait, and fill what would be a bubble."""
+"""Zero-bubble schedules: weight gradients wait, and run where a device would be idle."""
 
-from jpipe.schedule import Schedule, check_counts
-from jpipe.schedules.ready import Operation, Progress, place
+from jpipe.schedule import Schedule, check_counts, wrong_counts
+from jpipe.schedules.arguments import raise_refusal
+from jpipe.schedules.list_scheduling import Operation, Progress, Rule, list_schedule
 
 
 def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
-    """ZB-H1: 1F1B whose stage s keeps s weight gradients waiting.
+    """ZB-H1: 1F1B in which stage s keeps s weight gradients waiting.
 
         s0 F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3      S=2, N=4; time runs right
         s1 .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
 
-    A stage takes forwards and input gradients in the order of 1F1B. A weight gradient runs
-    where neither can, or where more than s wait. The bubble is (S - 1) (F + B - W), a third
-    of that of 1F1B, with as many activations in flight on every stage as on the first of
-    1F1B, min(N, S).
+    A stage runs forwards and input gradients in the order of 1F1B. A weight gradient runs
+    where neither is ready, or where more than s of them wait. The bubble is
+    (S - 1) (F + B - W), a third of 1F1B's. Every stage keeps min(N, S) activations in
+    flight, as many as the first stage of 1F1B in unit ticks.
 
     Args:
       num_stages: S, at least 1.
       num_microbatches: N, at least 1.
 
     Returns:
-      A `Schedule` in unit ticks; for N >= S of T = 3 N + S - 1.
+      A `Schedule` in unit ticks. For N >= S it has T = 3 N + S - 1.
 
     Raises:
       ValueError: if either count is below 1.
 
     Example:
-      >>> zero_bubble_h1(4, 8).facts().makespan
-      27
+      >>> facts = zero_bubble_h1(4, 8).facts()
+      >>> facts.makespan, facts.in_flight.tolist()
+      (27, [4, 4, 4, 4])
 
     References:
       Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv:2401.10241, section 2.
     """
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
 
-    def choose(s: int, ready: list[Operation], progress: Progress):
-        of_kind = {operation.kind: operation for operation in ready}
-        begun, done = progress.forward[s], progress.backward[s]
-        warm = begun - done < num_stages - s and begun < num_microbatches
-        turn = "forward" if warm else "backward"
-        if progress.pending(s) > s or turn not in of_kind:
-            turn = "weight_grad"
-        return of_kind.get(turn)
+    def choose(s: int, ready: list[Operation], progress: Progress) -> Operation | None:
+        ready_of_kind = {operation.kind: operation for operation in ready}
+        num_forwards, num_backwards = progress.forward[s], progress.backward[s]
+        warm_up = num_forwards - num_backwards < num_stages - s
+        kind = "backward"
+        if warm_up and num_forwards < num_microbatches:
+            kind = "forward"
+        if progress.pending(s) > s or kind not in ready_of_kind:
+            kind = "weight_grad"
+        return ready_of_kind.get(kind)
 
-    ticks = place(range(num_stages), num_microbatches, choose)
+    ticks = list_schedule(range(num_stages), num_microbatches, choose)
     return Schedule.from_ticks("zero_bubble_h1", **ticks)
 
 
-def _backward_first(limit: int):
-    """The rule: an input gradient, else a forward if fewer than `limit` are in flight, else a weight gradient.
+def _backward_first(limit: int) -> Rule:
+    """The rule: input gradients first, then forwards, then weight gradients.
 
-    Of a device's forwards the one of the latest stage goes first, of its input gradients that of the earliest: both
-    are the nearest to the end of their way.
+    A forward waits while `limit` microbatches are in flight on the device. Of a device's
+    forwards the one of the latest stage goes first, of its input gradients the one of the
+    earliest stage, because they are nearest to the end of their way.
     """
 
-    def choose(device: int, ready: list[Operation], progress: Progress):
-        def rank(operation: Operation):
+    def choose(
+        device: int, ready: list[Operation], progress: Progress
+    ) -> Operation | None:
+        def rank(operation: Operation) -> tuple[int, int]:
             kind, s, _ = operation
             return {
                 "backward": (0, s),
@@ -74,77 +81,104 @@ def _backward_first(limit: int):
 
 
 def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
-    """ZB-H2: no bubble between a device's first and last operation, for twice the memory.
+    """ZB-H2: no bubble between a device's first and last operation; twice the activations.
 
         s0 F0 F1 F2 B0 W0 B1 F3 B2 W1 W2 B3 W3 .       S=2, N=4; time runs right
         s1 .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-    An input gradient runs as soon as it can, else a forward while fewer than 2 S - 1
-    microbatches are in flight, else a weight gradient. What is left of the bubble lies
-    before a device's first forward and after its last weight gradient
-    (`simulate(...).inner_bubble` is 0), where the next step begins earlier on the first
-    stages; the optimizer's common step at the end of this table waits for all of them.
+    An input gradient runs as soon as it is ready; else a forward, while fewer than 2 S - 1
+    microbatches are in flight; else a weight gradient. The rest of the bubble lies before
+    a device's first forward and after its last weight gradient, so
+    `simulate(...).inner_bubble` is 0.
+
+    A step of this library ends with one common update on all devices. Its makespan is
+    therefore that of ZB-H1, with nearly twice the activations: ZB-H2 is never faster here.
+    It would be faster with an optimizer that updates every stage as soon as the stage is
+    done, so that the next step fills both ends.
 
     Args:
       num_stages: S, at least 1.
-      num_microbatches: N, at least 1; 2 S - 1 and more fill the pipeline.
+      num_microbatches: N, at least 1. With 2 S - 1 or more the pipeline is full.
 
     Returns:
-      A `Schedule` in unit ticks; for N >= 2 S - 1 of T = 3 N + S - 1.
+      A `Schedule` in unit ticks. For N >= 2 S - 1 it has T = 3 N + S - 1.
 
     Raises:
       ValueError: if either count is below 1.
 
     Example:
-      >>> zero_bubble_h2(8, 24).facts().makespan
-      79
+      >>> facts = zero_bubble_h2(4, 8).facts()
+      >>> facts.makespan, facts.in_flight.tolist(), facts.inner_bubble
+      (27, [7, 7, 7, 7], 0.0)
 
     References:
       Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv:2401.10241, section 2.
     """
     check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
     rule = _backward_first(2 * num_stages - 1)
-    ticks = place(range(num_stages), num_microbatches, rule)
+    ticks = list_schedule(range(num_stages), num_microbatches, rule)
     return Schedule.from_ticks("zero_bubble_h2", **ticks)
 
 
+def refusal_of_v(num_stages: int, num_microbatches: int) -> str | None:
+    """Why `zero_bubble_v` refuses these counts; None if it accepts them."""
+    wrong = wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches)
+    if wrong or num_stages % 2 == 0:
+        return wrong
+    return (
+        f"`num_stages` of ZB-V must be even, got {num_stages}: `num_stages` counts the "
+        f"stages of all devices, and every device has two. Use {num_stages + 1}."
+    )
+
+
 def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
-    """ZB-V: two stages a device, down the devices and up again, at the memory of 1F1B.
+    """ZB-V: two stages per device, placed down the devices and up again.
 
         s0@0  F0  F1  .   .   .   .   .   B0  W0  B1  W1  .   .   S=4, N=2; time runs right
         s1@1  .   F0  .   F1  .   .   B0  .   B1  W0  W1  .   .
         s2@1  .   .   F0  .   F1  B0  .   B1  .   .   .   W0  W1
         s3@0  .   .   .   F0  B0  F1  B1  .   .   .   .   W0  W1
 
-    Device d runs the stages d and S - 1 - d, so the last stage's gradients start on the
-    device that has the first stage too. The rule is that of `zero_bubble_h2`, with at most
-    S activations of a stage in flight on a device, which are as large as those of 1F1B on
-    S / 2 devices.
+    Device d runs the stages d and S - 1 - d, so the backward starts on the device that
+    also has the first stage. The rule is that of `zero_bubble_h2`, with at most S
+    activations of a stage in flight on a device. A stage is half of a device's share of
+    the model, so at any time these are as many bytes as in 1F1B on S / 2 devices in unit
+    ticks, where the paper's claim of 1F1B's memory comes from.
+
+    This library takes more. It keeps one ring of activations per stage of a device, each
+    as long as its own maximum, and all devices run one program: see the example.
 
     Args:
-      num_stages: S, even: twice the devices.
+      num_stages: S, even: twice the number of devices.
       num_microbatches: N, at least 1.
 
     Returns:
-      A `Schedule` in unit ticks, each the length of one of S stages.
+      A `Schedule` in unit ticks. A tick is as long as an operation of one of S stages.
 
     Raises:
       ValueError: if a count is below 1, or `num_stages` is odd.
 
-    Example: 4 devices; of 51 ticks each device works 48
-      >>> zero_bubble_v(8, 8).facts().makespan
+    Example:
+      Four devices, which work 48 of 51 ticks.
+
+      >>> facts = zero_bubble_v(8, 8).facts()
+      >>> facts.makespan
       51
 
+      The rings of the first stages of all devices hold 7 activations, those of the second
+      stages 6, which are (7 + 6) / 2 = 6.5 of a device's whole share. 1F1B in unit ticks
+      holds 4.
+
+      >>> facts.in_flight.tolist()  # stages 0 .. 3 come first on devices 0 .. 3
+      [7, 6, 5, 4, 6, 5, 4, 3]
+
     References:
-      Qi et al., Pipeline Parallelism with Controllable Memory, NeurIPS 2024,
-      arXiv:2405.15362, V-shape schedules.
+      Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024, arXiv:2401.10241, section 6.
+      The same authors' Pipeline Parallelism with Controllable Memory, NeurIPS 2024,
+      arXiv:2405.15362, has V-shaped schedules of less memory, and calls this one V-ZB.
     """
-    check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
-    if num_stages % 2:
-        raise ValueError(
-            f"`num_stages` of ZB-V must be even, got {num_stages}: every device has two. Use {num_stages + 1}."
-        )
+    raise_refusal(refusal_of_v(num_stages, num_microbatches))
     half = num_stages // 2
     device = [*range(half), *reversed(range(half))]
-    ticks = place(device, num_microbatches, _backward_first(num_stages))
+    ticks = list_schedule(device, num_microbatches, _backward_first(num_stages))
     return Schedule.from_ticks("zero_bubble_v", **ticks)

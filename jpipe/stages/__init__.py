@@ -1,0 +1,1 @@
+"""From traced layers to stages: cutting, messages, tied weights, optimizer."""

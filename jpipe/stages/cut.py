@@ -2,8 +2,11 @@
 
     layers ── traced ──> kinds ── boundaries ──> stages ── equal lists of kinds ──> programs
 
-Consecutive layers of one kind in a stage are one *run*, a loop over rows of the packed arrays. Stages with the same list
-of kinds share a *program*, whatever the length of their runs, so a trunk of equal layers compiles once.
+Consecutive layers of one kind in a stage are one *run*: a loop over rows of the packed arrays.
+Stages with the same list of kinds share a *program*, even if their runs have different lengths, so
+a trunk of equal layers compiles once.
+
+Letters: S stages.
 """
 
 import dataclasses
@@ -13,11 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jpipe.layers.as_layers import Layer
 from jpipe.layers.backward import LayerProgram
+from jpipe.layers.equations import Equations
+from jpipe.layers.layer import Layer
 from jpipe.layers.trace import Mutable, Traced
 from jpipe.packing import Leaf, Packing
-from jpipe.solvers.min_max import min_max
+from jpipe.solvers import min_max
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
 
 
@@ -26,11 +30,15 @@ class LayerRun:
     """Consecutive layers of one kind in a program.
 
     Attributes:
-      kind: position in `Stages.kinds`.
-      longest: the most layers that a stage of the program has here.
-      stash, pop: `(name, leaves)` of the skips that start and end here; a run with any is one layer.
-      parameters, state, input_stash, weight_stash, crossing: places of one layer's leaves; leaf i of a place is
-        layer i's.
+      kind: position in `Stages.layer_kinds`.
+      longest: the largest number of layers that a stage of the program has in this run.
+      stash: `(name, leaves)` of the skips that start here. A run with skips is one layer.
+      pop: `(name, leaves)` of the skips that end here.
+      parameters: places of one layer's weights; leaf i of a place belongs to layer i of the run.
+      state: the same for mutable state.
+      input_stash: the same for stashed values that only the input gradient reads.
+      weight_stash: the same for stashed values that the weight gradient reads.
+      split_residuals: the same for values that the input gradient computes and the weight gradient reads.
     """
 
     kind: int
@@ -41,17 +49,17 @@ class LayerRun:
     state: tuple = ()
     input_stash: tuple = ()
     weight_stash: tuple = ()
-    crossing: tuple = ()
+    split_residuals: tuple = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class StageProgram:
-    """What the stages with one list of kinds run.
+    """The program of all stages that have one list of kinds.
 
     Attributes:
-      runs: in order.
-      stages: the stages that run it.
-      loss_stash: places of the loss's stash, if the last stage is among them.
+      runs: its runs of layers, in order.
+      stages: the stages that share it, ascending.
+      loss_stash: places of the loss's stash, if the last stage is one of them.
     """
 
     runs: tuple[LayerRun, ...]
@@ -65,26 +73,35 @@ class Stages:
 
     Attributes:
       layers: the layers.
-      kinds: `LayerProgram` of each kind; kind_of_layer: which one a layer is.
+      layer_kinds: `LayerProgram` of each kind.
+      kind_of_layer: for each layer, position in `layer_kinds`.
       mutable: `Mutable` of each kind.
-      loss: the loss's program, `((), outputs, microbatch) -> scalar`.
-      outputs: abstract values and tree structure of the model's outputs.
-      inputs: abstract microbatch of `batch["inputs"]`, as a list of leaves.
+      loss: the program of the loss, see `TracedLoss`; None in forward-only pipelines.
+      loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
+      inputs: abstract leaves of `batch["inputs"]`, of one microbatch.
+      outputs: abstract leaves and tree structure of the model's outputs.
       starts: first layer of each stage, and the number of layers at the end.
-      programs: the programs; program_of_stage: which one a stage runs.
-      lengths: `[S][runs]`: how many layers a stage has in each run of its program.
-      parameters, state, input_stash, weight_stash, crossing: how programs' leaves are packed.
-      activations, gradients: how the messages between stages are packed; owner s is the message from stage s
-        to stage s + 1, and its gradient.
-      portals: the ways of skips between stages.
-      ties: tied weights, each as `(layer, leaf)` pairs; the first is the one the optimizer knows.
+      programs: the programs.
+      program_of_stage: for each stage, position in `programs`.
+      lengths: `[S][runs]`: number of layers of a stage in each run of its program.
+      parameters: how the programs' weights are packed; one owner per program.
+      state: the same for mutable state.
+      input_stash: the same for stashed values that only the input gradient reads.
+      weight_stash: the same for stashed values that the weight gradient reads.
+      split_residuals: the same for values that the input gradient computes and the weight gradient reads.
+      activations: how the messages between stages are packed; owner s is the message from stage s
+        to stage s + 1.
+      gradients: the same for their gradients.
+      portals: the direct messages of skips between stages.
+      ties: tied weights, each as `(layer, leaf)` pairs; the optimizer knows the first pair.
     """
 
     layers: Sequence[Layer]
-    kinds: Sequence[LayerProgram]
+    layer_kinds: Sequence[LayerProgram]
     kind_of_layer: Sequence[int]
     mutable: Sequence[Mutable]
     loss: LayerProgram | None
+    loss_weight: Equations | None
     inputs: Sequence[jax.ShapeDtypeStruct]
     outputs: tuple[tuple, Any]
     starts: Sequence[int]
@@ -95,7 +112,7 @@ class Stages:
     state: Packing
     input_stash: Packing
     weight_stash: Packing
-    crossing: Packing
+    split_residuals: Packing
     activations: Packing
     gradients: Packing
     portals: Sequence[Portal] = ()
@@ -103,6 +120,7 @@ class Stages:
 
     @property
     def num_stages(self) -> int:
+        """S."""
         return len(self.starts) - 1
 
     def stage_of(self, layer: int) -> int:
@@ -114,7 +132,10 @@ class Stages:
         return range(self.starts[stage], self.starts[stage + 1])
 
     def layer_runs(self, stage: int) -> list[tuple[int, LayerRun, int]]:
-        """`(layer, run, row)` for each layer of a stage: its leaves are rows `row` of the run's places."""
+        """`(layer, run, row)` for each layer of a stage.
+
+        The layer's leaves are in row `row` of the run's places.
+        """
         runs = self.programs[self.program_of_stage[stage]].runs
         rows = [(run, i) for run, n in zip(runs, self.lengths[stage]) for i in range(n)]
         return [
@@ -124,12 +145,26 @@ class Stages:
 
 
 BALANCES = ("flops", "time", "memory")
+"""What boundaries can balance between stages."""
 
 
 def check_boundaries(
     boundaries: Sequence[int] | str | None, num_layers: int, num_stages: int
 ) -> list[int] | None:
-    """`boundaries` as a list of starts, one a stage, and the number of layers; None for one of `BALANCES`."""
+    """`boundaries` as the first layer of each stage, followed by the number of layers.
+
+    Args:
+      boundaries: the layer index at which each stage after the first begins, one of `BALANCES`, or
+        None.
+      num_layers: number of layers.
+      num_stages: S.
+
+    Returns:
+      The list, or None if the boundaries are to be balanced.
+
+    Raises:
+      ValueError: if the boundaries do not cut the layers into stages with at least one layer each.
+    """
     if num_stages > num_layers:
         raise ValueError(
             f"a schedule of {num_stages} stages needs at least as many layers, got {num_layers}. "
@@ -138,12 +173,11 @@ def check_boundaries(
     if boundaries is None or (isinstance(boundaries, str) and boundaries in BALANCES):
         return None
     want = "the layer index at which each stage after the first begins"
-    if isinstance(boundaries, str) or not hasattr(boundaries, "__iter__"):
-        boundaries_are_indices = False
-    else:
+    are_indices = not isinstance(boundaries, str) and hasattr(boundaries, "__iter__")
+    if are_indices:
         boundaries = list(boundaries)
-        boundaries_are_indices = all(hasattr(b, "__index__") for b in boundaries)
-    if not boundaries_are_indices:
+        are_indices = all(hasattr(b, "__index__") for b in boundaries)
+    if not are_indices:
         raise ValueError(
             f"`boundaries` must be a list of whole numbers ({want}), one of {', '.join(map(repr, BALANCES))} to balance "
             f"by that, or None to balance by FLOPs, got {boundaries!r}."
@@ -163,13 +197,14 @@ def check_boundaries(
 
 
 class Groups(NamedTuple):
-    """Stages by the kinds of layers they run, one after the other: those with equal lists share a program.
+    """Stages grouped by the kinds of their layers; equal lists of kinds share a program.
 
     Attributes:
-      signatures: of each program, the kinds, equal neighbours once.
-      program_of_stage: `[S]`; stages_of: of each program, the stages that run it.
-      lengths: `[S][runs]`, how many equal neighbours each kind stands for.
-      longest: `[programs][runs]`, the most of them in any stage.
+      signatures: for each program its kinds, with equal neighbours joined to one run.
+      program_of_stage: `[S]`, position in `signatures`.
+      stages_of: for each program the stages that share it.
+      lengths: `[S][runs]`, number of layers in each run of a stage.
+      longest: `[programs][runs]`, the largest of these numbers over the program's stages.
     """
 
     signatures: list[tuple]
@@ -181,11 +216,14 @@ class Groups(NamedTuple):
     def pack(
         self, leaves_of: Callable[[Any], Iterable[Leaf]], last: Sequence[Leaf] = ()
     ) -> Packing:
-        """Packs what layers have of one sort, such as their parameters.
+        """Packs the leaves that layers have for one use, such as their parameters.
 
         Args:
-          leaves_of: the leaves of a kind of layer.
-          last: what the last stage has beside them.
+          leaves_of: kind -> leaves of one layer.
+          last: further leaves of the last stage.
+
+        Returns:
+          A packing with one owner per program.
         """
         owners = [
             [
@@ -196,11 +234,17 @@ class Groups(NamedTuple):
             for signature, longest in zip(self.signatures, self.longest, strict=True)
         ]
         owners[self.program_of_stage[-1]] += last
-        return Packing.of(owners, num_stages=[len(mine) for mine in self.stages_of])
+        num_stages = [len(stages) for stages in self.stages_of]
+        return Packing.of(owners, num_stages=num_stages)
 
 
 def group(kinds: Sequence, starts: Sequence[int]) -> Groups:
-    """Groups the stages of layers of these kinds, which begin at `starts`; the last is the number of layers."""
+    """Groups stages.
+
+    Args:
+      kinds: kind of each layer; equal kinds compare equal.
+      starts: first layer of each stage, and the number of layers at the end.
+    """
     signatures, lengths, program_of_stage = [], [], []
     for start, stop in itertools.pairwise(starts):
         runs = [(k, len(list(g))) for k, g in itertools.groupby(kinds[start:stop])]
@@ -226,77 +270,46 @@ def cut(
     num_stages: int,
     ties: Sequence[Sequence[tuple[int, int]]] = (),
 ) -> Stages:
-    """Cuts traced layers into stages; `starts=None` balances by FLOPs."""
+    """Cuts traced layers into stages.
+
+    Args:
+      traced: the layers.
+      starts: first layer of each stage, and the number of layers at the end; None balances FLOPs.
+      num_stages: S.
+      ties: as in `Stages`.
+    """
     layers = traced.layers
     if starts is None:
         starts = [0, *min_max(traced.flops, num_stages), len(layers)]
-    kinds = traced.kinds
-    shared = [
-        (k, layer.stash, layer.pop) for k, layer in zip(traced.kind_of_layer, layers)
+    signature_of_layer = [
+        _Signature(k, layer.stash, layer.pop)
+        for k, layer in zip(traced.kind_of_layer, layers)
     ]
-    groups = group(shared, starts)
-    signatures, stages_of, longest = groups.signatures, groups.stages_of, groups.longest
-    # What a layer keeps, by the ring or array it is kept in: one kind's leaves.
-    leaves_of: dict[str, Callable] = {
-        "parameters": lambda k: kinds[k].parameters,
-        "state": lambda k: traced.mutable[k].leaves,
-        "input_stash": lambda k: [kinds[k].stash[i] for i in kinds[k].input_stash],
-        "weight_stash": lambda k: [kinds[k].stash[i] for i in kinds[k].weight_stash],
-        "crossing": lambda k: kinds[k].crossing,
-    }
-
-    specs_of: dict[str, Callable] = {
-        "parameters": lambda k: traced.specs[k],
-        "input_stash": lambda k: [
-            traced.stash_specs[k][i] for i in kinds[k].input_stash
-        ],
-        "weight_stash": lambda k: [
-            traced.stash_specs[k][i] for i in kinds[k].weight_stash
-        ],
-    }
-
-    def packed(name: str) -> Packing:
-        def leaves(shared: tuple) -> list[Leaf]:
-            k, *_ = shared
-            avals = leaves_of[name](k)
-            specs = specs_of[name](k) if name in specs_of else [()] * len(avals)
-            return [Leaf(a, spec=spec) for a, spec in zip(avals, specs, strict=True)]
-
+    groups = group(signature_of_layer, starts)
+    packings = {}
+    for name in _LEAVES_OF:
         loss = traced.loss.stash if name == "input_stash" and traced.loss else ()
-        return groups.pack(leaves, [traced.whole(a) for a in loss])
-
-    packings = {name: packed(name) for name in leaves_of}
-    programs = []
-    for p, signature in enumerate(signatures):
-        left = {name: iter(packing.places[p]) for name, packing in packings.items()}
-        runs = []
-        for (k, stash, pop), n in zip(signature, longest[p]):
-            places = {
-                name: tuple(itertools.islice(left[name], len(leaves(k))))
-                for name, leaves in leaves_of.items()
-            }
-            skips = [
-                tuple((name, traced.skips[name][2]) for name in names)
-                for names in (stash, pop)
-            ]
-            runs.append(LayerRun(k, n, *skips, **places))
-        programs.append(
-            StageProgram(tuple(runs), stages_of[p], tuple(left["input_stash"]))
+        packings[name] = groups.pack(
+            lambda signature, name=name: _leaves(traced, name, signature.kind),
+            [traced.whole(a) for a in loss],
         )
-
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     messages = [[traced.whole(a) for a in leaves] for leaves in outputs]
     activations, gradients = pack_messages(messages)
     return Stages(
         layers=layers,
-        kinds=kinds,
+        layer_kinds=traced.layer_kinds,
         kind_of_layer=traced.kind_of_layer,
         mutable=traced.mutable,
         loss=traced.loss,
+        loss_weight=traced.loss_weight,
         inputs=traced.inputs,
         outputs=(traced.outputs[-1], traced.output_tree),
         starts=starts,
-        programs=programs,
+        programs=[
+            _stage_program(traced, groups, packings, p)
+            for p in range(len(groups.signatures))
+        ],
         program_of_stage=groups.program_of_stage,
         lengths=groups.lengths,
         **packings,
@@ -305,3 +318,71 @@ def cut(
         ties=ties,
         portals=find_portals(traced.skips, starts, traced.whole),
     )
+
+
+class _Signature(NamedTuple):
+    """What the layers of a run have in common.
+
+    Attributes:
+      kind: position in `Stages.layer_kinds`.
+      stash: names of the skips that start there.
+      pop: names of the skips that end there.
+    """
+
+    kind: int
+    stash: tuple[str, ...]
+    pop: tuple[str, ...]
+
+
+# Use -> abstract leaves of one layer of kind k.
+_LEAVES_OF: dict[str, Callable[[Traced, int], Sequence]] = {
+    "parameters": lambda traced, k: traced.layer_kinds[k].parameters,
+    "state": lambda traced, k: traced.mutable[k].leaves,
+    "input_stash": lambda traced, k: _stashed(traced, k, "input_stash"),
+    "weight_stash": lambda traced, k: _stashed(traced, k, "weight_stash"),
+    "split_residuals": lambda traced, k: traced.layer_kinds[k].split_residuals,
+}
+# Use -> how each of these leaves is split over automatic axes; without an entry it is not split.
+_SPECS_OF: dict[str, Callable[[Traced, int], Sequence]] = {
+    "parameters": lambda traced, k: traced.specs[k],
+    "input_stash": lambda traced, k: _stash_specs(traced, k, "input_stash"),
+    "weight_stash": lambda traced, k: _stash_specs(traced, k, "weight_stash"),
+}
+
+
+def _stashed(traced: Traced, k: int, ring: str) -> list:
+    kind = traced.layer_kinds[k]
+    return [kind.stash[i] for i in getattr(kind, ring)]
+
+
+def _stash_specs(traced: Traced, k: int, ring: str) -> list:
+    return [traced.stash_specs[k][i] for i in getattr(traced.layer_kinds[k], ring)]
+
+
+def _leaves(traced: Traced, name: str, k: int) -> list[Leaf]:
+    """The leaves of one layer of kind k for one use."""
+    avals = _LEAVES_OF[name](traced, k)
+    specs = _SPECS_OF[name](traced, k) if name in _SPECS_OF else [()] * len(avals)
+    return [Leaf(a, spec=spec) for a, spec in zip(avals, specs, strict=True)]
+
+
+def _stage_program(
+    traced: Traced, groups: Groups, packings: dict[str, Packing], p: int
+) -> StageProgram:
+    """Program number p, with the places of its leaves."""
+    places = {name: iter(packing.places[p]) for name, packing in packings.items()}
+
+    def skips(names: Sequence[str]) -> tuple[tuple[str, tuple], ...]:
+        return tuple((name, traced.skips[name][2]) for name in names)
+
+    runs = []
+    for signature, longest in zip(groups.signatures[p], groups.longest[p]):
+        k = signature.kind
+        of_run = {
+            name: tuple(itertools.islice(places[name], len(leaves_of(traced, k))))
+            for name, leaves_of in _LEAVES_OF.items()
+        }
+        stash, pop = skips(signature.stash), skips(signature.pop)
+        runs.append(LayerRun(k, longest, stash, pop, **of_run))
+    # The loss's stash comes after those of the layers.
+    return StageProgram(tuple(runs), groups.stages_of[p], tuple(places["input_stash"]))

@@ -5,17 +5,25 @@ from collections.abc import Sequence
 
 import jax
 
-from jpipe.layers.as_layers import Layer
+from jpipe.layers.layer import Layer
 
 
 def resolve_ties(
     layers: Sequence[Layer], ties: Sequence
 ) -> list[tuple[tuple[int, int], ...]]:
-    """Ties as `(layer, leaf)` pairs, in order of layers.
+    """Ties as `(layer, leaf)` pairs.
 
     Args:
       layers: bound layers.
-      ties: each a sequence of `(layer, "dotted.path")` pairs; checked here.
+      ties: each a sequence of `(layer, "dotted.path")` pairs; negative layers count from the end.
+
+    Returns:
+      For each tie its pairs, in order of layers; `leaf` is the position among the layer's
+      parameters.
+
+    Raises:
+      ValueError: if a layer or a path does not exist, a parameter appears twice, or tied parameters
+        differ in shape or dtype.
     """
     resolved, owner = [], {}
     for t, tie in enumerate(ties):

@@ -99,7 +99,7 @@ def test_refuses_a_decay_that_is_none(decay):
 @pytest.mark.parametrize("extra", [{}, {"delay": 4}, {"backward_delay": 4}])
 def test_refuses_to_guess_the_delays(extra):
     correct = jpipe.optim.correct_discrepancy(0.5)
-    with pytest.raises(ValueError, match="needs to know how much newer .*, got delay="):
+    with pytest.raises(ValueError, match="needs the number of updates .*, got delay="):
         correct.update(jnp.ones(2), correct.init(jnp.ones(2)), **extra)
 
 

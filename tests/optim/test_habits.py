@@ -229,7 +229,7 @@ def test_weights_keep_their_dtype(name):
 @every_hook
 def test_weights_refuse_a_state_that_is_not_theirs(name):
     params, weights = tree(), HOOKS[name]
-    with pytest.raises(ValueError, match=f"no state of `{name}`, got a tuple: put"):
+    with pytest.raises(ValueError, match=f"no state of `{name}`, got a tuple. Put"):
         weights(params, optax.sgd(0.1).init(params), 2)
     with pytest.raises(ValueError, match="two transforms of the same kind. Keep one"):
         weights(params, optax.chain(make(name), make(name)).init(params), 2)

@@ -1,6 +1,9 @@
-"""Choices among plans, against a search written out again and cases whose winner is plain."""
+"""Choices among plans: each is checked by itself, and cases whose winner is known beforehand."""
 
 import dataclasses
+import functools
+import inspect
+import itertools
 import math
 
 import jax
@@ -9,8 +12,7 @@ import pytest
 from profiles import profile_of, timed
 
 import jpipe
-from jpipe.plan import Machine, choose, predict
-from jpipe.plan.choose import size_text
+from jpipe.plan import Machine, choose, predict, size_text
 
 PROFILE = timed(
     profile_of("mlp"),
@@ -58,8 +60,9 @@ def test_every_candidate_is_what_it_says():
 
 def test_they_are_ranked():
     found = chosen(asynchronous=True)
-    seconds = [c.prediction.seconds for c in found]
-    assert seconds == sorted(seconds)
+    seconds = [float(f"{c.prediction.seconds:.9g}") for c in found]
+    keys = [(s, c.prediction.num_bytes) for s, c in zip(seconds, found)]
+    assert keys == sorted(keys) and len({*seconds}) < len(seconds)
     assert found[0].why == "" and all(c.why for c in found[1:])
 
 
@@ -77,6 +80,91 @@ def test_asynchronous_ones_only_if_allowed():
     assert max(c.prediction.delay for c in chosen()) == 0
 
 
+def refusals(num_stages, num_microbatches, names):
+    """What each builder says to each option for these numbers, if it refuses them."""
+    reasons = {}
+    for name in names:
+        parameters = inspect.signature(jpipe.schedules.get(name)).parameters
+        ticks = ["paired", "unit"] if "ticks" in parameters else [None]
+        chunks = range(1, 7) if "num_chunks" in parameters else [None]
+        for tick, chunk in itertools.product(ticks, chunks):
+            options = {} if tick is None else {"ticks": tick}
+            options |= {} if chunk is None else {"num_chunks": chunk}
+            try:
+                jpipe.schedules.get(name)(num_stages, num_microbatches, **options)
+            except ValueError as error:
+                reasons[name, str(options)] = str(error)
+    return reasons
+
+
+ASYNCHRONOUS = {"pipedream", "pipedream_2bw", "pipemare"}
+
+
+@pytest.mark.filterwarnings("ignore:.*bubble:UserWarning")
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+def test_every_number_of_microbatches_is_planned(num_devices, asynchronous):
+    """Each plan is priced, or skipped with the reason of its builder; none is both or lost."""
+    names = {*jpipe.schedules.names()} - {"forward_only"}
+    names -= set() if asynchronous else ASYNCHRONOUS
+    for num_microbatches in range(1, 2 * num_devices + 1):
+        ranked = chosen(
+            machine=Machine(num_devices),
+            batch_size=2 * num_microbatches,
+            asynchronous=asynchronous,
+            recompute="none",
+        )
+        assert [c.why == "" for c in ranked] == [True] + [False] * (len(ranked) - 1)
+
+        def key(c):
+            return c.schedule, str(c.options), c.num_stages, c.num_replicas
+
+        priced, skipped = {key(c) for c in ranked}, {key(c) for c in ranked.skipped}
+        assert not priced & skipped
+        assert len(priced) == len(ranked) and len(skipped) == len(ranked.skipped)
+        for plan in ranked.skipped:
+            N = num_microbatches // plan.num_replicas
+            assert plan.num_microbatches == N and plan.microbatch_size == 2
+            reasons = refusals(plan.num_stages, N, names)
+            assert plan.why == reasons[plan.schedule, str(plan.options)]
+        # One stage per device: every schedule that has as few is there.
+        for name in names - {"interleaved", "zero_bubble_v"}:
+            for S in range(2, num_devices + 1):
+                there = {k[1] for k in priced | skipped if k[::2] == (name, S)}
+                assert len(there) == 1 + ("{}" not in there), (name, S)
+
+
+def test_two_bw_needs_as_many_microbatches_as_its_builder_says():
+    """Two stages in paired ticks need three microbatches."""
+    two = {
+        N: chosen(machine=Machine(2), batch_size=2 * N, asynchronous=True)
+        for N in (2, 3)
+    }
+    (plan,) = two[2].skipped
+    assert plan.label == "pipedream_2bw paired"
+    assert "must be at least 3 for 2 stages in paired ticks, got 2" in plan.why
+    assert "pipedream_2bw" not in {plan.schedule for plan in two[3].skipped}
+    options = {"ticks": "paired"}
+    assert of(two[3], schedule="pipedream_2bw", num_stages=2, options=options)
+
+
+def test_only_what_is_asked_for_is_built(monkeypatch):
+    """An asynchronous schedule that is not allowed is built once, to learn what it is."""
+    built = []
+    get = jpipe.schedules.get
+
+    def recorded(name):
+        def build(S, N, **options):
+            built.append((name, S, N))
+            return get(name)(S, N, **options)
+
+        return functools.wraps(get(name))(build)
+
+    monkeypatch.setattr(jpipe.schedules, "get", recorded)
+    chosen(schedule_names=["gpipe", "pipemare"])
+    assert {name for name, *size in built if size != [2, 8]} == {"gpipe"}
+
+
 @pytest.mark.parametrize("tie, num_stages", [((0, 5), {1}), ((0, 1), {1, 2, 3, 4})])
 def test_weights_tied_over_stages_are_not_delayed(tie, num_stages):
     tied = dataclasses.replace(PROFILE, ties=(tie,))
@@ -86,6 +174,11 @@ def test_weights_tied_over_stages_are_not_delayed(tie, num_stages):
     for c in delayed:
         first, second = (np.searchsorted(c.boundaries, i, "right") for i in tie)
         assert first == second
+    skipped = [plan for plan in found.skipped if "share weights" in plan.why]
+    assert {plan.num_stages for plan in skipped} == {2, 3, 4} - num_stages
+    for plan in skipped:
+        assert plan.schedule in ASYNCHRONOUS
+        assert f"layers {tie[0]}, {tie[1]} share weights" in plan.why
     assert {c.num_stages for c in delayed} | {1} == num_stages
 
 
@@ -102,7 +195,7 @@ def test_slow_links_make_stages_best():
     best, *others = chosen(machine=slow)
     assert (best.num_stages, best.num_replicas) == (2, 1)
     (replicas,) = of(others, num_replicas=2, recompute="none")
-    assert "its devices compute for" in replicas.why and " x the time" in replicas.why
+    assert " x the time: compute takes" in replicas.why
 
 
 def test_a_memory_limit_is_kept():
@@ -159,21 +252,23 @@ def test_several_sizes_of_microbatch():
 def test_reasons():
     _, again = chosen(machine=Machine(1))
     assert again.recompute == "full"
-    assert "compute for 1.92e+05 ms, not 1.44e+05 (it runs forwards again)" in again.why
+    assert "compute takes 1.92e+05 ms, not 1.44e+05 (forwards run twice)" in again.why
     found = chosen(machine=Machine(2, bandwidth=(1e2, 1e2), latency=1.0, tick=0.5))
     waits = [c for c in found if "wait for" in c.why]
     assert waits and all("bubble" in c.why for c in waits)
     total = chosen(machine=Machine(2, memory_limit=1000.0))[-1]
     assert total.why.startswith(
-        f"needs {size_text(total.prediction.num_bytes)} a device"
+        f"needs {size_text(total.prediction.num_bytes)} per device"
     )
 
 
 def test_wrong_input():
-    with pytest.raises(ValueError, match=r"sizes profiled, \[2\], none fits.* of 7"):
+    with pytest.raises(
+        ValueError, match=r"profiled .* sizes, \[2\], fits a minibatch of 7"
+    ):
         chosen(batch_size=7)
     with pytest.raises(ValueError, match="Did you mean 'gpipe'"):
         chosen(schedule_names=["gpip"])
-    with pytest.raises(ValueError, match="got 'dots_saveable'. A policy is priced if"):
+    with pytest.raises(ValueError, match="got 'dots_saveable'. To price a policy"):
         chosen(recompute="dots_saveable")
     assert math.isinf(Machine(1).memory_limit)

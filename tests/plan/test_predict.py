@@ -10,8 +10,8 @@ import optax
 import pytest
 from families import FAMILIES, cross_entropy, schedule_named
 from profiles import profile_of, timed
-from test_skips import LAYERS as SKIPPING
-from test_skips import loss_fn as mean_squares
+from skipping import LAYERS as SKIPPING
+from skipping import loss_fn as mean_squares
 
 import jpipe
 from jpipe.plan import Machine, predict

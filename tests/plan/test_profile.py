@@ -18,8 +18,7 @@ from test_models_pipelined import MODELS as OTHERS
 from test_models_pipelined import SLOW
 
 import jpipe
-from jpipe.plan.graph import read_graph
-from jpipe.plan.profile import (
+from jpipe.plan._profile import (
     PROGRAMS,
     Profile,
     Seconds,
@@ -27,6 +26,7 @@ from jpipe.plan.profile import (
     balance_by_time,
     programs_of,
 )
+from jpipe.solvers import read_graph
 from models import MLP
 
 WIDE, NARROW = 256, 4
@@ -105,7 +105,7 @@ def test_bytes_by_hand():
         assert layer.activation_bytes == (4 * B * n,)
         # The inputs, for the weight gradient, which gets the output's gradient too.
         assert (layer.input_stash, layer.stash_bytes) == ((), 4 * B * m)
-        assert sum(a.size for a in layer.crossing) == B * n
+        assert sum(a.size for a in layer.split_residuals) == B * n
         weights = 4 * (4 * m * n) + 4
         assert layer.weight_bytes == weights
         if i < 4:
@@ -227,7 +227,7 @@ def test_every_form_of_layer():
 
 
 def test_what_is_too_large_for_one_loop_is_measured_in_several(monkeypatch):
-    monkeypatch.setattr(sys.modules["jpipe.plan.measure"], "_TOGETHER", 1)
+    monkeypatch.setattr(sys.modules["jpipe.plan._loops"], "_TOGETHER", 1)
     inputs = {"inputs": np.arange(2 * B, dtype=np.int32)}
     check(profiled(pipeline(mixed()), inputs), 6)
 
@@ -397,7 +397,7 @@ def test_cache(tmp_path, monkeypatch, recwarn):
         options = {"programs": ("forward", "update"), **options}
         return profiled(pipe, batch or batch_of(), cache=path, **options), bool(calls)
 
-    module = sys.modules["jpipe.plan.profile"]
+    module = sys.modules["jpipe.plan._profiling"]
     measure = module.measure_layers
     monkeypatch.setattr(
         module,

@@ -148,6 +148,6 @@ def test_wrong_arguments(name):
     ):
         schedules.get(name)(0, 4)
     with pytest.raises(
-        ValueError, match='`ticks` must be "paired" or "unit", got \'half\''
+        ValueError, match="`ticks` must be 'paired' or 'unit', got 'half'"
     ):
         schedules.get(name)(2, 4, ticks="half")

@@ -79,12 +79,17 @@ def test_one_chunk_is_one_f_one_b_in_time(ticks):
 
 def test_wrong_input():
     with pytest.raises(
-        ValueError, match="multiple of `num_chunks`, got 5 stages and 2 "
+        ValueError,
+        match="got 5 stages and 2 chunks: .*not devices.* Use 4 or 6 stages",
     ):
         interleaved(5, 4)
-    with pytest.raises(ValueError, match="multiple of its 4 devices, got 6: .* Use 8"):
+    with pytest.raises(ValueError, match="got 1 stages and 2 chunks: .* Use 2 stages"):
+        interleaved(1, 4)
+    with pytest.raises(
+        ValueError, match="multiple of its 4 devices, got 6: 8 stages .* Use 8"
+    ):
         interleaved(8, 6)
     with pytest.raises(ValueError, match="`num_chunks` must be an integer of at least"):
         interleaved(8, 8, num_chunks=0)
-    with pytest.raises(ValueError, match='"paired" or "unit", got \'half\''):
+    with pytest.raises(ValueError, match="'paired' or 'unit', got 'half'"):
         interleaved(8, 8, ticks="half")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jpipe import schedules
+from jpipe._schedule_text import cell_rows
 from jpipe.schedules import search
 from jpipe.simulate import Costs, simulate
 
@@ -24,7 +25,7 @@ def memory_of(schedule, activations):
     S = schedule.num_stages
     activations = np.broadcast_to(activations, S)
     held, most = np.zeros((2, schedule.num_devices))
-    for row in schedule._cell_rows()[1:]:  # the text, which is checked elsewhere
+    for row in cell_rows(schedule)[1:]:  # the text form, which has tests of its own
         for letter in "FW" if schedule.splits_backward else "FB":
             sign = 1 if letter == "F" else 0
             for c, cell in enumerate(row):

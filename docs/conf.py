@@ -1,0 +1,197 @@
+"""How `make docs` builds the pages. Nothing is fetched: no intersphinx, no fonts, no scripts from elsewhere."""
+
+import functools
+import importlib
+import os
+import pathlib
+import re
+import sys
+
+# Importing jpipe must not claim an accelerator.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+DOCS = pathlib.Path(__file__).resolve().parent
+ROOT = DOCS.parent
+sys.path.insert(0, str(ROOT))
+
+from sphinx.util import logging  # noqa: E402
+
+import jpipe  # noqa: E402
+
+project = "jpipe"
+author = "The jpipe authors"
+copyright = author
+release = version = jpipe.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["_build"]
+source_suffix = {".md": "markdown"}
+default_role = "code"  # docstrings write code between single backticks
+nitpicky = True
+# Types of other libraries have no page here.
+nitpick_ignore_regex = [
+    (r"py:.*", rf"{library}(\..*)?")
+    for library in ("jax", "flax", "numpy", "np", "optax", "jnp", "nnx", "linen")
+] + [
+    (r"py:.*", r"(?!jpipe)[\w.]+"),
+    # Private modules, and classes of the inner packages, which some public functions name in annotations.
+    (r"py:.*", r"jpipe\.(?:\w+\.)*_\w+(\..*)?"),
+    (
+        r"py:.*",
+        r"jpipe\.(layers|stages|lowering|engine|packing|program|portable|state)(\..*)?",
+    ),
+]
+
+html_theme = "furo"
+html_title = f"jpipe {release}"
+html_static_path = ["_static"]
+html_css_files = ["jpipe.css"]
+html_copy_source = False
+html_show_sphinx = False
+
+myst_enable_extensions = ["colon_fence"]
+myst_heading_anchors = 3
+myst_fence_as_directive = []
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+
+autodoc_default_options = {"members": True, "member-order": "bysource"}
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_custom_sections = ["References"]
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+
+PUBLIC = (
+    "jpipe",
+    "jpipe.schedules",
+    "jpipe.optim",
+    "jpipe.plan",
+    "jpipe.solvers",
+    "jpipe.simulate",
+    "jpipe.draw",
+    "jpipe.reference",
+)
+"""Modules whose public names the reference must have."""
+
+_SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example|References): *(.*)$")
+_AS_WRITTEN: dict[str, list[str]] = {}
+
+
+def public_names():
+    """Every public name as "module.name"."""
+    for module_name in PUBLIC:
+        module = importlib.import_module(module_name)
+        yield from (f"{module_name}.{name}" for name in module.__all__)
+
+
+def resolve(name):
+    """The object that a dotted name stands for; the name itself if there is none."""
+    parts = name.split(".")
+    for i in range(len(parts), 0, -1):
+        try:
+            value = importlib.import_module(".".join(parts[:i]))
+        except ImportError:
+            continue
+        try:
+            return functools.reduce(getattr, parts[i:], value)
+        except AttributeError:
+            break
+    return name
+
+
+def check_reference(app, env):
+    """Fails the build if the reference lacks a public name. One page for an object that has two names is enough."""
+    python = env.domaindata["py"]
+    documented = {
+        id(resolve(name)) for name in (*python["objects"], *python["modules"])
+    }
+    for name in public_names():
+        if id(resolve(name)) not in documented and name not in python["objects"]:
+            logging.getLogger(__name__).warning(
+                "the API reference lacks %s: name it on a page of docs/api/", name
+            )
+
+
+def format_docstring(app, what, name, obj, options, lines):
+    """Docstrings are plain text with Google's sections; Sphinx reads reStructuredText."""
+    result: list[str] = []
+    in_section = hanging = False
+    for i, line in enumerate(lines):
+        match = _SECTION.match(line)
+        if match:
+            section, text = match.groups()
+            in_section, hanging = True, bool(text)
+            if section == "Returns":
+                # Napoleon would read the words before a colon as the type that is returned.
+                result += ["", f":returns: {text}".rstrip()]
+            else:
+                result += ["", f"{section}:", *([f"  {text}"] if text else [])]
+            continue
+        elif line and not line.startswith(" "):
+            in_section = False
+        hanging = hanging and bool(line)
+        if hanging:  # lines that go on from the line of the section's name
+            line = f"  {line}"
+        picture = line.startswith("    ") and (i == 0 or not lines[i - 1].strip())
+        if picture and not in_section and not line.lstrip().startswith(("-", ">>>")):
+            result += [".. code-block:: text", ""]
+        if not line.startswith("    "):
+            line = re.sub(r"\|(\w+)\|", r"\\|\1\\|", line)  # no substitution
+        result.append(line)
+    lines[:] = result
+    if what in ("property", "attribute", "data"):
+        _AS_WRITTEN[name] = [*result]
+
+
+def restore_docstring(app, what, name, obj, options, lines):
+    """Of a property, Napoleon would read the words before a colon as its type."""
+    if what in ("property", "attribute", "data"):
+        lines[:] = _AS_WRITTEN.pop(name)
+
+
+# Files outside docs/ that a page includes.
+_PAGE_OF = {
+    ROOT / "CHANGELOG.md": DOCS / "changelog.md",
+    ROOT / "CONTRIBUTING.md": DOCS / "contributing.md",
+    ROOT / "README.md": DOCS / "index.md",
+}
+_INCLUDE = re.compile(r"^```\{include\} (\S+)\n```$", flags=re.M)
+_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|mailto:|#)([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def localise(text, folder, page_folder):
+    """Links of a text of `folder`, as they are right on a page of `page_folder`. Files outside docs/ have a name only."""
+
+    def link(match):
+        words, path, fragment = match.groups()
+        target = (folder / path).resolve()
+        target = _PAGE_OF.get(target, target)
+        if target.is_relative_to(DOCS):
+            return f"[{words}]({os.path.relpath(target, page_folder)}{fragment or ''})"
+        name = target.relative_to(ROOT).as_posix()
+        return words if words.strip("`") == name else f"{words} (`{name}`)"
+
+    return _LINK.sub(link, text)
+
+
+def read_page(app, name, content):
+    """Puts included files in their place, and makes all links right for the site."""
+    folder = (DOCS / name).parent
+    text = localise(content[0], folder, folder)
+
+    def include(match):
+        path = (folder / match[1]).resolve()
+        return localise(path.read_text(), path.parent, folder)
+
+    content[0] = _INCLUDE.sub(include, text)
+
+
+def setup(app):
+    app.connect("source-read", read_page)
+    app.connect("env-check-consistency", check_reference)
+    # Before Napoleon, which reads the sections.
+    app.connect("autodoc-process-docstring", format_docstring, priority=100)
+    app.connect("autodoc-process-docstring", restore_docstring, priority=900)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,218 @@
+"""What makes a table legal: one function per rule, all called by `Schedule.check`.
+
+Letters: T ticks, t a tick; C columns, c a column; N microbatches, m a microbatch; k the
+number of a round before the one that the table shows. Arrays `[N, C]` hold absolute ticks.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jpipe._cells import IDLE
+from jpipe._schedule_text import with_mark
+
+if TYPE_CHECKING:
+    from jpipe.schedule import Schedule
+
+
+def _require(
+    schedule: "Schedule",
+    holds: np.ndarray,
+    ticks: np.ndarray,
+    message: str,
+    other: np.ndarray | None = None,
+    version: np.ndarray | None = None,
+) -> None:
+    """Raises for the first cell, in reading order, for which a rule does not hold.
+
+    Args:
+      schedule: the table.
+      holds: bool `[N, C]`.
+      ticks: `[N, C]`, absolute tick of the cell.
+      message: a format string. Its fields are numbers as the table shows them: `m`, the
+        microbatch; `previous`, the microbatch before it; `other`, the tick that the rule
+        compares with; `version`, the weight version read.
+      other: `[N, C]`, absolute ticks.
+      version: `[N, C]`, versions.
+    """
+    if holds.all():
+        return
+    num_ticks, num_microbatches = schedule.num_ticks, schedule.num_microbatches
+    broken = np.argwhere(~holds).tolist()
+    m, c = min(broken, key=lambda cell: (ticks[*cell] % num_ticks, cell[1]))
+    k, t = divmod(int(ticks[m, c]), num_ticks)
+    text = message.format(
+        m=m - num_microbatches * k,
+        previous=m - num_microbatches * k - 1,
+        other=None if other is None else int(other[m, c]) - num_ticks * k,
+        version=None if version is None else int(version[m, c]) - k,
+    )
+    raise ValueError(with_mark(schedule, text, t, c))
+
+
+def _check_columns(schedule: "Schedule") -> None:
+    """Stages are 0 .. S-1, devices 0 .. D-1, none is missing; one column per stage."""
+    for word, values in (("stage", schedule.stage), ("device", schedule.device)):
+        if (values < 0).any():
+            c = int(np.argmin(values))
+            message = f"{word} {values[c]} is negative; {word}s are counted from 0"
+            raise ValueError(with_mark(schedule, message, None, c))
+        missing = sorted(set(range(values.max() + 1)) - set(values.tolist()))
+        if missing:
+            c = int(np.argmax(values))
+            message = f"there is a {word} {values[c]} but no {word} {missing[0]}"
+            raise ValueError(with_mark(schedule, message, None, c))
+    stages, first = np.unique(schedule.stage, return_index=True)
+    if len(stages) < schedule.num_columns:
+        c = min(set(range(schedule.num_columns)) - set(first.tolist()))
+        message = "a second column of one stage; replicated stages are not supported"
+        raise ValueError(with_mark(schedule, message, None, c))
+
+
+def _check_arrived(schedule: "Schedule") -> None:
+    """No microbatch belongs to a minibatch that has not arrived."""
+    for field in ("forward", "backward", "weight_grad"):
+        cells = getattr(schedule, field)
+        for t, c in np.argwhere(cells >= schedule.num_microbatches)[:1].tolist():
+            message = (
+                f"{field} {cells[t, c]} belongs to a later minibatch; microbatches are "
+                f"at most {schedule.num_microbatches - 1}"
+            )
+            raise ValueError(with_mark(schedule, message, t, c))
+
+
+def _check_once(schedule: "Schedule") -> None:
+    """Every column runs each operation once per microbatch and updates once.
+
+    A forward-only table has no backward and no update at all.
+    """
+    fields = ["forward"]
+    if not schedule.forward_only:
+        fields += ["backward"] + ["weight_grad"] * schedule.splits_backward
+    for field in fields:
+        cells = getattr(schedule, field)
+        tick_of: dict[tuple[int, int], int] = {}
+        for t, c in np.argwhere(cells != IDLE).tolist():
+            m = int(cells[t, c]) % schedule.num_microbatches
+            if (m, c) in tick_of:
+                message = (
+                    f"{field} {cells[t, c]} runs twice (also at tick {tick_of[m, c]})"
+                )
+                raise ValueError(with_mark(schedule, message, t, c))
+            tick_of[m, c] = t
+        for c in range(schedule.num_columns):
+            for m in range(schedule.num_microbatches):
+                if (m, c) not in tick_of:
+                    message = f"microbatch {m} has no {field}"
+                    raise ValueError(with_mark(schedule, message, None, c))
+    if schedule.forward_only:
+        return
+    for c, updates in enumerate((schedule.update != IDLE).T):
+        if not updates.any():
+            raise ValueError(with_mark(schedule, "there is no update", None, c))
+        if updates.sum() > 1:
+            first, second = np.flatnonzero(updates)[:2].tolist()
+            message = (
+                f"update {schedule.update[second, c]} is a second one (the first is at "
+                f"tick {first})"
+            )
+            raise ValueError(with_mark(schedule, message, second, c))
+
+
+def _check_order(schedule: "Schedule") -> None:
+    """A column takes its microbatches in order, so every buffer can be a ring."""
+    for field in ("forward", "backward", "weight_grad"):
+        if (getattr(schedule, field) == IDLE).all():
+            continue
+        ticks = getattr(schedule, f"{field}_ticks")()
+        before = np.concatenate([ticks[-1:] - schedule.num_ticks, ticks[:-1]])
+        message = f"{field} {{m}} before {field} {{previous}} (tick {{other}})"
+        _require(schedule, ticks > before, ticks, message, before)
+
+
+def _check_forward(schedule: "Schedule") -> None:
+    """A forward starts after its input has arrived."""
+    columns = schedule.column_of_stage
+    ticks = schedule.forward_ticks()
+    arrival = np.full_like(ticks, IDLE)
+    arrival[:, columns[1:]] = ticks[:, columns[:-1]] + 1
+    message = "forward {m} before its input can be read (tick {other})"
+    _require(schedule, ticks >= arrival, ticks, message, arrival)
+
+
+def _check_backward(schedule: "Schedule") -> None:
+    """A backward starts after its forward, and after its output's gradient has arrived."""
+    if schedule.forward_only:
+        return
+    columns = schedule.column_of_stage
+    forward, ticks = schedule.forward_ticks(), schedule.backward_ticks()
+    message = "backward {m} before its forward (tick {other})"
+    _require(schedule, ticks >= forward, ticks, message, forward)
+    arrival = np.full_like(ticks, IDLE)
+    arrival[:, columns[:-1]] = ticks[:, columns[1:]] + 1
+    message = "backward {m} before its gradient can be read (tick {other})"
+    _require(schedule, ticks >= arrival, ticks, message, arrival)
+
+
+def _check_weight_grad(schedule: "Schedule") -> None:
+    """A weight gradient comes in the tick of its backward or later."""
+    if schedule.splits_backward:
+        backward, ticks = schedule.backward_ticks(), schedule.weight_grad_ticks()
+        message = "weight_grad {m} before its backward (tick {other})"
+        _require(schedule, ticks >= backward, ticks, message, backward)
+
+
+def _check_update(schedule: "Schedule") -> None:
+    """An update follows all gradients that it applies and precedes all others."""
+    if schedule.forward_only:
+        return
+    num_ticks = schedule.num_ticks
+    written, gradient = schedule.update_ticks(), schedule.weight_grad_ticks()
+    field = "weight_grad" if schedule.splits_backward else "backward"
+    for c in range(schedule.num_columns):
+        k, t = divmod(int(written[c]), num_ticks)
+        version = 1 - k
+        m = schedule.num_microbatches * version  # the first of the next minibatch
+        last, following = gradient[-1, c], gradient[0, c] + num_ticks
+        if last > written[c]:
+            message = (
+                f"before {field} {m - 1} (tick {last - num_ticks * k}), part of it"
+            )
+        elif following <= written[c]:
+            message = (
+                f"not before {field} {m} (tick {following - num_ticks * k}), part of "
+                f"update {version + 1}"
+            )
+        else:
+            continue
+        raise ValueError(with_mark(schedule, f"update {version} {message}", t, c))
+
+
+def _check_versions(schedule: "Schedule") -> None:
+    """No version is read before the tick after the one that writes it."""
+    if schedule.forward_only:
+        ticks, version = schedule.forward_ticks(), schedule.forward_versions()
+        message = "forward {m} reads version {version}, but without updates all are 0"
+        _require(schedule, version == 0, ticks, message, version=version)
+        return
+    for field in ("forward", "backward"):
+        ticks = getattr(schedule, f"{field}_ticks")()
+        version = getattr(schedule, f"{field}_versions")()
+        written = schedule.update_ticks() + schedule.num_ticks * (version - 1)
+        message = f"{field} {{m}} reads version {{version}}, written at tick {{other}}"
+        _require(schedule, written < ticks, ticks, message, written, version)
+
+
+RULES: tuple[Callable[["Schedule"], None], ...] = (
+    _check_columns,
+    _check_arrived,
+    _check_once,
+    _check_order,
+    _check_forward,
+    _check_backward,
+    _check_weight_grad,
+    _check_update,
+    _check_versions,
+)
+"""In the order in which they are checked: each may rely on those before it."""

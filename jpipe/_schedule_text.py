@@ -1,0 +1,141 @@
+"""The text form of a table: `Schedule.to_text`, `Schedule.from_text` and error messages.
+
+A header names the columns as `stage@device`. Each row after it is a tick, each word of a
+row is a cell: `F3` (forward of microbatch 3), `B1`, `W0`, `U1` (update that writes weight
+version 1), joined by commas, or `.` if the column is idle. `F3@-1` reads weight version
+-1; `@0` is left out.
+"""
+
+import re
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jpipe._cells import IDLE, idle_cells
+
+if TYPE_CHECKING:
+    from jpipe.schedule import Schedule
+
+_LETTERS = {"F": "forward", "B": "backward", "W": "weight_grad", "U": "update"}
+_OPERATION = re.compile(r"([FB])(-?\d+)(?:@(-?\d+))?|([WU])(-?\d+)")
+_COLUMN = re.compile(r"(\d+)@(\d+)")
+
+
+def to_text(schedule: "Schedule") -> str:
+    """See `Schedule.to_text`."""
+    return "".join(line + "\n" for line in _align(cell_rows(schedule)))
+
+
+def cell_rows(schedule: "Schedule") -> list[list[str]]:
+    """The header, then one row of cell texts per tick."""
+
+    def cell(t: int, c: int) -> str:
+        operations = []
+        for letter, field in _LETTERS.items():
+            value = getattr(schedule, field)[t, c]
+            if value == IDLE:
+                continue
+            version = 0
+            if field in ("forward", "backward"):
+                version = getattr(schedule, f"{field}_version")[t, c]
+            operations.append(f"{letter}{value}" + (f"@{version}" if version else ""))
+        return ",".join(operations) or "."
+
+    header = [f"{s}@{d}" for s, d in zip(schedule.stage, schedule.device, strict=True)]
+    columns = range(schedule.num_columns)
+    rows = [[cell(t, c) for c in columns] for t in range(schedule.num_ticks)]
+    return [header, *rows]
+
+
+def parse(text: str) -> dict:
+    """The arguments of `Schedule` that a text states, all but the name.
+
+    Raises:
+      ValueError: naming the line that cannot be read.
+    """
+    lines = [
+        (number, words)
+        for number, line in enumerate(text.splitlines(), start=1)
+        if (words := line.split("#")[0].split())
+    ]
+    if len(lines) < 2:
+        raise ValueError(
+            "a table needs a header such as `0@0 1@1` and at least one row such as "
+            f"`F0 .`, got {len(lines)} lines that are neither blank nor a comment."
+        )
+    (number, header), *rows = lines
+    columns = [_COLUMN.fullmatch(word) for word in header]
+    if not all(columns):
+        raise ValueError(
+            f"line {number}: the header must name columns `stage@device`, such as "
+            f"`0@0 1@1`, got `{' '.join(header)}`."
+        )
+    cells = idle_cells(len(rows), len(header))
+    for t, (number, words) in enumerate(rows):
+        if len(words) != len(header):
+            raise ValueError(
+                f"line {number}: {len(words)} cells for {len(header)} columns. Write "
+                "`.` in an idle cell and `,` within a cell, as in `F1,B0`."
+            )
+        for c, word in enumerate(words):
+            _parse_cell(word, number, cells, t, c)
+    stage = np.array([int(column[1]) for column in columns if column])
+    device = np.array([int(column[2]) for column in columns if column])
+    forwards = cells["forward"] != IDLE
+    counts = [int(forwards[:, stage == s].sum()) for s in np.unique(stage)]
+    num_microbatches = max(counts, key=lambda n: (counts.count(n), n))
+    return dict(num_microbatches=num_microbatches, stage=stage, device=device, **cells)
+
+
+def _parse_cell(word: str, number: int, cells: dict, t: int, c: int) -> None:
+    """Writes the operations of one cell text, found on line `number`, into `cells`."""
+    for operation in word.split(",") if word != "." else []:
+        match = _OPERATION.fullmatch(operation)
+        if match is None:
+            raise ValueError(
+                f"line {number}: cannot read `{operation}`; a cell is `.` or any of "
+                "`F3`, `B1@-1`, `W0`, `U1` joined by commas."
+            )
+        field = _LETTERS[match[1] or match[4]]
+        if cells[field][t, c] != IDLE:
+            raise ValueError(
+                f"line {number}: `{word}` has two of `{operation[0]}`; a column runs "
+                "each kind of operation at most once per tick."
+            )
+        cells[field][t, c] = int(match[2] or match[5])
+        if match[1]:
+            cells[f"{field}_version"][t, c] = int(match[3] or 0)
+
+
+def with_mark(schedule: "Schedule", message: str, tick: int | None, column: int) -> str:
+    """An error message: `message`, its tick and stage, and the table with that cell marked.
+
+    Args:
+      schedule: the table.
+      message: what is wrong.
+      tick: the row of the cell. None blames the whole column and marks its header.
+      column: the column of the cell.
+    """
+    where = f"stage {schedule.stage[column]}"
+    if tick is not None:
+        where = f"tick {tick}, {where}"
+    marked_row = 0 if tick is None else tick + 1
+    rows = cell_rows(schedule)
+    for r, row in enumerate(rows):
+        row[:] = [
+            f"[{cell}]" if (r, c) == (marked_row, column) else f" {cell} "
+            for c, cell in enumerate(row)
+        ]
+    labels = ["", *(f"tick {t}" for t in range(schedule.num_ticks))]
+    lines = _align([[label, *row] for label, row in zip(labels, rows, strict=True)])
+    lines[marked_row] += "  <-- here"
+    return "\n".join([f"schedule {schedule.name!r}, {where}: {message}", *lines])
+
+
+def _align(rows: list[list[str]]) -> list[str]:
+    """Each row as one line, its cells padded so that columns stand two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,356 @@
+"""Checks of arguments: each raises a `ValueError` with a remedy before anything is compiled."""
+
+import difflib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jpipe.engine.loss_scale import LossScale
+from jpipe.mesh import STAGE
+from jpipe.schedule import Schedule
+from jpipe.stages.cut import Stages
+from jpipe.state import PipelineState
+
+# -- Arguments of `Pipeline`
+
+
+def check_schedule(schedule: Any) -> Schedule:
+    """The schedule, if it is a legal table that trains."""
+    if not isinstance(schedule, Schedule):
+        raise ValueError(
+            f"`schedule` must be a `jpipe.Schedule`, got {schedule!r}. Make one with "
+            "`jpipe.schedules`, for example "
+            "`jpipe.schedules.one_f_one_b(num_stages=4, num_microbatches=8)`."
+        )
+    schedule.check()
+    if schedule.forward_only:
+        raise ValueError(
+            f"`schedule` {schedule.name!r} is forward-only, and a pipeline trains. "
+            "`Pipeline.predict` makes its own forward-only table."
+        )
+    return schedule
+
+
+def check_loss(loss: Any) -> Callable:
+    """The loss, if it can be called."""
+    if not callable(loss):
+        raise ValueError(
+            "`loss` must be a function `(outputs, batch) -> scalar`, got "
+            f"{type(loss).__name__}."
+        )
+    return loss
+
+
+def check_optimizer(optimizer: Any) -> Any:
+    """The optimizer, if it is an Optax transformation."""
+    if not (hasattr(optimizer, "init") and hasattr(optimizer, "update")):
+        raise ValueError(
+            "`optimizer` must be an Optax transformation, such as `optax.sgd(0.1)`, got "
+            f"{type(optimizer).__name__}."
+        )
+    return optimizer
+
+
+def check_recompute(recompute: Any) -> Any:
+    """`recompute`, if it is a known name or a checkpoint policy."""
+    policies = vars(jax.checkpoint_policies)
+    policy_makers = [
+        name
+        for name, policy in policies.items()
+        if policy is recompute and name.startswith(("save_", "offload_"))
+    ]
+    if recompute in ("none", "full") or (callable(recompute) and not policy_makers):
+        return recompute
+    remedy = ""
+    if policy_makers:
+        remedy = f" Call it to get a policy: `jax.checkpoint_policies.{policy_makers[0]}(...)`."
+    elif isinstance(recompute, str):
+        name = recompute.rpartition(".")[2]
+        for close in difflib.get_close_matches(name, ["none", "full", *policies], n=1):
+            known = f"jax.checkpoint_policies.{close}" if close in policies else close
+            remedy = f" Did you mean `{known}`?"
+    raise ValueError(
+        '`recompute` must be "none", "full" or a policy of `jax.checkpoint_policies`, got '
+        f"{recompute!r}.{remedy}"
+    )
+
+
+def floating_dtype(dtype: Any) -> np.dtype | None:
+    """`compute_dtype` as a dtype, if it is one of floating-point numbers, or None."""
+    try:
+        checked = None if dtype is None else jnp.dtype(dtype)
+    except TypeError:
+        checked = np.dtype(object)
+    if checked is not None and not jnp.issubdtype(checked, jnp.floating):
+        raise ValueError(
+            "`compute_dtype` must be a floating-point dtype, such as `jnp.bfloat16`, or "
+            f"None, got {dtype!r}."
+        )
+    return checked
+
+
+def check_loss_scale(scale: Any, schedule: Schedule) -> LossScale | None:
+    """`loss_scale` as a `LossScale`, if the schedule can use it, or None."""
+    if scale is None:
+        return None
+    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
+        scale = LossScale(float(scale), None, largest=np.inf)
+    if not isinstance(scale, LossScale):
+        raise ValueError(
+            f"`loss_scale` must be a number, a `jpipe.LossScale` or None, got {scale!r}."
+        )
+    if scale.growth_interval is not None and not schedule.synchronous:
+        raise ValueError(
+            "a loss scale that moves needs a synchronous schedule: in "
+            f"{schedule.name!r} one update would add gradients of different scales. Use a "
+            f"constant scale, such as `loss_scale={scale.initial:g}`."
+        )
+    return scale
+
+
+def check_hooks(**hooks: Any) -> dict[str, Callable]:
+    """The hooks that are given, by the pass that reads their weights: "forward", "backward"."""
+    for name, hook in hooks.items():
+        if hook is not None and not callable(hook):
+            example = "predicted" if name == "forward" else "corrected"
+            raise ValueError(
+                f"`{name}_params` must be a function `(params, optimizer_state, delay) -> "
+                f"params`, such as `jpipe.optim.{example}_params`, got "
+                f"{type(hook).__name__}."
+            )
+    return {name: hook for name, hook in hooks.items() if hook is not None}
+
+
+def check_ties(ties: Any) -> list:
+    """`ties` as a list, if its form is right. `resolve_ties` checks the names in it."""
+
+    def is_parameter(pair: Any) -> bool:
+        return (
+            isinstance(pair, Sequence)
+            and len(pair) == 2
+            and hasattr(pair[0], "__index__")
+            and isinstance(pair[1], str)
+        )
+
+    for tie in ties:
+        if not (isinstance(tie, Sequence) and all(map(is_parameter, tie))):
+            raise ValueError(
+                'each of `ties` must be a sequence of `(layer, "dotted.path")` pairs, such '
+                'as `[(0, "token.embedding"), (-1, "embedding")]`, got '
+                f"{tie!r}."
+            )
+    return list(ties)
+
+
+def check_mesh(mesh: Any, schedule: Schedule) -> Mesh:
+    """The mesh, if it has an axis "stage" of the schedule's number of devices."""
+    if not isinstance(mesh, Mesh):
+        raise ValueError(
+            f"`mesh` must be a `jax.sharding.Mesh`, got {type(mesh).__name__}. Make it "
+            f"with `jpipe.make_mesh(stage={schedule.num_devices})`."
+        )
+    sizes = dict(mesh.shape)
+    if STAGE not in sizes:
+        raise ValueError(
+            f'`mesh` must have an axis "stage", got axes {sizes}. Make it with '
+            "`jpipe.make_mesh`."
+        )
+    if sizes[STAGE] != schedule.num_devices:
+        raise ValueError(
+            f'the axis "stage" of `mesh` must have the {schedule.num_devices} devices of '
+            f"schedule {schedule.name!r}, got {sizes[STAGE]}. Use "
+            f"`jpipe.make_mesh(stage={schedule.num_devices})`, or a schedule for "
+            f"{sizes[STAGE]} devices."
+        )
+    return mesh
+
+
+def check_overlap(overlap: Any, mesh: Mesh) -> bool:
+    """`overlap`, decided by the platform of the devices if it is None."""
+    if overlap not in (None, True, False):
+        raise ValueError(
+            f"`overlap` must be True, False or None, got {overlap!r}. With None the "
+            "platform of the devices decides."
+        )
+    if overlap is None:
+        return mesh.devices.flat[0].platform != "cpu"
+    return overlap
+
+
+# -- Batches and keys
+
+
+def batch_size(batch: Any) -> int:
+    """The number of rows of a minibatch, if it is a dict of arrays with one leading axis."""
+    if not isinstance(batch, Mapping) or "inputs" not in batch:
+        got = sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__
+        raise ValueError(
+            '`batch` must be a dict of arrays with an entry "inputs", which feeds layer '
+            f"0, got {got}."
+        )
+    sizes = {}
+    for path, leaf in jax.tree.leaves_with_path(dict(batch)):
+        name = f"batch{jax.tree_util.keystr(path)}"
+        if len(getattr(leaf, "shape", ())) == 0:
+            is_in_list = any(isinstance(k, jax.tree_util.SequenceKey) for k in path)
+            remedy = " Convert lists with `np.asarray`." if is_in_list else ""
+            raise ValueError(
+                f"`{name}` must be an array with a leading minibatch axis, got "
+                f"{leaf!r}.{remedy}"
+            )
+        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
+            raise ValueError(
+                f"`{name}` must hold numbers or truths, got dtype {leaf.dtype}. Leave out "
+                "what neither the model nor the loss reads."
+            )
+        sizes[name] = leaf.shape[0]
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            "every entry of `batch` must have the same leading axis, the minibatch, got "
+            f"{sizes}."
+        )
+    return next(iter(sizes.values()))
+
+
+def check_not_traced(method: str, *trees: Any) -> None:
+    """Refuses arrays of `jax.jit`, `jax.grad` and other transformations."""
+    if any(isinstance(a, jax.core.Tracer) for a in jax.tree.leaves(trees)):
+        raise ValueError(
+            f"`Pipeline.{method}` is called inside a transformation such as `jax.jit` or "
+            "`jax.grad`, and cannot be traced. It runs compiled programs and takes the "
+            "gradient itself: call it from plain Python."
+        )
+
+
+def check_key(key: Any) -> jax.Array:
+    """The random key, typed."""
+    is_key = isinstance(key, jax.Array) and (
+        jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape == (2,)
+    )
+    if not is_key:
+        raise ValueError(
+            "`key` must be a key as `jax.random.key(seed)` makes it, got "
+            f"{key if isinstance(key, int) else type(key).__name__}."
+        )
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    return key
+
+
+# -- Weights and states
+
+
+def check_fit(what: str, values: Any, layers: Sequence, attribute: str) -> None:
+    """Refuses values that do not fit the layers.
+
+    Args:
+      what: the name of the argument, "params" or "mutable_state".
+      values: one nested dict per layer.
+      layers: bound layers.
+      attribute: the attribute of a layer that holds the abstract values.
+    """
+    if not isinstance(values, Sequence) or len(values) != len(layers):
+        got = len(values) if isinstance(values, Sequence) else type(values).__name__
+        raise ValueError(
+            f"`{what}` must be a list with one entry per layer ({len(layers)}), got {got}."
+        )
+
+    def texts(tree: Any) -> dict[str, str]:
+        return {
+            jax.tree_util.keystr(path): (
+                f"{getattr(leaf, 'dtype', type(leaf).__name__)}{list(np.shape(leaf))}"
+            )
+            for path, leaf in jax.tree.leaves_with_path(tree)
+        }
+
+    for i, (value, layer) in enumerate(zip(values, layers)):
+        want, got = texts(getattr(layer, attribute)), texts(value)
+        if want != got:
+            paths = itertools.chain(want, got)
+            path = next(p for p in paths if want.get(p) != got.get(p))
+            raise ValueError(
+                f"`{what}` of layer {i} ({layer.name}) do not fit: {path} should be "
+                f"{want.get(path, 'absent')}, got {got.get(path, 'nothing')}. Pass what "
+                f"`get_{what}` of the same layers returned."
+            )
+
+
+def as_dicts(values: Any) -> Any:
+    """Per-layer values with each `nnx.State` as a nested dict."""
+    if not isinstance(values, Sequence):
+        return values
+    return [nnx.to_pure_dict(v) if isinstance(v, nnx.State) else v for v in values]
+
+
+def check_ties_agree(params: Sequence, stages: Stages) -> None:
+    """Refuses weights that differ between the layers that share them."""
+    for copies in stages.ties:
+        values = [np.asarray(jax.tree.leaves(params[i])[j]) for i, j in copies]
+        for (i, _), value in zip(copies[1:], values[1:]):
+            if not np.array_equal(values[0], value):
+                raise ValueError(
+                    f"`params` hold different values in layers {copies[0][0]} and {i} for "
+                    "a weight that they share. Give both the same values."
+                )
+
+
+def check_state(state: Any) -> None:
+    """Refuses what is not a training state, or one whose arrays were donated."""
+    if not isinstance(state, PipelineState):
+        raise ValueError(
+            "`state` must be the state that `init` or `step` returned, got "
+            f"{type(state).__name__}."
+        )
+    if any(isinstance(a, jax.Array) and a.is_deleted() for a in jax.tree.leaves(state)):
+        raise ValueError(
+            "`state` was donated to an earlier `step` and its arrays are gone. Keep the "
+            "state that step returned: `state, metrics = pipe.step(state, batch)`."
+        )
+
+
+def check_same_parts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Refuses a state of a pipeline that differs, and names the part that does.
+
+    Args:
+      theirs: `Program.parts` or `Settings.parts` of the state's pipeline.
+      ours: the same of this pipeline.
+    """
+    for name, part in ours.items():
+        if theirs[name] != part:
+            text = f" ({theirs[name]!r} there, {part!r} here)"
+            shown = text if len(text) <= 100 else ""
+            raise ValueError(
+                f"`state` was made by another pipeline, which differs in `{name}`{shown}. Take "
+                "the state over with `state = pipe.adopt(state)`."
+            )
+
+
+# -- What depends on how the layers are cut
+
+
+def check_stages(stages: Stages, schedule: Schedule, recompute: Any) -> None:
+    """Refuses stages that the schedule or `recompute` cannot run."""
+    for copies in stages.ties:
+        on_stages = sorted({stages.stage_of(layer) for layer, _ in copies})
+        if len(on_stages) > 1 and not schedule.synchronous:
+            raise ValueError(
+                f"layers {', '.join(str(i) for i, _ in copies)} share weights but lie on "
+                f"stages {', '.join(map(str, on_stages))}, which the asynchronous schedule "
+                f"{schedule.name!r} updates at different times. Choose `boundaries` that "
+                "keep them on one stage, or a synchronous schedule."
+            )
+    if recompute == "full":
+        for i, layer in enumerate(stages.layers):
+            kind = stages.layer_kinds[stages.kind_of_layer[i]]
+            if any(kind.outputs_read_extra[1:]):
+                raise ValueError(
+                    f"layer {i} ({layer.name}) reads its mutable state in training, which "
+                    'has moved on when `recompute="full"` runs it again. Use '
+                    '`recompute="none"`, or a policy of `jax.checkpoint_policies`.'
+                )

@@ -1,0 +1,135 @@
+"""What a cut model costs: parameters and operations per stage, bytes per device."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from jpipe import packing
+from jpipe.layers.trace import Traced
+from jpipe.program import Program
+from jpipe.settings import Settings, abstract
+from jpipe.solvers import min_max
+
+
+class StageRecord(NamedTuple):
+    """One row of `Pipeline.partition`.
+
+    Attributes:
+      stage: its number.
+      device: the device that runs it, as a position along the axis "stage".
+      layers: first layer, and one past the last.
+      names: of the layers.
+      num_parameters: the number of weights.
+      parameter_bytes: their bytes.
+      flops: floating-point operations of forward and backward of one microbatch, as XLA counts
+        them.
+    """
+
+    stage: int
+    device: int
+    layers: tuple[int, int]
+    names: tuple[str, ...]
+    num_parameters: int
+    parameter_bytes: int
+    flops: float
+
+
+class Memory(NamedTuple):
+    """Bytes per device by use. Every device allocates as much as the largest stage needs.
+
+    Attributes:
+      weights: all live versions, and the weights that `forward_params` and `backward_params`
+        compute.
+      optimizer: the optimizer's state.
+      gradients: the accumulators.
+      activations: stashes and messages in flight.
+      batch: the minibatch, or the replica's share of it.
+      temporaries: what the compiled step needs beside its arguments.
+      padding: bytes of weights, optimizer and gradients that the mean stage does not use.
+    """
+
+    weights: int
+    optimizer: int
+    gradients: int
+    activations: int
+    batch: int
+    temporaries: int
+    padding: int
+
+
+def partition(program: Program) -> list[StageRecord]:
+    """One record per stage."""
+    stages, records = program.stages, []
+    for s in range(stages.num_stages):
+        layers = stages.layers_of(s)
+        leaves = [
+            a for i in layers for a in jax.tree.leaves(stages.layers[i].parameters)
+        ]
+        records.append(
+            StageRecord(
+                stage=s,
+                device=program.placement[s][0],
+                layers=(layers.start, layers.stop),
+                names=tuple(stages.layers[i].name for i in layers),
+                num_parameters=sum(math.prod(a.shape) for a in leaves),
+                parameter_bytes=sum(
+                    math.prod(a.shape) * a.dtype.itemsize for a in leaves
+                ),
+                flops=sum(program.traced.flops[i] for i in layers),
+            )
+        )
+    return records
+
+
+def memory(program: Program, batch: Any) -> Memory:
+    """Bytes per device for a minibatch. Compiles the step if it has not been."""
+    engine, settings = program.engine, program.settings
+    stages, updates = engine.stages, engine.updates
+    platform = settings.mesh.devices.flat[0].platform
+
+    def size(shapes: Any) -> int:
+        return sum(
+            packing.array_bytes(
+                a.sharding.shard_shape(a.shape) if a.sharding else a.shape,
+                a.dtype,
+                platform,
+            )
+            for a in jax.tree.leaves(shapes)
+        )
+
+    reads, optimizer = engine.read_shapes(), size(engine.optimizer_shapes())
+    weights = size(engine.parameter_shapes()) + size(reads)
+    gradients = size(engine.gradient_shapes())
+    used = sum(
+        engine.device_bytes(run.parameters, stages.parameters.arrays)
+        for s in range(stages.num_stages)
+        for _, run, _ in stages.layer_runs(s)
+    )
+    used_state = sum(
+        engine.device_bytes(updates.programs[u].state, updates.state.arrays)
+        for u in updates.program_of_stage
+    )
+    copies = engine.lowered.num_versions * (1 + len(reads)) + 1
+    compiled = program.lower(batch).compile()
+    return Memory(
+        weights=weights,
+        optimizer=optimizer,
+        gradients=gradients,
+        activations=size(engine.buffer_shapes()),
+        batch=size(jax.tree.map(abstract, dict(batch))) // settings.num_replicas,
+        temporaries=int(compiled.memory_analysis().temp_size_in_bytes),
+        padding=round(
+            weights
+            + optimizer
+            + gradients
+            - (used * copies + used_state) / settings.schedule.num_devices
+        ),
+    )
+
+
+def boundaries_by_flops(
+    settings: Settings, traced: Traced, microbatch: Any
+) -> list[int]:
+    """The boundaries that balance the floating-point operations of the stages."""
+    return min_max(traced.flops, settings.schedule.num_stages)

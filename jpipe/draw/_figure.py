@@ -1,0 +1,390 @@
+"""A schedule as a picture.
+
+All pictures have the same width and the same scale: a forward of a device's whole share of
+the model is `_UNIT` inches wide, also where a device runs several stages in turn. So the
+makespans of different schedules can be compared by eye.
+"""
+
+import itertools
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jpipe.draw._shared import (
+    KINDS,
+    headline,
+    operation_names,
+    per_stage_facts,
+    stage_labels,
+    unrolled,
+)
+from jpipe.schedule import IDLE, Facts, Schedule
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+SUFFIXES = (".pdf", ".png", ".svg")
+_UPDATE, _BACKGROUND = "black", "#f3f3f3"
+
+# Inches.
+_UNIT = 0.2  # of time, on the device's scale
+_LEAST_UNIT = 0.09  # of time, on the stage's scale: the width of a digit of small print
+_PANEL, _ROW = 36 * _UNIT, 0.36
+_LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 1.35, 1.75, 0.92, 0.5, 0.3
+_COLUMN = 0.56  # of a fact at the right
+
+_DIGIT = 0.64  # width of a digit, in font sizes
+
+
+def figure(schedule: Schedule) -> "Figure":
+    """The picture as a Matplotlib figure, with ticks as wide as they cost.
+
+    A forward, an input gradient and a weight gradient take one unit of time, a backward
+    that is not split takes two. A lockstep tick is as wide as its busiest device works.
+    There is one row per stage, or one row per device if devices have several stages. A
+    schedule that is too long for one line continues below. Facts that differ between
+    stages stand at the right, the others in the caption.
+
+    Args:
+      schedule: a legal schedule.
+
+    Returns:
+      A figure that belongs to no window. `save` writes one to a file.
+
+    Raises:
+      ValueError: if the schedule is not legal.
+      ImportError: if Matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"pictures need Matplotlib, which cannot be imported ({error}). Install it: "
+            '`pip install "matplotlib>=3.9"`, or install this package with its extra `[plot]`.'
+        ) from error
+
+    facts = schedule.facts()
+    shown = unrolled(schedule)
+    layout = _Layout.of(shown, schedule.num_ticks, schedule.synchronous)
+    height = len(layout.row_labels) * _ROW
+    panels = list(itertools.pairwise(layout.panels))
+    total_width = _LEFT + _PANEL + _RIGHT
+    total_height = _TOP + len(panels) * (height + _BETWEEN) - _BETWEEN + _BOTTOM
+    fig = Figure(figsize=(total_width, total_height), facecolor="white")
+    cells = list(_cells(shown, layout))
+    for i, (first, last) in enumerate(panels):
+        below = total_height - _TOP - height - i * (height + _BETWEEN)
+        axes = fig.add_axes(
+            (
+                _LEFT / total_width,
+                below / total_height,
+                _PANEL / total_width,
+                height / total_height,
+            )
+        )
+        _draw_panel(axes, first, last, cells, layout)
+    axes.set_xlabel(_axis_words(schedule), fontsize=8, loc="left")
+    _draw_facts(fig.axes[0], facts, layout)
+
+    x = _LEFT / total_width
+    fig.text(
+        x,
+        1 - 0.12 / total_height,
+        headline(schedule),
+        fontsize=10,
+        weight="bold",
+        va="top",
+    )
+    caption = _caption(schedule, facts)
+    fig.text(x, 1 - 0.36 / total_height, caption, fontsize=8, va="top")
+    _draw_legend(fig, schedule, layout, (x, 1 - 0.56 / total_height))
+    return fig
+
+
+class _Layout(NamedTuple):
+    """Where everything is. Times are in units of one stage's forward.
+
+    Attributes:
+      unit: inches per unit of time.
+      starts, ends: `[T]`, of every tick.
+      panels: times at which panels begin, and the end of the last.
+      repeats: the start of the round that repeats; None if the table is synchronous.
+      by_device: whether rows are devices, because some have several stages.
+      row_labels: one per row.
+      stages_of_row: the stages of each row.
+      shares: stages per device: how many units a forward of a device's share takes.
+    """
+
+    unit: float
+    starts: np.ndarray
+    ends: np.ndarray
+    panels: list[int]
+    repeats: int | None
+    by_device: bool
+    row_labels: list[str]
+    stages_of_row: list[list[int]]
+    shares: float
+
+    @classmethod
+    def of(cls, shown: Schedule, round_ticks: int, synchronous: bool) -> "_Layout":
+        ends = np.cumsum(shown.device_work().max(axis=1))
+        starts = np.concatenate([[0], ends[:-1]])
+        shares = shown.num_stages / shown.num_devices
+        unit = max(_UNIT / shares, _LEAST_UNIT)
+        length, fits = int(ends[-1]), int(_PANEL / unit + 1e-9)
+        repeats = None if synchronous else int(starts[shown.num_ticks - round_ticks])
+        num_panels = -(-length // fits)
+        panels = [min(i * -(-length // num_panels), length) for i in range(num_panels)]
+        panels.append(length)
+        if num_panels == 2 and repeats and max(repeats, length - repeats) <= fits:
+            panels[1] = repeats
+
+        device = shown.device[shown.column_of_stage]
+        by_device = shown.num_stages > shown.num_devices
+        stages_of_row = [[s] for s in range(shown.num_stages)]
+        labels = stage_labels(shown, "stage {}", "stage {}, device {}")
+        if by_device:
+            devices = range(shown.num_devices)
+            stages_of_row = [np.flatnonzero(device == d).tolist() for d in devices]
+            labels = [
+                f"device {d}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
+                for d, stages in enumerate(stages_of_row)
+            ]
+        return cls(
+            unit,
+            starts,
+            ends,
+            panels,
+            repeats,
+            by_device,
+            labels,
+            stages_of_row,
+            shares,
+        )
+
+
+class _Cell(NamedTuple):
+    """One operation, or an update if it has no word. Times are in stages' forwards."""
+
+    start: int
+    row: int
+    length: int
+    fill: tuple[float, ...]
+    word: str
+
+
+def _cells(shown: Schedule, layout: _Layout) -> Iterator[_Cell]:
+    """All operations and updates of a table."""
+    names = operation_names(shown)
+    row_of = shown.device if layout.by_device else shown.stage
+    lightness = _lightness(shown)
+    for t in range(shown.num_ticks):
+        free_from = np.full(shown.num_devices, layout.starts[t])
+        # The engine runs a tick's operations in this order, each on all stages.
+        for field, c in itertools.product(names, shown.column_of_stage):
+            m = getattr(shown, field)[t, c]
+            if m == IDLE:
+                continue
+            device = shown.device[c]
+            length = 2 if field == "backward" and not shown.splits_backward else 1
+            fill = _lighter(KINDS[field].fill, lightness[c])
+            yield _Cell(int(free_from[device]), int(row_of[c]), length, fill, str(m))
+            free_from[device] += length
+        for c in np.flatnonzero(shown.update[t] != IDLE):
+            yield _Cell(int(layout.ends[t]), int(row_of[c]), 0, (0.0, 0.0, 0.0), "")
+
+
+def _lightness(shown: Schedule) -> np.ndarray:
+    """`[C]`, from 0 for a device's first stage to 1 for its last."""
+    order = shown.column_of_stage
+    lightness = np.zeros(shown.num_columns)
+    for d in range(shown.num_devices):
+        columns = order[shown.device[order] == d]
+        lightness[columns] = np.linspace(0, 1, len(columns))
+    return lightness
+
+
+def _lighter(color: str, lightness: float) -> tuple[float, ...]:
+    from matplotlib.colors import to_rgb
+
+    rgb = np.array(to_rgb(color))
+    return tuple(rgb + (1 - rgb) * 0.55 * lightness)
+
+
+def _draw_panel(
+    axes: "Axes", first: int, last: int, cells: list[_Cell], layout: _Layout
+) -> None:
+    """The part of the picture from one time to another."""
+    from matplotlib.patches import Rectangle
+
+    num_rows = len(layout.row_labels)
+    for start, row, length, fill, word in cells:
+        if not word and first < start <= last:
+            axes.vlines(start, row - 0.5, row + 0.42, color=_UPDATE, lw=1.5)
+            axes.plot(start, row - 0.5, "v", color=_UPDATE, ms=5, clip_on=False)
+        if word and start < last and start + length > first:
+            size = dict(width=length, height=0.84)
+            axes.add_patch(Rectangle((start, row - 0.42), **size, fc=fill, ec="white"))
+            dark = np.dot(fill, (0.299, 0.587, 0.114)) <= 0.5
+            room = 0.85 * 72 * layout.unit * length  # points
+            axes.text(
+                start + length / 2,
+                row,
+                word,
+                color="white" if dark else "black",
+                fontsize=min(7, room / (_DIGIT * len(word))),
+                ha="center",
+                va="center_baseline",
+                clip_on=True,
+            )
+    ends = layout.ends[(layout.ends > first) & (layout.ends <= last)]
+    axes.vlines(ends, -0.5, num_rows - 0.5, color="#dddddd", lw=0.5, zorder=0)
+    whole = dict(width=last - first, height=num_rows)
+    axes.add_patch(
+        Rectangle((first, -0.5), **whole, fc=_BACKGROUND, ec="none", zorder=-1)
+    )
+    right = first + _PANEL / layout.unit
+    axes.hlines(range(num_rows), last, right, color="#dddddd", lw=0.5, ls=":")
+    times = [first, last]
+    if layout.repeats is not None and first <= layout.repeats <= last:
+        axes.axvline(layout.repeats, color=_UPDATE, lw=1, ls="--", clip_on=False)
+        times = sorted({first, last, np.clip(layout.repeats, first, last)})
+    axes.set_xticks(times, [f"{time / layout.shares:g}" for time in times])
+    axes.set_xlim(first, right)
+    axes.set_ylim(num_rows - 0.5, -0.5)
+    axes.set_yticks(range(num_rows), layout.row_labels)
+    axes.tick_params(labelsize=8, left=False)
+    axes.set_facecolor("none")
+    axes.spines[:].set_visible(False)
+
+
+def _draw_facts(axes: "Axes", facts: Facts, layout: _Layout) -> None:
+    """The facts that differ between stages, as columns at the right."""
+    _, right = axes.get_xlim()
+    for i, (name, values) in enumerate(_columns(facts).items()):
+        x = right + (0.1 + _COLUMN * (i + 0.5)) / layout.unit
+        words = [", ".join(str(values[s]) for s in row) for row in layout.stages_of_row]
+        header = name.replace(" ", "\n")
+        if layout.by_device and i == 0:
+            header += "\nby stage"
+        for row, word in [(-0.62, header), *enumerate(words)]:
+            axes.text(
+                x,
+                row,
+                word,
+                fontsize=8,
+                ha="center",
+                va="bottom" if row < 0 else "center_baseline",
+            )
+
+
+def _columns(facts: Facts) -> dict[str, list[int]]:
+    """The facts that differ between stages; equal delays share a column."""
+    columns = {
+        name: values
+        for name, values in per_stage_facts(facts).items()
+        if len(set(values)) > 1
+    }
+    if columns.get("forward delay") == columns.get("backward delay"):
+        columns = {
+            name.replace("forward delay", "delay"): values
+            for name, values in columns.items()
+            if name != "backward delay"
+        }
+    return columns
+
+
+def _caption(schedule: Schedule, facts: Facts) -> str:
+    """The facts of the whole table, and those that are the same on all stages."""
+    makespan = facts.makespan * schedule.num_devices / schedule.num_stages
+    words = [
+        f"makespan {makespan:g}" + ("" if schedule.synchronous else " per round"),
+        f"bubble {facts.bubble:.1%}",
+    ]
+    if schedule.synchronous:
+        words.append(f"between first and last work {facts.inner_bubble:.1%}")
+    varying = _columns(facts)
+    for name, values in per_stage_facts(facts).items():
+        trivial = schedule.synchronous and name != "in flight"
+        if len(set(values)) == 1 and name not in varying and not trivial:
+            words.append(f"{name} {values[0]} on all stages")
+    return "; ".join(words)
+
+
+def _axis_words(schedule: Schedule) -> str:
+    shares = schedule.num_stages / schedule.num_devices
+    time = "time in forwards of a stage"
+    if shares != 1:
+        time = "time in forwards of a device's whole share of the model"
+    words = f"{time} (F = B = W = 1); numbers in cells are microbatches"
+    if not schedule.synchronous:
+        words += "; the round after the dashed line repeats"
+    return words
+
+
+def _draw_legend(
+    fig: "Figure", schedule: Schedule, layout: _Layout, corner: tuple[float, float]
+) -> None:
+    from matplotlib.legend_handler import HandlerTuple
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    names = operation_names(schedule)
+    handles: list[Any] = [Patch(fc=KINDS[field].fill) for field in names]
+    labels = list(names.values())
+    if layout.by_device:
+        light = [Patch(fc=_lighter(KINDS[field].fill, 1.0)) for field in names]
+        handles.append(tuple(light))
+        labels.append("lighter: later stages of the device")
+    if not schedule.forward_only:
+        handles.append(Line2D([], [], color=_UPDATE, marker="v", ms=5, ls="none"))
+        labels.append("update of the weights")
+    fig.legend(
+        handles=handles,
+        labels=labels,
+        loc="upper left",
+        bbox_to_anchor=corner,
+        ncols=len(handles),
+        fontsize=8,
+        frameon=False,
+        borderaxespad=0,
+        borderpad=0,
+        columnspacing=1.2,
+        handlelength=1.6,
+        handletextpad=0.5,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
+    )
+
+
+def save(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Writes `figure(schedule)` to a file. The bytes are the same every time.
+
+    The file carries the schedule's name and sizes as its title.
+
+    Args:
+      schedule: a legal schedule.
+      path: a file whose suffix is .pdf, .png or .svg.
+
+    Raises:
+      ValueError: if the suffix is another, or the schedule is not legal.
+      ImportError: if Matplotlib is not installed.
+      OSError: if the file cannot be written.
+    """
+    suffix = pathlib.Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(
+            f"cannot draw to `{path}`: its suffix {suffix!r} is none of "
+            f"{', '.join(SUFFIXES)}. Choose one of these."
+        )
+    drawn = figure(schedule)
+    import matplotlib
+
+    metadata: dict[str, str | None] = {"Title": headline(schedule)}
+    # Without a date the file is the same every time.
+    metadata |= {".pdf": {"CreationDate": None}, ".svg": {"Date": None}}.get(suffix, {})
+    with matplotlib.rc_context({"svg.hashsalt": "jpipe", "svg.fonttype": "none"}):
+        drawn.savefig(path, dpi=150, metadata=metadata)

@@ -1,0 +1,109 @@
+"""What text and figures share: kinds of operations, words, and the unrolled table."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jpipe.schedule import IDLE, Facts, Schedule
+
+
+class Kind(NamedTuple):
+    """The letter and the colours of one kind of operation."""
+
+    letter: str
+    fill: str  # of a cell of a figure
+    sgr: str  # terminal codes: the same fill, and a colour of text that contrasts with it
+
+
+KINDS = {
+    "forward": Kind("F", "#a6cee3", "38;5;16;48;5;153"),
+    "backward": Kind("B", "#8c2d04", "38;5;231;48;5;94"),
+    "weight_grad": Kind("W", "#5aae61", "38;5;16;48;5;71"),
+}
+
+
+def unrolled(schedule: Schedule) -> Schedule:
+    """The table to draw: all ticks from an empty pipeline to the end of a full round.
+
+    A synchronous table is drawn as it is. An asynchronous table is repeated, with
+    microbatches and versions counted from the start of training and without those before
+    it. The result would not pass `Schedule.check`, because it ends in the middle of work.
+    """
+    if schedule.synchronous:
+        return schedule
+    num_microbatches = schedule.num_microbatches
+    work = [getattr(schedule, field) for field in KINDS]
+    oldest = min(
+        int(cells[cells != IDLE].min()) for cells in work if (cells > IDLE).any()
+    )
+    num_rounds = 1 - oldest // num_microbatches
+
+    def unroll(cells: np.ndarray, per_round: int, least: int) -> np.ndarray:
+        cells = cells.astype(np.int64)
+        rounds = [cells + per_round * r for r in range(num_rounds)]
+        return np.concatenate(
+            [
+                np.where((cells == IDLE) | (numbers < least), IDLE, numbers)
+                for numbers in rounds
+            ]
+        )
+
+    forward, backward, weight_grad = (unroll(w, num_microbatches, 0) for w in work)
+    return Schedule(
+        name=schedule.name,
+        num_microbatches=num_microbatches * num_rounds,
+        stage=schedule.stage,
+        device=schedule.device,
+        forward=forward,
+        backward=backward,
+        weight_grad=weight_grad,
+        forward_version=np.where(forward == IDLE, IDLE, 0),
+        backward_version=np.where(backward == IDLE, IDLE, 0),
+        update=unroll(schedule.update, 1, 1),
+    )
+
+
+def operation_names(schedule: Schedule) -> dict[str, str]:
+    """Field -> words for its operation, for all kinds in the table, in order of a tick."""
+    if schedule.forward_only:
+        return {"forward": "forward"}
+    if not schedule.splits_backward:
+        return {"forward": "forward", "backward": "backward"}
+    return {
+        "forward": "forward",
+        "backward": "input gradient",
+        "weight_grad": "weight gradient",
+    }
+
+
+def stage_labels(schedule: Schedule, plain: str, placed: str) -> list[str]:
+    """One label per stage: `plain`, or `placed` if some stage s is not on device s."""
+    device = schedule.device[schedule.column_of_stage]
+    form = plain if (device == np.arange(len(device))).all() else placed
+    return [form.format(s, d) for s, d in enumerate(device)]
+
+
+def headline(schedule: Schedule) -> str:
+    """The schedule's name and sizes in words."""
+    counts = {
+        "stage": schedule.num_stages,
+        "device": schedule.num_devices,
+        "microbatch": schedule.num_microbatches,
+        "tick": schedule.num_ticks,
+    }
+    plural = {"microbatch": "microbatches"}
+    words = [
+        f"{count} {word if count == 1 else plural.get(word, word + 's')}"
+        for word, count in counts.items()
+    ]
+    return f"{schedule.name}: {', '.join(words)}"
+
+
+def per_stage_facts(facts: Facts) -> dict[str, list[int]]:
+    """Words -> one number per stage."""
+    return {
+        "in flight": facts.in_flight.tolist(),
+        "forward delay": facts.forward_delay.tolist(),
+        "backward delay": facts.backward_delay.tolist(),
+        "weight versions": facts.weight_versions.tolist(),
+    }

@@ -1,0 +1,120 @@
+"""A schedule as text."""
+
+import numpy as np
+
+from jpipe.draw._shared import (
+    KINDS,
+    headline,
+    operation_names,
+    per_stage_facts,
+    stage_labels,
+    unrolled,
+)
+from jpipe.schedule import IDLE, Schedule
+
+
+def text(schedule: Schedule, *, color: bool = False, width: int | None = None) -> str:
+    """The picture as text, and below it the facts.
+
+    Args:
+      schedule: a legal schedule.
+      color: whether to colour cells by ANSI escape sequences.
+      width: characters per line. A longer picture continues below. None: no limit.
+
+    Returns:
+      Lines, each ended by a newline.
+
+    Raises:
+      ValueError: if the schedule is not legal.
+
+    Example:
+      >>> from jpipe.schedules import gpipe
+      >>> print(text(gpipe(2, 3)), end="")
+      gpipe: 2 stages, 2 devices, 3 microbatches, 8 ticks
+      <BLANKLINE>
+      tick  0                   5
+      s0    F0  F1  F2  .   .   B0  B1  B2*
+      s1    .   F0  F1  F2  B0  B1  B2  *
+      <BLANKLINE>
+      F forward   B backward   * update
+      bubble 25.0%, makespan 12 (F = B = W = 1)
+      bubble between first and last work 14.3%
+      stage              0   1
+      in flight          3   3
+      forward delay      0   0
+      backward delay     0   0
+      weight versions    1   1
+    """
+    facts = schedule.facts()
+    shown = unrolled(schedule)
+    rows = _rows(shown)
+    margin = 2 + max(len(label) for label in ["tick", *(label for label, _ in rows)])
+    cell = 1 + max(len(word) for _, words in rows for word in words)
+    ticks_per_block = shown.num_ticks
+    if width is not None:
+        ticks_per_block = max(1, (width - margin) // cell)
+
+    lines = [headline(schedule), ""]
+    for start in range(0, shown.num_ticks, ticks_per_block):
+        ticks = range(start, min(start + ticks_per_block, shown.num_ticks))
+        ruler = "tick".ljust(margin)
+        for t in ticks:
+            ruler += (str(t) if t % 5 == 0 else "").ljust(cell)
+        lines.append(ruler.rstrip())
+        for label, words in rows:
+            line = label.ljust(margin)
+            for t in ticks:
+                line += _paint(words[t], color) + " " * (cell - len(words[t]))
+            lines.append(line.rstrip())
+        lines.append("")
+    legend = [
+        _paint(f"{KINDS[field].letter} {name}", color)
+        for field, name in operation_names(schedule).items()
+    ]
+    if not schedule.forward_only:
+        legend.append("* update")
+    lines.append("   ".join(legend))
+    if not schedule.synchronous:
+        first = shown.num_ticks - schedule.num_ticks
+        lines.append(f"the round that starts at tick {first} repeats")
+    lines += [
+        f"bubble {facts.bubble:.1%}, makespan {facts.makespan} (F = B = W = 1)",
+        f"bubble between first and last work {facts.inner_bubble:.1%}",
+    ]
+    numbers = {"stage": range(schedule.num_stages), **per_stage_facts(facts)}
+    for name, values in numbers.items():
+        lines.append(f"{name:16}" + "".join(f"{value:4}" for value in values))
+    return "".join(line + "\n" for line in lines)
+
+
+def _rows(shown: Schedule) -> list[tuple[str, list[str]]]:
+    """The label and the words, one per tick, of each line of the picture.
+
+    A stage has one line, or one line per kind of operation if a cell holds several.
+    """
+    kinds = [field for field in KINDS if (getattr(shown, field) != IDLE).any()]
+    busy = sum((getattr(shown, field) != IDLE).astype(int) for field in kinds)
+    lines = [[field] for field in kinds] if np.max(busy) > 1 else [kinds]
+    rows = []
+    labels = stage_labels(shown, "s{}", "s{}@{}")
+    for label, c in zip(labels, shown.column_of_stage, strict=True):
+        for fields in lines:
+            words = []
+            for t in range(shown.num_ticks):
+                word = ""
+                for field in fields:
+                    m = getattr(shown, field)[t, c]
+                    word += "" if m == IDLE else f"{KINDS[field].letter}{m}"
+                if fields is lines[-1] and shown.update[t, c] != IDLE:
+                    word += "*"
+                words.append(word or ".")
+            rows.append((label if fields is lines[0] else "", words))
+    return rows
+
+
+def _paint(word: str, color: bool) -> str:
+    """`word` in the colours of the kind of operation that its first letter names."""
+    codes = {kind.letter: kind.sgr for kind in KINDS.values()}
+    if not color or word[0] not in codes:
+        return word
+    return f"\x1b[{codes[word[0]]}m{word}\x1b[0m"

@@ -1,0 +1,127 @@
+"""The arrays of one device in a tick, and the two records that an operation gets of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import jax
+
+Packed = Mapping[str, jax.Array]
+"""Packed arrays by name: see `jpipe.packing.Packing`."""
+
+
+class TickArrays:
+    """All arrays of one device that outlive a tick: the loop state of the scan over ticks.
+
+    An array is an attribute. A record may hold only some of the arrays, and an access to another
+    one raises.
+
+    Letters: V weight versions, R columns per device, K slots of a ring, N microbatches.
+
+    Attributes:
+      aux: sums over finished microbatches of what the loss returns beside its value, `[1, ...]`
+        each.
+      batches: the minibatches that are still read, a tree of `[num_batches * N, microbatch, ...]`.
+      count: int32 `[1]`, finished microbatches.
+      gradient_norm: `[1]`, norm of the gradient over all stages at the latest update.
+      gradients: packed gradient accumulators, `[R, ...]`.
+      inbox: inbox -> packed messages that have arrived, `[K + 1, ...]`; the last slot discards.
+      loss: `[1]`, sum of the losses of finished microbatches.
+      loss_scale: the arrays of `LossScale`, `[1]` each.
+      mutable_state: packed mutable state of the layers, `[R, ...]`.
+      optimizer_state: packed optimizer state, `[R, ...]`.
+      outputs: outputs of the last stage, `[N, microbatch, ...]` each; only in forward-only tables.
+      parameters: packed weights, `[V, R, ...]`.
+      op_count: int32 `[]`, how many operations have run. A value that reads it waits for all
+        operations of a tick.
+      read_parameters: pass -> the weights that a parameter hook gives to this pass, packed like
+        `parameters`.
+      received: channel -> the message that has arrived and is not in an inbox yet.
+      rings: ring -> packed stashes, `[K, ...]`.
+      sent_activations: output of a forward -> its packed message; keys are positions in
+        `Lowered.outgoing`.
+      sent_gradients: the same for backwards.
+      skipped: int32 `[R]`, skipped updates of each column.
+      squared_norm: `[R]`, latest squared gradient norm of each column.
+      statistics: sums over the microbatches of a minibatch that move `mutable_state`, packed like
+        it.
+    """
+
+    aux: list[jax.Array]
+    batches: Any
+    count: jax.Array
+    gradient_norm: jax.Array
+    gradients: Packed
+    inbox: Mapping[str, Packed]
+    loss: jax.Array
+    loss_scale: Mapping[str, jax.Array]
+    mutable_state: Packed
+    optimizer_state: Packed
+    outputs: list[jax.Array]
+    parameters: Packed
+    op_count: jax.Array
+    read_parameters: Mapping[str, Packed]
+    received: Mapping[int, Packed]
+    rings: Mapping[str, Packed]
+    sent_activations: Mapping[int, Packed]
+    sent_gradients: Mapping[int, Packed]
+    skipped: jax.Array
+    squared_norm: jax.Array
+    statistics: Packed
+
+    def __init__(self, **arrays: Any):
+        unknown = set(arrays) - set(_FIELDS)
+        assert not unknown, f"{type(self).__name__} has no arrays {sorted(unknown)}"
+        self.__dict__.update(arrays)
+
+    def __getattr__(self, name: str) -> Any:  # called for arrays that are not held
+        raise AttributeError(
+            f"{type(self).__name__} does not hold `{name}`, only {', '.join(self)}. An operation takes the arrays that it "
+            "writes from `written` and all others from `read`."
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the arrays that the record holds."""
+        return (name for name in _FIELDS if name in self.__dict__)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.__dict__
+
+    def replace(self, **arrays: Any) -> Self:
+        """The record with other values for arrays that it holds."""
+        for name in arrays:
+            getattr(self, name)
+        return type(self)(**{**self.__dict__, **arrays})
+
+    def split(self, written: Sequence[str]) -> tuple["Written", "ReadOnly"]:
+        """The arrays named in `written`, and all others."""
+        others = [name for name in self if name not in written]
+        return (
+            Written(**{name: getattr(self, name) for name in written}),
+            ReadOnly(**{name: getattr(self, name) for name in others}),
+        )
+
+
+_FIELDS = tuple(TickArrays.__annotations__)
+# The order of loop state in the compiled program.
+
+
+class Written(TickArrays):
+    """The arrays that an operation writes; it returns a record of the same arrays."""
+
+
+class ReadOnly(TickArrays):
+    """All other arrays: an operation reads them and cannot return them."""
+
+
+def _flatten(arrays: TickArrays) -> tuple[list, tuple]:
+    names = tuple(arrays)
+    keys = [(jax.tree_util.GetAttrKey(n), getattr(arrays, n)) for n in names]
+    return keys, names
+
+
+for _record in (TickArrays, Written, ReadOnly):
+    jax.tree_util.register_pytree_with_keys(
+        _record,
+        _flatten,
+        lambda names, values, record=_record: record(**dict(zip(names, values))),
+    )

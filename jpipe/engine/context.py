@@ -1,0 +1,156 @@
+"""The traced side of a pass: what one device knows in a pass, and in one lane of a tick."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+from jax import lax
+
+from jpipe.engine.spec import PassSpec
+from jpipe.lowering.scalars import LaneScalars
+from jpipe.mesh import DATA, STAGE
+from jpipe.stages.cut import StageProgram, Stages
+
+Value = TypeVar("Value")
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """One device in one pass.
+
+    Attributes:
+      spec: the pass.
+      num_entered: int32 `[]`, microbatches that have entered the pipe since round 0.
+      round: int32 `[]`, passes before this one.
+      started: int32 `[]`, microbatches of training before round 0.
+      key: `[]`, the random key of training.
+      replica: int32 `[]`, position along the axis "data", or 0.
+      position: int32 `[]`, position along the axis "stage".
+      batch: leaves of the minibatches that are kept, `[num_batches * N, microbatch, ...]` each.
+      inputs: the leaves of `batch["inputs"]` among them.
+      minibatch_weights: `[num_batches]`, the weight of each minibatch, which divides the sums of the loss, averaged over
+        replicas; None if the loss is a mean.
+    """
+
+    spec: PassSpec
+    num_entered: jax.Array
+    round: jax.Array
+    started: jax.Array
+    key: jax.Array
+    replica: jax.Array | int
+    position: jax.Array
+    batch: tuple[jax.Array, ...] = ()
+    inputs: tuple[jax.Array, ...] = ()
+    minibatch_weights: jax.Array | None = None
+
+    @classmethod
+    def here(
+        cls,
+        spec: PassSpec,
+        counters: Mapping[str, jax.Array],
+        num_entered: jax.Array,
+    ) -> "Device":
+        """The device that this code runs on, inside of `shard_map`.
+
+        Args:
+          spec: the pass.
+          counters: "round", "started" and "key", `[1]` each.
+          num_entered: int32 `[1]`.
+        """
+        return cls(
+            spec,
+            num_entered=num_entered[0],
+            round=counters["round"][0],
+            started=counters["started"][0],
+            key=counters["key"][0],
+            replica=lax.axis_index(DATA) if DATA in spec.mesh.shape else 0,
+            position=lax.axis_index(STAGE),
+        )
+
+    def with_batch(self, batch: Any) -> "Device":
+        """The device with a batch, a tree with an entry "inputs"."""
+        leaves, inputs = jax.tree.leaves(batch), jax.tree.leaves(batch["inputs"])
+        return dataclasses.replace(
+            self,
+            batch=tuple(leaves),
+            inputs=tuple(inputs),
+            minibatch_weights=self._minibatch_weights(leaves),
+        )
+
+    def _minibatch_weights(self, batch: list[jax.Array]) -> jax.Array | None:
+        """The weight of each minibatch that is kept: see `jpipe.layers.loss`."""
+        weight = self.spec.stages.loss_weight
+        if weight is None:
+            return None
+        # Before the first tick: the first backward of a minibatch needs the weight of the whole.
+        weights = lax.map(lambda microbatch: weight(*microbatch)[0], batch)
+        weights = weights.reshape(-1, self.spec.schedule.num_microbatches)
+        return self.mean_over_replicas(weights.sum(axis=1))
+
+    def random_key(self, number: Any, microbatch_number: jax.Array) -> jax.Array:
+        """The key that layer `number` draws from for a microbatch of this replica."""
+        key = jax.random.fold_in(self.key, number)
+        key = jax.random.fold_in(key, microbatch_number)
+        return jax.random.fold_in(key, self.replica)
+
+    def mean_over_replicas(self, tree: Any) -> Any:
+        """The mean over the replicas of a stage."""
+        return lax.pmean(tree, DATA) if self.spec.num_replicas > 1 else tree
+
+
+@dataclasses.dataclass(frozen=True)
+class StageContext:
+    """One stage program on one device, in one lane of a tick.
+
+    Attributes:
+      device: the device.
+      program: the program, static. It runs on one of `program.stages`.
+      scalars: of the lane: which stage, microbatch, version and slots.
+    """
+
+    device: Device
+    program: StageProgram
+    scalars: LaneScalars
+
+    @property
+    def spec(self) -> PassSpec:
+        """The pass."""
+        return self.device.spec
+
+    @property
+    def stages(self) -> Stages:
+        """The model."""
+        return self.device.spec.stages
+
+    @property
+    def column(self) -> list[jax.Array]:
+        """Leading indices of the column in arrays `[R, ...]`."""
+        return [self.scalars.chunk]
+
+    def if_first(
+        self, on_first: Callable[[], Value], elsewhere: Callable[[], Value]
+    ) -> Value:
+        """`on_first()` if the stage is the first, else `elsewhere()`."""
+        return self._first_or_last(0, "is_first", on_first, elsewhere)
+
+    def if_last(
+        self, on_last: Callable[[], Value], elsewhere: Callable[[], Value]
+    ) -> Value:
+        """`on_last()` if the stage is the last, else `elsewhere()`."""
+        return self._first_or_last(
+            self.stages.num_stages - 1, "is_last", on_last, elsewhere
+        )
+
+    def _first_or_last(
+        self, stage: int, scalar: str, on_stage: Callable, elsewhere: Callable
+    ) -> Any:
+        """`on_stage()` on `stage`, else `elsewhere()`.
+
+        The choice is static if none or all of the program's stages are `stage`.
+        """
+        if stage not in self.program.stages:
+            return elsewhere()
+        if len(self.program.stages) == 1:
+            return on_stage()
+        return lax.cond(getattr(self.scalars, scalar) == 1, on_stage, elsewhere)

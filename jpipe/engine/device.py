@@ -1,0 +1,242 @@
+"""The scan over ticks on one device.
+
+A tick runs these steps, in this order:
+
+    receive     received messages   -> inbox slots
+    forward     inbox, batch        -> rings, loss, outgoing activations
+    backward    inbox, rings        -> gradients, rings, outgoing gradients
+    weight_grad rings               -> gradients
+    update      gradients           -> parameters, optimizer state
+    move        outgoing messages   -> received messages, on other devices
+
+A tick writes a ring before it reads the ring, so that XLA updates all buffers in place.
+
+Under overlap a channel belongs to one operation. What forwards send moves while the tick's
+backwards run, and is received in the next tick. What backwards send moves while the next tick's
+forwards run, and is received before that tick's backwards.
+
+*The rule of operations.* An operation gets two records. `written` has the arrays that it writes,
+and it returns them. `read` has all other arrays. The two records have no array in common: an
+operation that wrote one value of a ring and read another would force XLA to copy the ring.
+`TickArrays.split` makes the records, and an access to an array that a record does not hold raises.
+
+Every lane of an operation and every stage program has a guard of its own, see `jpipe.engine.guard`:
+one switch over all programs would copy the buffers. JAX's profiler shows each of them as, for
+example, "forward/stage1-2".
+
+The buffers live in the donated training state. As temporaries of the step they would be paged in
+anew by every step.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpipe.engine.arrays import ReadOnly, TickArrays, Written
+from jpipe.engine.context import Device, StageContext
+from jpipe.engine.guard import guarded
+from jpipe.engine.operations import OPERATIONS, Operation
+from jpipe.engine.spec import PassSpec
+from jpipe.engine.transport import move, receive
+from jpipe.engine.updates import update
+from jpipe.lowering.scalars import TickScalars
+
+RESULTS = ("loss", "aux", "count", "skipped", "gradient_norm")
+"""Arrays of a training pass that the host reads: see `TickArrays`."""
+
+
+class _Uniform(NamedTuple):
+    """What is the same on every device in a tick, so that a collective may depend on it.
+
+    Attributes:
+      sends: for each channel bool `[]` (`[T]` before the scan), whether any device sends.
+      updates: bool `[]` (`[T]`), whether any device updates.
+    """
+
+    sends: list[jax.Array]
+    updates: jax.Array
+
+
+def run_pass(
+    spec: PassSpec,
+    replicated: Mapping[str, Any],
+    per_device: Mapping[str, Any],
+    counters: Mapping[str, jax.Array],
+    num_entered: jax.Array,
+    batch: Any,
+) -> Any:
+    """One pass over the table, on one device: the body of the `shard_map` in `Engine.run`.
+
+    Arguments and results are those of `Engine.run`, with local shapes.
+    """
+    device = Device.here(spec, counters, num_entered)
+    buffers = per_device["buffers"]
+    gradients = {k: v for k, v in per_device.items() if k == "gradients"}
+    held = {"read_parameters": {}, **replicated, **gradients, **buffers}
+    held["op_count"] = jnp.zeros((), jnp.int32)
+    batch, batches = _take_batch(device, held.get("batches"), batch)
+    if batches is not None:
+        held["batches"] = batches
+    arrays = TickArrays(**held, **_empty_results(spec))
+    arrays = _scan(device.with_batch(batch), arrays)
+    if spec.schedule.forward_only:
+        return arrays.outputs
+    return (
+        {name: getattr(arrays, name) for name in replicated},
+        {
+            "gradients": arrays.gradients,
+            "buffers": {name: getattr(arrays, name) for name in buffers},
+        },
+        {name: getattr(arrays, name) for name in RESULTS},
+    )
+
+
+def _take_batch(device: Device, kept: Any, batch: Any) -> tuple[Any, Any]:
+    """What the first stage and the loss read in this pass, and the minibatches that are kept.
+
+    Args:
+      device: the device.
+      kept: the latest minibatches, `[num_batches * N, microbatch, ...]`; None if only this pass's
+        minibatch is read.
+      batch: this pass's minibatch, `[1, N, microbatch, ...]`; None if nothing enters.
+    """
+    spec = device.spec
+    N = spec.schedule.num_microbatches
+    batch = jax.tree.map(lambda a: a[0], batch)
+    if kept is None:
+        if batch is None:
+            # Nothing enters and nothing is in flight: no operation reads the batch.
+            shapes = spec.microbatch
+            batch = jax.tree.map(lambda a: jnp.zeros((N, *a.shape), a.dtype), shapes)
+        return batch, None
+    if batch is not None:
+        start = N * jnp.mod(device.round, spec.lowered.num_batches)
+        kept = jax.tree.map(
+            lambda ring, new: lax.dynamic_update_slice_in_dim(
+                ring, new, start, 0, allow_negative_indices=False
+            ),
+            kept,
+            batch,
+        )
+    return kept, kept
+
+
+def _empty_results(spec: PassSpec) -> dict[str, Any]:
+    """The arrays that are zero at the start of a pass."""
+    if spec.schedule.forward_only:
+        N, (leaves, _) = spec.schedule.num_microbatches, spec.stages.outputs
+        return {"outputs": [jnp.zeros((N, *y.shape), y.dtype) for y in leaves]}
+    loss = spec.stages.loss
+    return {
+        "loss": jnp.zeros((1,), loss.outputs[0].dtype),
+        "aux": [jnp.zeros((1, *a.shape), a.dtype) for a in loss.aux],
+        "count": jnp.zeros((1,), jnp.int32),
+        "skipped": jnp.zeros((spec.lowered.num_chunks,), jnp.int32),
+        "gradient_norm": jnp.zeros((1,), spec.updates.norm_dtype),
+    }
+
+
+def _scan(device: Device, arrays: TickArrays) -> TickArrays:
+    """All ticks."""
+    spec = device.spec
+    updates = (spec.lowered.operations["update"].stage >= 0).any(axis=(1, 2))
+    uniform = _Uniform([channel.sends for channel in spec.lowered.channels], updates)
+    rows = spec.scalars.of_device(
+        device.position,
+        device.round,
+        device.started,
+        device.num_entered,
+        spec.schedule.num_microbatches,
+    )
+
+    def tick(arrays: TickArrays, xs: tuple) -> tuple[TickArrays, None]:
+        row, uniform = xs
+        scalars = TickScalars(spec.scalars, row)
+        return _tick(device, scalars, uniform, bool(updates.any()), arrays), None
+
+    xs = (rows, jax.tree.map(jnp.asarray, uniform))
+    arrays, _ = lax.scan(tick, arrays, xs)
+    return arrays
+
+
+def _tick(
+    device: Device,
+    scalars: TickScalars,
+    uniform: _Uniform,
+    has_updates: bool,
+    arrays: TickArrays,
+) -> TickArrays:
+    """One tick: see the top of this file."""
+    spec = device.spec
+
+    def moved(arrays: TickArrays, after: str | None) -> dict:
+        return move(spec, arrays, scalars, uniform.sends, after)
+
+    arrays = receive(spec, arrays, scalars, arrays.received)
+    gradients = moved(arrays, after="backward")
+    arrays = _run_operation("forward", device, scalars, arrays)
+    arrays = receive(spec, arrays, scalars, gradients)
+    activations = moved(arrays, after="forward")
+    arrays = _run_operation("backward", device, scalars, arrays)
+    arrays = _run_operation("weight_grad", device, scalars, arrays)
+    if has_updates:
+        with jax.named_scope("update"):
+            # Updates hold collectives along "stage", so their predicate is the same on all devices.
+            arrays = lax.cond(
+                uniform.updates,
+                functools.partial(update, device, scalars),
+                lambda arrays: arrays,
+                arrays,
+            )
+    return arrays.replace(received=activations | moved(arrays, after=None))
+
+
+def _run_operation(
+    name: str, device: Device, scalars: TickScalars, arrays: TickArrays
+) -> TickArrays:
+    """Runs an operation: every lane, and in it the program of the lane's stage."""
+    for j in range(device.spec.lowered.operations[name].num_lanes):
+        with jax.named_scope(name):
+            for p, program in enumerate(device.spec.stages.programs):
+                stage = StageContext(device, program, scalars.lane(name, j))
+                arrays = _run_program(OPERATIONS[name], stage, p, arrays)
+    return arrays
+
+
+def _run_program(
+    operation: Operation, stage: StageContext, p: int, arrays: TickArrays
+) -> TickArrays:
+    """Runs an operation if program number p is the program of the lane's stage."""
+    written, read = arrays.split(operation.writes(stage))
+
+    def run(state: tuple[Written, jax.Array], read: ReadOnly) -> tuple:
+        written, op_count = state
+        return operation.run(stage, written, read), op_count + 1
+
+    with jax.named_scope(f"stage{_ranges(stage.program.stages)}"):
+        written, op_count = guarded(
+            stage.spec.lowered.guard,
+            stage.scalars.program == p,
+            run,
+            (written, read.op_count),
+            read,
+        )
+    values = {name: getattr(written, name) for name in written}
+    return arrays.replace(**values, op_count=op_count)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Ascending numbers as text, neighbours joined.
+
+    Example:
+      >>> _ranges([1, 2, 3, 5])
+      '1-3,5'
+    """
+    starts = [n for n in numbers if n - 1 not in numbers]
+    ends = [n for n in numbers if n + 1 not in numbers]
+    ranges = zip(starts, ends, strict=True)
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)

@@ -1,0 +1,323 @@
+"""The layout of the training state: the one place that knows every array of it.
+
+An array belongs to a *group*. A group is either replicated over the mesh axis "data" (weights,
+optimizer state) or private to a device (gradients, everything in flight), and it has a kind of
+memory.
+
+Letters: D devices of the pipeline, V weight versions, R columns per device, K slots of a ring, N
+microbatches.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe import packing
+from jpipe.engine.loss_scale import LossScale
+from jpipe.lowering.channels import Route
+from jpipe.lowering.lower import STASHES, Lowered
+from jpipe.mesh import DATA, DEVICE_MEMORY, STAGE
+from jpipe.packing import Packing
+
+NUM_DISCARD_SLOTS = 1
+"""An inbox ends with a discard slot, for the messages of ticks in which nothing arrives for it."""
+
+REPLICATED = PartitionSpec(STAGE)
+"""How the first axis of a replicated array is split."""
+
+
+def per_device_spec(mesh: Mesh) -> PartitionSpec:
+    """How the first axis of a private array is split."""
+    return PartitionSpec((DATA, STAGE) if DATA in mesh.shape else STAGE)
+
+
+def batch_spec(mesh: Mesh) -> PartitionSpec:
+    """How the first axis of a minibatch is split."""
+    return PartitionSpec(DATA if DATA in mesh.shape else None)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayGroup:
+    """Arrays of the state with one use.
+
+    Attributes:
+      name: name of the group.
+      shapes: tree of the local shapes on one device. The first axis is split over devices; a shape
+        with a sharding is split over automatic axes of the mesh too, as its sharding says.
+      spec: how the first axis is split, `REPLICATED` or `per_device_spec(mesh)`.
+      memory_kind: the memory that holds the arrays, see `jpipe.mesh`.
+    """
+
+    name: str
+    shapes: Any
+    spec: PartitionSpec
+    memory_kind: str = DEVICE_MEMORY
+
+    def num_bytes(self, platform: str) -> int:
+        """Bytes on one device of a platform, such as "cpu" or "tpu"."""
+        return sum(
+            packing.array_bytes(
+                a.sharding.shard_shape(a.shape) if a.sharding else a.shape,
+                a.dtype,
+                platform,
+            )
+            for a in jax.tree.leaves(self.shapes)
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StatePackings:
+    """How the leaves of each use are packed.
+
+    Attributes:
+      parameters: the weights.
+      mutable_state: the layers' mutable state.
+      rings: each of `STASHES` -> its stashed values.
+      messages: the routes, each with its message.
+      optimizer_state: the optimizer's state; None in forward-only tables.
+    """
+
+    parameters: Packing
+    mutable_state: Packing
+    rings: Mapping[str, Packing]
+    messages: Sequence[tuple[Route, Packing]]
+    optimizer_state: Packing | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class StateLayout:
+    """Every array of a training state, by group.
+
+    Attributes:
+      mesh: the devices.
+      groups: name -> group: "parameters", "read_parameters", "optimizer_state", "mutable_state",
+        "loss_scale", "round", "started", "key", "gradients" and "buffers". A forward-only table has
+        "parameters", "mutable_state" and "buffers".
+    """
+
+    mesh: Mesh
+    groups: Mapping[str, ArrayGroup]
+
+    def __getitem__(self, name: str) -> ArrayGroup:
+        return self.groups[name]
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of each stage, along the axis "data"."""
+        return self.mesh.shape.get(DATA, 1)
+
+    def local_shapes(self, names: Sequence[str]) -> dict[str, Any]:
+        """Local shapes of groups, by name."""
+        return {name: self.groups[name].shapes for name in names}
+
+    def global_shapes(self, names: Sequence[str]) -> dict[str, Any]:
+        """Global shapes of groups, with their shardings, by name."""
+        groups = [self.groups[name] for name in names]
+        return {g.name: self.globally(g.shapes, g.spec, g.memory_kind) for g in groups}
+
+    def globally(
+        self, shapes: Any, spec: PartitionSpec, memory_kind: str = DEVICE_MEMORY
+    ) -> Any:
+        """Global shapes, with shardings, of a tree of local shapes.
+
+        Args:
+          shapes: local shapes.
+          spec: how their first axis is split.
+          memory_kind: the memory that holds the arrays.
+        """
+        num_parts = self.mesh.shape[STAGE]
+        if spec == per_device_spec(self.mesh):
+            num_parts *= self.num_replicas
+        # A sharding without a kind of memory is in the device's default memory.
+        kind = None if memory_kind == DEVICE_MEMORY else memory_kind
+
+        def whole(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            inner = () if a.sharding is None else a.sharding.spec[1:]
+            split = PartitionSpec(*spec, *inner)
+            sharding = NamedSharding(self.mesh, split, memory_kind=kind)
+            shape = (num_parts * a.shape[0], *a.shape[1:])
+            return jax.ShapeDtypeStruct(shape, a.dtype, sharding=sharding)
+
+        return jax.tree.map(whole, shapes)
+
+    def leaf_bytes(self, places: Sequence[packing.Place], dtype_of: Mapping) -> int:
+        """Bytes of leaves on one device.
+
+        Args:
+          places: the place of each leaf, counted once however many equal leaves follow there.
+          dtype_of: name of a packed array -> its shape and dtype.
+        """
+        return sum(
+            math.prod(place.shape)
+            * dtype_of[place.array].dtype.itemsize
+            // math.prod(self.mesh.shape[axis] for axis in packing.axes(place.spec))
+            for place in places
+        )
+
+
+def training_layout(
+    mesh: Mesh,
+    lowered: Lowered,
+    packings: StatePackings,
+    *,
+    microbatch: Any,
+    norm_dtype: np.dtype,
+    hooked_passes: Sequence[str] = (),
+    loss_scale: LossScale | None = None,
+    key_impl: Any = None,
+) -> StateLayout:
+    """The layout of a training state.
+
+    Args:
+      mesh: the devices.
+      lowered: the lowered table.
+      packings: how the leaves are packed.
+      microbatch: the abstract microbatch.
+      norm_dtype: dtype of gradient norms.
+      hooked_passes: the passes ("forward", "backward") that read weights of their own, from a
+        parameter hook.
+      loss_scale: the loss scale, or None.
+      key_impl: implementation of the random keys.
+    """
+    R, V = lowered.num_chunks, lowered.num_versions
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl)[None])
+    counter = jax.ShapeDtypeStruct((1,), np.int32)
+    parameters = packed_shapes(mesh, packings.parameters, V, R)
+    buffers = buffer_shapes(mesh, lowered, packings, microbatch)
+    # Sums over the microbatches of a minibatch that have run forward.
+    buffers["statistics"] = packed_shapes(None, packings.mutable_state, R)
+    # Of each column, for norms over all stages.
+    buffers["squared_norm"] = jax.ShapeDtypeStruct((R,), norm_dtype)
+    replicated = {
+        "parameters": parameters,
+        "read_parameters": dict.fromkeys(hooked_passes, parameters),
+        "optimizer_state": packed_shapes(mesh, packings.optimizer_state, R),
+        "mutable_state": packed_shapes(None, packings.mutable_state, R),
+        "loss_scale": {} if loss_scale is None else loss_scale.shapes(),
+        "round": counter,
+        "started": counter,
+        "key": key,
+    }
+    private = {
+        "gradients": packed_shapes(mesh, packings.parameters, R),
+        "buffers": buffers,
+    }
+    return _layout(mesh, replicated, private)
+
+
+def forward_only_layout(
+    mesh: Mesh,
+    lowered: Lowered,
+    packings: StatePackings,
+    *,
+    num_versions: int,
+    microbatch: Any,
+) -> StateLayout:
+    """The layout of the arrays that a forward-only table reads and writes.
+
+    Args:
+      mesh: the devices.
+      lowered: the lowered table.
+      packings: how the leaves are packed.
+      num_versions: V of the state that holds the weights.
+      microbatch: the abstract microbatch.
+    """
+    R = lowered.num_chunks
+    replicated = {
+        "parameters": packed_shapes(mesh, packings.parameters, num_versions, R),
+        "mutable_state": packed_shapes(None, packings.mutable_state, R),
+    }
+    buffers = buffer_shapes(mesh, lowered, packings, microbatch)
+    return _layout(mesh, replicated, {"buffers": buffers})
+
+
+def _layout(mesh: Mesh, replicated: Mapping, private: Mapping) -> StateLayout:
+    spec = per_device_spec(mesh)
+    groups = [
+        ArrayGroup(name, shapes, REPLICATED) for name, shapes in replicated.items()
+    ]
+    groups += [ArrayGroup(name, shapes, spec) for name, shapes in private.items()]
+    return StateLayout(mesh, {group.name: group for group in groups})
+
+
+def buffer_shapes(
+    mesh: Mesh | None, lowered: Lowered, packings: StatePackings, microbatch: Any
+) -> dict[str, Any]:
+    """Local shapes of everything in flight, by the names of `TickArrays`.
+
+    Args:
+      mesh: for the shardings of stashes that are split over automatic axes; None: no stash is.
+      lowered: the lowered table.
+      packings: how the leaves are packed.
+      microbatch: the abstract microbatch, or None.
+    """
+    slots, schedule = lowered.num_slots, lowered.schedule
+    routes = {route.inbox: route for route, _ in packings.messages}
+    message = {route.inbox: pack for route, pack in packings.messages}
+    sent: dict[str, dict] = {"forward": {}, "backward": {}}
+    for j, (inbox, _) in enumerate(lowered.outgoing):
+        sent[routes[inbox].operation][j] = packed_shapes(None, message[inbox])
+    shapes: dict[str, Any] = {
+        "inbox": {
+            inbox: packed_shapes(None, pack, slots[inbox] + NUM_DISCARD_SLOTS)
+            for inbox, pack in message.items()
+            if slots[inbox]
+        },
+        "rings": {
+            ring: packed_shapes(mesh, packings.rings[ring], slots[ring])
+            for ring in STASHES
+            if slots[ring] and not schedule.forward_only
+        },
+        "sent_activations": sent["forward"],
+        "sent_gradients": sent["backward"],
+        # Under overlap what a backward sends arrives within a tick and needs no place here.
+        "received": {
+            i: _encoded(channel.codec, message[next(iter(channel.arrives))])
+            for i, channel in enumerate(lowered.channels)
+            if channel.operation != "backward"
+        },
+    }
+    if lowered.num_batches > 1:
+        num_rows = lowered.num_batches * schedule.num_microbatches
+        shapes["batches"] = jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape), a.dtype), microbatch
+        )
+    return shapes
+
+
+def _encoded(codec: Any, message: Packing) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a message as it is transferred."""
+    shapes = packed_shapes(None, message)
+    return shapes if codec is None else jax.eval_shape(codec.encode, shapes)
+
+
+def packed_shapes(
+    mesh: Mesh | None, pack: Packing, *lead: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    """Local shapes of packed arrays.
+
+    Args:
+      mesh: gives arrays that are split over automatic axes the sharding that says how; None: all
+        arrays are whole on their device.
+      pack: the packing.
+      *lead: sizes of the leading axes.
+    """
+    shapes = {
+        name: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype)
+        for name, a in pack.arrays.items()
+    }
+    for name, spec in pack.specs.items() if mesh is not None else ():
+        dims = [None] * (len(lead) + 1) + list(spec)
+        # XLA leaves out None at the end. With another spelling a second program would be compiled
+        # for the same arrays.
+        while dims[-1] is None:
+            dims.pop()
+        sharding = NamedSharding(mesh, PartitionSpec(*dims))
+        a = shapes[name]
+        shapes[name] = jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+    return shapes

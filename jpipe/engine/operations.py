@@ -1,0 +1,390 @@
+"""What a stage does in a tick: forward, backward, weight gradient.
+
+Each operation is a function `(stage, written, read) -> written`, with a function beside it that
+names the arrays that it writes. Nothing here communicates with other devices, except for the mean
+of statistics over replicas.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jpipe import packing
+from jpipe.engine.arrays import Packed, ReadOnly, Written
+from jpipe.engine.context import StageContext
+from jpipe.engine.guard import guarded
+from jpipe.engine.stage_layers import (
+    add_gradients,
+    for_each_layer,
+    for_each_layer_reversed,
+    layer_parameters,
+    read_layer_stash,
+    run_layers,
+    split_leaves,
+    write_stash,
+)
+from jpipe.engine.transport import (
+    SENT,
+    arrived_skip_gradients,
+    put_row,
+    send,
+    send_skips,
+)
+from jpipe.layers.avals import is_inexact
+from jpipe.layers.backward import LayerProgram
+from jpipe.packing import Packing, Place
+from jpipe.stages.cut import LayerRun
+
+
+class Operation(NamedTuple):
+    """One kind of operation.
+
+    Attributes:
+      run: `(stage, written, read) -> written`.
+      writes: `stage -> names` of the arrays in `written`.
+    """
+
+    run: Callable[[StageContext, Written, ReadOnly], Written]
+    writes: Callable[[StageContext], list[str]]
+
+
+# -- What operations read of a microbatch
+
+
+def _microbatch(stage: StageContext, leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
+    """The microbatch `[microbatch, ...]` out of leaves `[num_batches * N, microbatch, ...]`."""
+    return [
+        lax.dynamic_index_in_dim(
+            a, stage.scalars.microbatch, keepdims=False, allow_negative_indices=False
+        )
+        for a in leaves
+    ]
+
+
+def _message_places(
+    stage: StageContext, owner_offset: int, messages: Packing
+) -> tuple[Place, ...]:
+    """Places of the message from the stage before (offset -1) or to the stage after (offset 0).
+
+    Stages that share a program have messages of one shape, and the first of them gives the places.
+    """
+    owners = [s + owner_offset for s in stage.program.stages]
+    num_messages = stage.stages.num_stages - 1
+    return messages.places[next(o for o in owners if 0 <= o < num_messages)]
+
+
+def _stage_inputs(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
+    """Inputs of the stage: from the batch on the first stage, from the inbox on others."""
+
+    def from_inbox() -> list[jax.Array]:
+        places = _message_places(stage, -1, stage.stages.activations)
+        slot = [stage.scalars.slot("activation")]
+        return packing.read_all(read.inbox["activation"], places, slot)
+
+    return stage.if_first(lambda: _microbatch(stage, stage.device.inputs), from_inbox)
+
+
+# -- Forward
+
+
+def _moves_state(stage: StageContext) -> bool:
+    """Whether forwards of the program move mutable state."""
+    if stage.spec.schedule.forward_only:
+        return False
+    return any(run.state for run in stage.program.runs)
+
+
+def forward_writes(stage: StageContext) -> list[str]:
+    """The arrays that `forward` writes."""
+    if stage.spec.schedule.forward_only:
+        return ["outputs", SENT["forward"]]
+    names = ["rings", "loss", "aux", "count", SENT["forward"]]
+    return names + (["mutable_state", "statistics"] if _moves_state(stage) else [])
+
+
+def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
+    """The forward of one microbatch: stashes for the backward, and a message or the loss.
+
+    In a forward-only table the last stage writes its outputs instead of a loss.
+    """
+    collects, moves_state = stage.spec.schedule.forward_only, _moves_state(stage)
+    stashes = not (collects or stage.spec.recompute)
+    result = run_layers(
+        stage,
+        read,
+        _stage_inputs(stage, read),
+        mutable_state=written.mutable_state if moves_state else read.mutable_state,
+        rings=written.rings if stashes else None,
+        statistics=written.statistics if moves_state else None,
+    )
+    if stashes:
+        written = written.replace(rings=result.rings)
+    if moves_state:
+        written = written.replace(statistics=result.statistics)
+        written = _commit_state(stage, written)
+    lane = stage.scalars
+    written = send_skips(stage.spec, stage.program, written, lane, result.skips)
+
+    def collect() -> Written:
+        index = lane.microbatch
+        values = zip(written.outputs, result.outputs)
+        return written.replace(outputs=[put_row(a, y, index) for a, y in values])
+
+    def send_activation() -> Written:
+        places = _message_places(stage, 0, stage.stages.activations)
+        return send(stage.spec, written, lane, "activation", places, result.outputs)
+
+    return stage.if_last(
+        collect
+        if collects
+        else lambda: _add_loss(stage, written, result.outputs, stashes),
+        send_activation,
+    )
+
+
+def _add_loss(
+    stage: StageContext, written: Written, outputs: list[jax.Array], stashes: bool
+) -> Written:
+    """Adds the loss of the microbatch to the sums, and writes its stash if `stashes`."""
+    if stashes:
+        values, aux, rings = _loss_and_stash(stage, written, outputs)
+    else:
+        extra = _loss_extra(stage)
+        values, aux = stage.stages.loss.forward([], outputs, extra)
+        rings = written.rings
+    (value,) = values
+    return written.replace(
+        rings=rings,
+        loss=written.loss + value[None],
+        aux=[a + b[None] for a, b in zip(written.aux, aux)],
+        count=written.count + 1,
+    )
+
+
+def _loss_extra(stage: StageContext) -> list[jax.Array]:
+    """What the loss gets beside outputs: the microbatch, and a random key if the loss takes one."""
+    batch = _microbatch(stage, stage.device.batch)
+    if len(stage.stages.loss.extra) == len(batch):
+        return batch
+    number = len(stage.stages.layers)  # layers draw by the numbers below
+    key = stage.device.random_key(number, stage.scalars.microbatch_number)
+    return [*batch, jax.random.key_data(key)]
+
+
+def _loss_and_stash(
+    stage: StageContext, written: Written, outputs: list[jax.Array]
+) -> tuple:
+    """Values and aux of the loss, and the rings with its stash."""
+    extra = _loss_extra(stage)
+    values, stash, aux = stage.stages.loss.forward_and_stash([], outputs, extra)
+    places, slot_of = stage.program.loss_stash, stage.scalars.slot
+    rings = write_stash(written.rings, "input_stash", places, stash, slot_of)
+    return values, aux, rings
+
+
+def _commit_state(stage: StageContext, written: Written) -> Written:
+    """Moves mutable state after the last microbatch of a minibatch, by the minibatch's statistics."""
+
+    def commit(arrays: tuple, _: None) -> tuple:
+        column = stage.column
+        for r, run in enumerate(stage.program.runs):
+            if run.state:
+                layer = functools.partial(_commit_layer, stage, run, column)
+                arrays = for_each_layer(stage, r, layer, arrays)
+        return arrays
+
+    state, statistics = guarded(
+        stage.spec.lowered.guard,
+        stage.scalars.completes_minibatch == 1,
+        commit,
+        (written.mutable_state, written.statistics),
+        None,
+    )
+    return written.replace(mutable_state=state, statistics=statistics)
+
+
+def _commit_layer(
+    stage: StageContext,
+    run: LayerRun,
+    column: list[jax.Array],
+    i: jax.Array | int,
+    arrays: tuple,
+) -> tuple:
+    """Moves the mutable state of layer i and empties its statistics.
+
+    The state stays as it is if its new value is not finite.
+    """
+    state, statistics = arrays
+    num_microbatches = stage.spec.schedule.num_microbatches
+    old = packing.read_all(state, run.state, column, i)
+    sums = packing.read_all(statistics, run.state, column, i)
+    mean = [a / np.asarray(num_microbatches, a.dtype) for a in sums]
+    mean = stage.device.mean_over_replicas(mean)
+    new = stage.stages.mutable[run.kind].commit(old, mean)
+    finite = jnp.stack([jnp.isfinite(a).all() for a in new]).all()
+    new = [jnp.where(finite, b, a) for a, b in zip(old, new)]
+    zeros = [jnp.zeros_like(a) for a in old]
+    state = packing.write_all(state, run.state, column, new, i)
+    return state, packing.write_all(statistics, run.state, column, zeros, i)
+
+
+# -- Backward
+
+
+def backward_writes(stage: StageContext) -> list[str]:
+    """The arrays that `backward` writes."""
+    names = ["rings", SENT["backward"]]
+    return names if stage.spec.schedule.splits_backward else ["gradients", *names]
+
+
+def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
+    """The backward of one microbatch: parameter gradients and a message.
+
+    Where the table splits backwards, it computes the input gradient only, and stashes what
+    `weight_grad` needs.
+    """
+    split = stage.spec.schedule.splits_backward
+    if stage.spec.recompute:
+        written = _recompute(stage, written, read)
+    gy = stage.if_last(
+        lambda: _loss_gradient(stage, written, read),
+        lambda: _arrived_gradient(stage, read),
+    )
+    rings, gradients = written.rings, None if split else written.gradients
+    lane = stage.scalars
+    skip_gradients = arrived_skip_gradients(stage.spec, stage.program, read.inbox, lane)
+    for r, run in reversed(list(enumerate(stage.program.runs))):
+        kind = stage.stages.layer_kinds[run.kind]
+        gy = [*gy, *(g for name, _ in run.stash for g in skip_gradients.pop(name))]
+
+        def layer(
+            i: jax.Array | int,
+            state: tuple,
+            run: LayerRun = run,
+            kind: LayerProgram = kind,
+        ) -> tuple:
+            gy, rings, gradients = state
+            parameters = layer_parameters(stage, read, "backward", run, i)
+            stash = read_layer_stash(rings, run, kind, lane.slot, i)
+            if split:
+                gx, values = kind.input_grad(parameters, stash, gy)
+                places = run.split_residuals
+                rings = write_stash(
+                    rings, "split_residuals", places, values, lane.slot, i
+                )
+            else:
+                gp, gx = kind.backward(parameters, stash, gy)
+                gradients = add_gradients(gradients, run, gp, lambda: lane.chunk, i)
+            return gx, rings, gradients
+
+        gy, rings, gradients = for_each_layer_reversed(
+            stage, r, layer, (gy, rings, gradients)
+        )
+        inexact = [[a for a in leaves if is_inexact(a)] for _, leaves in run.pop]
+        gy, *popped = split_leaves(gy, inexact)
+        # Gradients of skips from earlier stages leave with this backward; others meet the layer
+        # that stashed the skip.
+        skip_gradients |= {name: g for (name, _), g in zip(run.pop, popped)}
+    written = written.replace(rings=rings)
+    if not split:
+        written = written.replace(gradients=gradients)
+    written = send_skips(stage.spec, stage.program, written, lane, skip_gradients)
+
+    def send_gradient() -> Written:
+        places = _message_places(stage, -1, stage.stages.gradients)
+        return send(stage.spec, written, lane, "gradient", places, gy)
+
+    return stage.if_first(lambda: written, send_gradient)
+
+
+def _recompute(stage: StageContext, written: Written, read: ReadOnly) -> Written:
+    """Runs the forward again, on the weights that the backward reads, and stashes."""
+    result = run_layers(
+        stage,
+        read,
+        _stage_inputs(stage, read),
+        mutable_state=read.mutable_state,
+        weight_pass="backward",
+        rings=written.rings,
+    )
+    written = written.replace(rings=result.rings)
+
+    def with_loss() -> dict:
+        return _loss_and_stash(stage, written, result.outputs)[-1]
+
+    return written.replace(rings=stage.if_last(with_loss, lambda: written.rings))
+
+
+def _loss_gradient(
+    stage: StageContext, written: Written, read: ReadOnly
+) -> list[jax.Array]:
+    """The gradient of the minibatch's loss by the stage's outputs, times the loss scale."""
+    loss, slot = stage.stages.loss, [stage.scalars.slot("input_stash")]
+    places = stage.program.loss_stash
+    stash = packing.read_all(written.rings["input_stash"], places, slot)
+    num_microbatches = stage.spec.schedule.num_microbatches
+    divisor: Any = num_microbatches
+    if stage.device.minibatch_weights is not None:
+        minibatch = stage.scalars.microbatch // num_microbatches
+        divisor = stage.device.minibatch_weights[minibatch]
+    gradient = jnp.ones((), loss.outputs[0].dtype) / divisor
+    if stage.spec.loss_scale is not None:
+        gradient *= read.loss_scale["scale"][0].astype(gradient.dtype)
+    return loss.backward([], stash, [gradient])[1]
+
+
+def _arrived_gradient(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
+    """The gradient by the stage's outputs, from the next stage."""
+    places = _message_places(stage, 0, stage.stages.gradients)
+    slot = [stage.scalars.slot("gradient")]
+    return packing.read_all(read.inbox["gradient"], places, slot)
+
+
+# -- Weight gradient
+
+
+def weight_grad_writes(stage: StageContext) -> list[str]:
+    """The arrays that `weight_grad` writes."""
+    return ["gradients"]
+
+
+def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Written:
+    """The parameter gradients of one microbatch, after `backward` computed its input gradient."""
+    gradients, lane = written.gradients, stage.scalars
+    for r, run in enumerate(stage.program.runs):
+        kind = stage.stages.layer_kinds[run.kind]
+
+        def layer(
+            i: jax.Array | int,
+            gradients: Packed,
+            run: LayerRun = run,
+            kind: LayerProgram = kind,
+        ) -> Packed:
+            parameters = layer_parameters(stage, read, "backward", run, i)
+            stash = read_layer_stash(
+                read.rings, run, kind, lane.slot, i, only="weight_stash"
+            )
+            values = []
+            if run.split_residuals:
+                slot = [lane.slot("split_residuals")]
+                values = packing.read_all(
+                    read.rings["split_residuals"], run.split_residuals, slot, i
+                )
+            values = kind.weight_grad(parameters, stash, values)
+            return add_gradients(gradients, run, values, lambda: lane.chunk, i)
+
+        gradients = for_each_layer(stage, r, layer, gradients)
+    return written.replace(gradients=gradients)
+
+
+OPERATIONS = {
+    "forward": Operation(forward, forward_writes),
+    "backward": Operation(backward, backward_writes),
+    "weight_grad": Operation(weight_grad, weight_grad_writes),
+}
+"""The operations of a stage, in the order in which a tick runs them."""

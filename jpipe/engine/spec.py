@@ -1,0 +1,181 @@
+"""The static side of a pass over the table: what is known before the program is compiled."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jpipe.engine.layout import (
+    StateLayout,
+    StatePackings,
+    forward_only_layout,
+    training_layout,
+)
+from jpipe.engine.loss_scale import LossScale
+from jpipe.lowering.channels import Route
+from jpipe.lowering.lower import STASHES, Lowered, lower
+from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
+from jpipe.mesh import DATA
+from jpipe.packing import Packing, Place
+from jpipe.schedule import Schedule
+from jpipe.stages.cut import Stages
+from jpipe.stages.messages import find_routes
+from jpipe.stages.optimizer import StageUpdates, read_delays
+
+
+class TiedCopy(NamedTuple):
+    """One copy of a tied weight.
+
+    Attributes:
+      device: its device.
+      chunk: position of its column among the device's columns.
+      place: its place in the packed weights.
+      row: its row there.
+    """
+
+    device: int
+    chunk: int
+    place: Place
+    row: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PassSpec:
+    """A table, a model and an optimizer on a mesh, and all that follows from them.
+
+    Attributes:
+      schedule: the table. A forward-only table collects the outputs of the last stage instead of
+        losses.
+      stages: the model, cut into stages.
+      updates: the optimizer on each stage, or None for a forward-only table.
+      mesh: has an axis "stage" with the schedule's number of devices, and optionally an axis "data"
+        of replicas. Other axes are left to the compiler: weights, gradients and optimizer state are
+        split over them as the layers say, stashed activations as the compiler would; messages and
+        batches are whole on each of their devices.
+      recompute: whether a stage keeps only its inputs from forward to backward.
+      microbatch: the abstract microbatch.
+      loss_scale: the factor of the loss for its gradient, or None.
+      key_impl: implementation of the random keys that layers get.
+      trained: for a forward-only table, the lowered table that trains the weights.
+      overlap: whether transfers overlap with compute. If False, all messages of a tick are sent
+        after its compute, which is faster where devices share cores.
+    """
+
+    schedule: Schedule
+    stages: Stages
+    updates: StageUpdates | None
+    mesh: Mesh
+    recompute: bool = False
+    microbatch: Any = None
+    loss_scale: LossScale | None = None
+    key_impl: Any = None
+    trained: Lowered | None = None
+    overlap: bool = False
+
+    @functools.cached_property
+    def routes(self) -> list[tuple[Route, Packing]]:
+        """Every kind of message, with its packing."""
+        stages = self.stages
+        gradients = None if self.schedule.forward_only else stages.gradients
+        return find_routes(
+            stages.num_stages, stages.activations, gradients, stages.portals
+        )
+
+    @functools.cached_property
+    def lowered(self) -> Lowered:
+        """The table as static integers."""
+        routes = [route for route, _ in self.routes]
+        return lower(self.schedule, self.recompute, routes, self.overlap)
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of each stage, along the axis "data"."""
+        return self.mesh.shape.get(DATA, 1)
+
+    @property
+    def num_versions(self) -> int:
+        """V, weight versions on every device."""
+        return (self.trained or self.lowered).num_versions
+
+    @functools.cached_property
+    def delays(self) -> dict[str, np.ndarray]:
+        """Pass -> float `[S]`: see `jpipe.stages.optimizer.read_delays`."""
+        return read_delays(self.schedule)
+
+    @functools.cached_property
+    def packings(self) -> StatePackings:
+        """How the leaves of the state are packed."""
+        stages = self.stages
+        return StatePackings(
+            parameters=stages.parameters,
+            mutable_state=stages.state,
+            rings={ring: getattr(stages, ring) for ring in STASHES},
+            messages=self.routes,
+            optimizer_state=None if self.updates is None else self.updates.state,
+        )
+
+    @functools.cached_property
+    def layout(self) -> StateLayout:
+        """The arrays of the state."""
+        if self.updates is None:
+            return forward_only_layout(
+                self.mesh,
+                self.lowered,
+                self.packings,
+                num_versions=self.num_versions,
+                microbatch=self.microbatch,
+            )
+        hooks = self.updates.programs[0].param_hooks
+        return training_layout(
+            self.mesh,
+            self.lowered,
+            self.packings,
+            microbatch=self.microbatch,
+            norm_dtype=self.updates.norm_dtype,
+            # A pass without delays on any stage reads the weights as they are.
+            hooked_passes=[name for name in hooks if self.delays[name].any()],
+            loss_scale=self.loss_scale,
+            key_impl=self.key_impl,
+        )
+
+    @functools.cached_property
+    def scalars(self) -> ScalarTable:
+        """The scalars of every tick."""
+        newest = None if self.trained is None else self.trained.newest
+        constants = self._stage_constants()
+        of_operation = dict.fromkeys(("forward", "backward", "weight_grad"), constants)
+        if self.updates is not None:
+            of_operation["update"] = {
+                ("program",): np.array(self.updates.program_of_stage),
+                **{("delay", name): delay for name, delay in self.delays.items()},
+            }
+        return scalar_table(self.lowered, of_operation, self.num_versions, newest)
+
+    def _stage_constants(self) -> StageConstants:
+        """Scalars of operations on layers that depend on the stage alone: see `LaneScalars`."""
+        stages, stage = self.stages, np.arange(self.stages.num_stages)
+        constants: dict[tuple, np.ndarray] = {
+            ("program",): np.array(stages.program_of_stage),
+            ("first",): stage == 0,
+            ("last",): stage == stages.num_stages - 1,
+        }
+        for r in range(max(map(len, stages.lengths))):
+            lengths = [sum(n[r : r + 1]) for n in stages.lengths]
+            layers_before = [sum(n[:r]) for n in stages.lengths]
+            constants["length", r] = np.array(lengths)
+            constants["layer", r] = np.add(stages.starts[:-1], layers_before)
+        return constants
+
+    @functools.cached_property
+    def ties(self) -> list[list[TiedCopy]]:
+        """The copies of each tied weight; the optimizer knows the first."""
+        stages = self.stages
+        copy_of_leaf = {
+            (layer, j): TiedCopy(*self.lowered.placement[s], place, row)
+            for s in range(stages.num_stages)
+            for layer, run, row in stages.layer_runs(s)
+            for j, place in enumerate(run.parameters)
+        }
+        return [[copy_of_leaf[leaf] for leaf in leaves] for leaves in stages.ties]

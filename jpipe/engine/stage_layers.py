@@ -1,0 +1,252 @@
+"""The layers of a stage: loops over them, and where each reads and writes its arrays.
+
+The functions on one layer (`write_layer_stash`, `read_layer_stash`, `add_gradients`) take arrays, the
+layer's places, leading indices and the row of the layer, and nothing of the engine, so that
+measuring can run a layer as the engine does.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
+
+import jax
+from jax import lax
+
+from jpipe import packing
+from jpipe.engine.arrays import Packed, TickArrays
+from jpipe.engine.context import StageContext
+from jpipe.engine.transport import arrived_skips
+from jpipe.layers.backward import LayerProgram
+from jpipe.packing import Place
+from jpipe.stages.cut import LayerRun
+
+LoopState = TypeVar("LoopState")
+SlotOf = Callable[[str], jax.Array]
+"""Ring -> slot, int32 `[]`."""
+
+
+# -- Loops
+
+
+def for_each_layer(
+    stage: StageContext,
+    r: int,
+    body: Callable[[jax.Array, LoopState], LoopState],
+    state: LoopState,
+) -> LoopState:
+    """`state = body(i, state)` for each layer i of run r of the program, the first layer first."""
+    lengths = _lengths(stage, r)
+    if lengths == {1}:
+        return body(0, state)
+    return lax.fori_loop(0, _length(stage, r, lengths), body, state)
+
+
+def for_each_layer_reversed(
+    stage: StageContext,
+    r: int,
+    body: Callable[[jax.Array, LoopState], LoopState],
+    state: LoopState,
+) -> LoopState:
+    """`state = body(i, state)` for each layer i of run r of the program, the last layer first."""
+    length = _length(stage, r, _lengths(stage, r))
+    return for_each_layer(stage, r, lambda i, state: body(length - 1 - i, state), state)
+
+
+def _lengths(stage: StageContext, r: int) -> set[int]:
+    """The numbers of layers that the program's stages have in run r."""
+    return {stage.stages.lengths[s][r] for s in stage.program.stages}
+
+
+def _length(stage: StageContext, r: int, lengths: set[int]) -> jax.Array | int:
+    """The number of layers in run r: static if all stages of the program agree."""
+    return next(iter(lengths)) if len(lengths) == 1 else stage.scalars.num_layers(r)
+
+
+# -- One layer
+
+
+def write_stash(
+    rings: Mapping[str, Packed],
+    ring: str,
+    places: Sequence[Place],
+    values: Sequence[jax.Array],
+    slot_of: SlotOf,
+    i: jax.Array | int = 0,
+) -> Mapping[str, Packed]:
+    """Writes stashed values of layer i into their slot of one ring."""
+    if not places:
+        return rings
+    packed = packing.write_all(rings[ring], places, [slot_of(ring)], values, i)
+    return {**rings, ring: packed}
+
+
+def write_layer_stash(
+    rings: Mapping[str, Packed],
+    run: LayerRun,
+    kind: LayerProgram,
+    stash: Sequence[jax.Array],
+    slot_of: SlotOf,
+    i: jax.Array | int,
+) -> Mapping[str, Packed]:
+    """Writes the whole stash of layer i into the rings."""
+    for ring, places, positions in (
+        ("input_stash", run.input_stash, kind.input_stash),
+        ("weight_stash", run.weight_stash, kind.weight_stash),
+    ):
+        values = [stash[j] for j in positions]
+        rings = write_stash(rings, ring, places, values, slot_of, i)
+    return rings
+
+
+def read_layer_stash(
+    rings: Mapping[str, Packed],
+    run: LayerRun,
+    kind: LayerProgram,
+    slot_of: SlotOf,
+    i: jax.Array | int,
+    only: str | None = None,
+) -> list[jax.Array | None]:
+    """The stash of layer i; with `only` a ring, None for the values that are in the other ring."""
+    stash: list[jax.Array | None] = [None] * len(kind.stash)
+    for ring, places, positions in (
+        ("input_stash", run.input_stash, kind.input_stash),
+        ("weight_stash", run.weight_stash, kind.weight_stash),
+    ):
+        if only in (None, ring):
+            for j, place in zip(positions, places):
+                stash[j] = packing.read(rings[ring], place, [slot_of(ring)], i)
+    return stash
+
+
+def add_gradients(
+    gradients: Packed,
+    run: LayerRun,
+    values: Sequence[jax.Array],
+    chunk_of: Callable[[], jax.Array],
+    i: jax.Array | int,
+) -> Packed:
+    """Adds the parameter gradients of layer i to the accumulators of its column."""
+    for place, value in zip(run.parameters, values, strict=True):
+        gradients = packing.add(gradients, place, [chunk_of()], value, i)
+    return gradients
+
+
+def split_leaves(leaves: Sequence, tails: Sequence[Sequence]) -> list[list]:
+    """Cuts `leaves` into the leading leaves and one list as long as each of `tails`.
+
+    Example:
+      >>> split_leaves([1, 2, 3, 4], ["a", "bc"])
+      [[1], [2], [3, 4]]
+    """
+    parts, end = [], len(leaves)
+    for tail in reversed(tails):
+        parts.append(list(leaves[end - len(tail) : end]))
+        end -= len(tail)
+    return [list(leaves[:end]), *reversed(parts)]
+
+
+# -- The layers of a stage
+
+
+def layer_parameters(
+    stage: StageContext,
+    read: TickArrays,
+    weight_pass: str,
+    run: LayerRun,
+    i: jax.Array | int,
+) -> list[jax.Array]:
+    """The weights of layer i that a "forward" or a "backward" reads."""
+    arrays = read.read_parameters.get(weight_pass, read.parameters)
+    lead = [stage.scalars.version, stage.scalars.chunk]
+    return packing.read_all(arrays, run.parameters, lead, i)
+
+
+def _layer_extra(
+    stage: StageContext,
+    mutable_state: Packed,
+    run: LayerRun,
+    kind: LayerProgram,
+    r: int,
+    i: jax.Array | int,
+) -> list[jax.Array]:
+    """What layer i gets beside parameters and inputs: its random key and its mutable state."""
+    key = jax.random.key_data(stage.device.key)
+    if kind.reads_extra[0]:
+        lane = stage.scalars
+        key = stage.device.random_key(lane.first_layer(r) + i, lane.microbatch_number)
+        key = jax.random.key_data(key)
+    if not run.state:
+        return [key]
+    return [key, *packing.read_all(mutable_state, run.state, stage.column, i)]
+
+
+class LayersResult(NamedTuple):
+    """What the forward of a stage returns.
+
+    Attributes:
+      outputs: outputs of the last layer, `[microbatch, ...]` each.
+      skips: name -> leaves of the skips that leave the stage.
+      rings: ring -> stashes, updated; None if nothing is stashed.
+      statistics: updated; None if the mutable state does not move.
+    """
+
+    outputs: list[jax.Array]
+    skips: dict[str, list[jax.Array]]
+    rings: Mapping[str, Packed] | None
+    statistics: Packed | None
+
+
+def run_layers(
+    stage: StageContext,
+    read: TickArrays,
+    x: list[jax.Array],
+    *,
+    mutable_state: Packed,
+    weight_pass: str = "forward",
+    rings: Mapping[str, Packed] | None = None,
+    statistics: Packed | None = None,
+) -> LayersResult:
+    """Runs the layers of a stage forward.
+
+    A layer writes its stash straight into `rings`, and adds the statistics of its mutable state to
+    `statistics`.
+
+    Args:
+      stage: the stage.
+      read: hold weights and inboxes.
+      x: inputs of the stage, `[microbatch, ...]` each.
+      mutable_state: the layers' mutable state.
+      weight_pass: the pass whose weights are read: "forward" or "backward".
+      rings: ring -> stashes; None: nothing is stashed.
+      statistics: sums of statistics; None: they are not kept.
+    """
+    skips = arrived_skips(stage.spec, stage.program, read.inbox, stage.scalars)
+    for r, run in enumerate(stage.program.runs):
+        kind = stage.stages.layer_kinds[run.kind]
+        popped = [leaf for name, _ in run.pop for leaf in skips.pop(name)]
+
+        def layer(
+            i: jax.Array | int,
+            state: tuple,
+            r: int = r,
+            run: LayerRun = run,
+            kind: LayerProgram = kind,
+            popped: list[jax.Array] = popped,
+        ) -> tuple:
+            x, rings, statistics = state
+            parameters = layer_parameters(stage, read, weight_pass, run, i)
+            extra = _layer_extra(stage, mutable_state, run, kind, r, i)
+            if rings is None:
+                y, aux = kind.forward(parameters, [*x, *popped], extra)
+            else:
+                y, stash, aux = kind.forward_and_stash(parameters, [*x, *popped], extra)
+                slot_of = stage.scalars.slot
+                rings = write_layer_stash(rings, run, kind, stash, slot_of, i)
+            if statistics is not None and run.state:
+                for place, value in zip(run.state, aux, strict=True):
+                    statistics = packing.add(statistics, place, stage.column, value, i)
+            return y, rings, statistics
+
+        y, rings, statistics = for_each_layer(stage, r, layer, (x, rings, statistics))
+        x, *stashed = split_leaves(y, [leaves for _, leaves in run.stash])
+        skips |= {name: leaves for (name, _), leaves in zip(run.stash, stashed)}
+    return LayersResult(x, skips, rings, statistics)

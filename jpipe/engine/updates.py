@@ -1,0 +1,328 @@
+"""The update of a tick: replicas, tied weights, norms, the loss scale, and the optimizer.
+
+In a tick in which any device updates, every device runs `update`: the norms need all devices. Then
+each device updates its own columns. A column skips its update if its gradient is not finite, or if
+the gradient is not finite on any other column that applies the same minibatch in the same tick.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpipe import packing
+from jpipe.engine.arrays import Packed, TickArrays
+from jpipe.engine.context import Device
+from jpipe.engine.guard import guarded
+from jpipe.engine.spec import TiedCopy
+from jpipe.engine.transport import put_row
+from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.mesh import STAGE
+from jpipe.packing import Place
+from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, UpdateFacts
+from jpipe.stages.optimizer import LeafSlots, StageUpdate, UpdateGroup
+
+
+def update(device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArrays:
+    """All updates of one tick."""
+    spec = device.spec
+    lanes = [
+        scalars.lane("update", j)
+        for j in range(spec.lowered.operations["update"].num_lanes)
+    ]
+    if spec.num_replicas > 1:
+        for lane in lanes:
+            arrays = _mean_over_replicas(device, lane, arrays)
+    for copies in spec.ties:
+        arrays = _sum_tied_gradients(device, copies, arrays)
+    arrays, norms = _norms(device, lanes, arrays)
+    for lane in lanes:
+        skip = jnp.any(norms.broken & (norms.versions == lane.absolute_version))
+        for u, program in enumerate(spec.updates.programs):
+            arrays = _Apply(
+                device=device,
+                program=program,
+                scalars=lane,
+                now=lane.program == u,
+                skip=skip,
+                global_norm=norms.global_norm,
+                scale=norms.scale,
+            ).run(arrays)
+    for copies in spec.ties:
+        arrays = _copy_tied_weights(device, copies, arrays)
+    return arrays.replace(op_count=arrays.op_count + 1)
+
+
+# -- Replicas
+
+
+def _mean_over_replicas(
+    device: Device, lane: LaneScalars, arrays: TickArrays
+) -> TickArrays:
+    """Replaces the gradients of the column that updates by their mean over replicas."""
+
+    def mean(gradients: Packed, chunk: jax.Array) -> Packed:
+        column = {
+            name: lax.dynamic_index_in_dim(a, chunk) for name, a in gradients.items()
+        }
+        means = device.mean_over_replicas(column)
+        return {name: put_row(gradients[name], a, chunk) for name, a in means.items()}
+
+    gradients = guarded(
+        device.spec.lowered.guard,
+        lane.program >= 0,
+        mean,
+        arrays.gradients,
+        lane.chunk,
+    )
+    return arrays.replace(gradients=gradients)
+
+
+# -- Tied weights
+#
+# The first copy gets the sum of all copies' gradients and the others get zeros, so that a norm
+# counts the gradient once and one stage updates the weight. The other copies take over the updated
+# value.
+
+
+def _sum_tied_gradients(
+    device: Device, copies: Sequence[TiedCopy], arrays: TickArrays
+) -> TickArrays:
+    gradients, total = arrays.gradients, 0
+    for copy in copies:
+        value = packing.read(gradients, copy.place, [copy.chunk], copy.row)
+        total += jnp.where(device.position == copy.device, value, 0)
+    if len({copy.device for copy in copies}) > 1:
+        total = lax.psum(total, STAGE)
+    for copy in copies:
+        old = packing.read(gradients, copy.place, [copy.chunk], copy.row)
+        new = total if copy is copies[0] else jnp.zeros_like(total)
+        new = jnp.where(device.position == copy.device, new, old)
+        gradients = packing.write(gradients, copy.place, [copy.chunk], new, copy.row)
+    return arrays.replace(gradients=gradients)
+
+
+def _copy_tied_weights(
+    device: Device, copies: Sequence[TiedCopy], arrays: TickArrays
+) -> TickArrays:
+    first = copies[0]
+    # Copies in the column of the first were updated with it.
+    others = [copy for copy in copies if copy[:2] != first[:2]]
+    if not others:
+        return arrays
+    parameters, version = arrays.parameters, 0  # schedules that tie stages have V = 1
+    value = packing.read(parameters, first.place, [version, first.chunk], first.row)
+    value = lax.psum(jnp.where(device.position == first.device, value, 0), STAGE)
+    for copy in others:
+        lead = [version, copy.chunk]
+        old = packing.read(parameters, copy.place, lead, copy.row)
+        new = jnp.where(device.position == copy.device, value, old)
+        parameters = packing.write(parameters, copy.place, lead, new, copy.row)
+    return arrays.replace(parameters=parameters)
+
+
+# -- Norms
+
+
+class _Norms(NamedTuple):
+    """Norms of gradients over all devices.
+
+    Attributes:
+      global_norm: `[]`, norm over all stages, of the gradient without loss scale.
+      scale: `[]`, the loss scale of the gradient, or None.
+      broken: bool `[D, R]`, columns that update in this tick with a gradient that is not finite.
+      versions: int32 `[D, R]`, the version that each column writes in this tick; -1: none.
+    """
+
+    global_norm: jax.Array
+    scale: jax.Array | None
+    broken: jax.Array
+    versions: jax.Array
+
+
+def _norms(
+    device: Device, lanes: Sequence[LaneScalars], arrays: TickArrays
+) -> tuple[TickArrays, _Norms]:
+    """The norms, and arrays with the squared norms and the loss scale after this update."""
+    num_chunks = device.spec.lowered.num_chunks
+    chunks = jnp.arange(num_chunks, dtype=jnp.int32)
+    dtype = device.spec.updates.norm_dtype
+    squares = [
+        jnp.sum(jnp.square(a.astype(dtype)), axis=tuple(range(1, a.ndim)))
+        for a in arrays.gradients.values()
+    ]
+    squares = functools.reduce(jnp.add, squares, jnp.zeros(num_chunks, dtype))
+    version = jnp.full(num_chunks, -1, jnp.int32)
+    for lane in lanes:
+        updates = (chunks == lane.chunk) & (lane.program >= 0)
+        version = jnp.where(updates, lane.absolute_version, version)
+    latest = jnp.where(version >= 0, squares, arrays.squared_norm)
+    all_latest, all_versions = lax.all_gather((latest, version), STAGE)
+    broken = ~jnp.isfinite(all_latest) & (all_versions >= 0)
+    global_norm, scale = jnp.sqrt(jnp.sum(all_latest)), None
+    if device.spec.loss_scale is not None:
+        scale = arrays.loss_scale["scale"][0]
+        global_norm /= scale.astype(dtype)
+        arrays = arrays.replace(
+            loss_scale=device.spec.loss_scale.after_update(
+                arrays.loss_scale, ~broken.any()
+            )
+        )
+    arrays = arrays.replace(squared_norm=latest, gradient_norm=global_norm[None])
+    return arrays, _Norms(global_norm, scale, broken, all_versions)
+
+
+# -- The optimizer
+
+
+@dataclasses.dataclass(frozen=True)
+class _Apply:
+    """The optimizer's update of one column by one program, part by part.
+
+    Two tricks keep all arrays in place. A loop over the parts of a group has a dynamic number of
+    turns, so that XLA does not unroll it (and copy). A part computes inside of a `cond`, so that
+    XLA does not read its inputs again after they were overwritten.
+
+    Attributes:
+      device: the device.
+      program: the update.
+      scalars: of the lane.
+      now: bool `[]`, whether the column updates by this program in this tick.
+      skip: bool `[]`, whether the update is skipped.
+      global_norm: `[]`, norm of the gradient over all stages.
+      scale: `[]`, the loss scale of the gradients, or None.
+    """
+
+    device: Device
+    program: StageUpdate
+    scalars: LaneScalars
+    now: jax.Array
+    skip: jax.Array
+    global_norm: jax.Array
+    scale: jax.Array | None
+
+    def run(self, arrays: TickArrays) -> TickArrays:
+        """The arrays after the update, with the column's gradients set to zero."""
+        forward_delay, backward_lead = (
+            self.scalars.delay(name).astype(jnp.float32) for name in PASSES
+        )
+        facts = UpdateFacts(forward_delay, backward_lead, self.global_norm)
+        extra = [arg.value(facts) for arg in EXTRA_ARGS]
+        extra += [forward_delay, backward_lead] if self.program.param_hooks else []
+        num_versions = self.device.spec.num_versions
+        previous = jnp.mod(self.scalars.absolute_version - 1, num_versions)
+
+        updated: dict[str, Packed] = {
+            "parameters": arrays.parameters,
+            "optimizer_state": arrays.optimizer_state,
+            **arrays.read_parameters,
+        }
+        load = functools.partial(self._load, arrays.gradients, previous)
+        num_done = jnp.int32(0)
+        shared = self._unscaled(
+            self.program.shared, load(self.program.shared, 0, updated)
+        )
+        for group in self.program.groups:
+            part = functools.partial(self._part, group, load, [*shared, *extra])
+            num_turns = self.now.astype(jnp.int32) * group.num_parts
+            updated, num_done = lax.fori_loop(0, num_turns, part, (updated, num_done))
+        chunk = self.scalars.chunk
+        return arrays.replace(
+            parameters=updated["parameters"],
+            optimizer_state=updated["optimizer_state"],
+            read_parameters={name: updated[name] for name in arrays.read_parameters},
+            # Reading `num_done` delays this until all parts have read the gradients. Emptied
+            # earlier, the gradients would have to be copied.
+            gradients=_emptied(arrays.gradients, chunk, num_done > 0),
+            skipped=arrays.skipped.at[chunk].add(
+                (self.now & self.skip).astype(jnp.int32)
+            ),
+        )
+
+    def _part(
+        self,
+        group: UpdateGroup,
+        load: Callable,
+        shared_and_extra: Sequence[jax.Array],
+        i: jax.Array,
+        state: tuple[dict[str, Packed], jax.Array],
+    ) -> tuple[dict[str, Packed], jax.Array]:
+        """Part i of a group; `state` has the updated arrays and the number of parts done."""
+        updated, num_done = state
+        kept = [j for j, slots in enumerate(group.outputs) if slots.arrays in updated]
+        outputs = [group.outputs[j] for j in kept]
+        inputs, before = (load(slots, i, updated) for slots in (group.inputs, outputs))
+
+        def compute() -> list[jax.Array]:
+            unscaled = self._unscaled(group.inputs, inputs)
+            values = group.run(*unscaled, *shared_and_extra)
+            return [values[j] for j in kept]
+
+        values = lax.cond(self.skip, lambda: before, compute)
+        for slots, value in zip(outputs, values, strict=True):
+            version = self.scalars.version
+            for place, lead in self._places(slots, i, version):
+                packed = packing.write(updated[slots.arrays], place, lead, value)
+                updated = {**updated, slots.arrays: packed}
+        return updated, num_done + 1
+
+    def _places(
+        self, slots: LeafSlots, i: jax.Array | int, version: jax.Array
+    ) -> list[tuple[Place, list[jax.Array]]]:
+        """Place and leading indices of every copy of part i's leaf."""
+        versioned = slots.arrays not in ("gradients", "optimizer_state")
+        lead = [version] if versioned else []
+        lead += [self.scalars.chunk]
+        return [
+            (dataclasses.replace(place, base=jnp.asarray(starts)[i]), lead)
+            for place, starts in slots.copies
+        ]
+
+    def _load(
+        self,
+        gradients: Packed,
+        version: jax.Array,
+        all_slots: Sequence[LeafSlots],
+        i: jax.Array | int,
+        updated: dict[str, Packed],
+    ) -> list[jax.Array]:
+        """Part i's leaves, as they were before the update."""
+        source = {"gradients": gradients, **updated}
+        return [
+            packing.read(source[slots.arrays], *self._places(slots, i, version)[0])
+            for slots in all_slots
+        ]
+
+    def _unscaled(
+        self, all_slots: Sequence[LeafSlots], values: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Values whose gradients are divided by the loss scale."""
+        return [
+            value / self.scale.astype(value.dtype)
+            if slots.arrays == "gradients" and self.scale is not None
+            else value
+            for slots, value in zip(all_slots, values, strict=True)
+        ]
+
+
+def _emptied(gradients: Packed, chunk: jax.Array, now: jax.Array) -> Packed:
+    """Gradients whose column `chunk` is zero if `now`; row by row, so that they stay in place."""
+
+    def emptied(array: jax.Array) -> jax.Array:
+        num_rows = array.shape[1] if array.ndim > 2 else 1  # of a pool, or a vector
+        row_shape = (1, array.shape[1] // num_rows, *array.shape[2:])
+        zeros = jnp.zeros(row_shape, array.dtype)
+
+        def row(i: jax.Array, array: jax.Array) -> jax.Array:
+            start = [chunk, i, *[jnp.int32(0)] * (array.ndim - 2)]
+            return lax.dynamic_update_slice(
+                array, zeros, start, allow_negative_indices=False
+            )
+
+        return lax.fori_loop(0, now.astype(jnp.int32) * num_rows, row, array)
+
+    return {name: emptied(array) for name, array in gradients.items()}

@@ -1,0 +1,43 @@
+"""Small functions of abstract arrays (avals) and of pytrees of them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def is_inexact(leaf: Any) -> bool:
+    """Whether a leaf is of floating-point or complex numbers, so that it has a gradient."""
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def abstract(tree: Any) -> Any:
+    """The pytree with a `jax.ShapeDtypeStruct` for each array."""
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), tree)
+
+
+def zeros(tree: Any) -> Any:
+    """The pytree with an array of zeros for each abstract array."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), tree)
+
+
+def cast(tree: Any, dtype: Any) -> Any:
+    """The pytree with its inexact leaves in `dtype`; None casts nothing."""
+    if dtype is None:
+        return tree
+    return jax.tree.map(lambda a: a.astype(dtype) if is_inexact(a) else a, tree)
+
+
+def shapes_text(tree: Any) -> str:
+    """Shapes and dtypes of a pytree, for messages.
+
+    Example:
+      >>> shapes_text({"x": jax.ShapeDtypeStruct((2, 3), "float32")})
+      "['x'] float32[2, 3]"
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    texts = [
+        f"{jax.tree_util.keystr(path)} {a.dtype}{list(a.shape)}".strip()
+        for path, a in leaves
+    ]
+    return ", ".join(texts) or str(tree)

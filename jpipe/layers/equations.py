@@ -1,0 +1,340 @@
+"""A jaxpr as a flat list of equations that can be evaluated, sliced and compared.
+
+Two programs are compared by `Equations.text` (equal texts are equal programs) or by
+`Equations.expressions` (equal numbers are equal mathematics, whatever else is computed around them).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core as jex
+import jax.numpy as jnp
+import numpy as np
+
+# Primitives that call a jaxpr -> the parameter that holds this jaxpr. Calls are inlined because
+# nothing is differentiated after tracing: custom derivative rules and checkpoints are used up, and
+# custom rules name Python functions by their address, which would make equal programs look unequal.
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "remat2": "jaxpr",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Equations:
+    """A straight-line piece of a jaxpr.
+
+    Attributes:
+      constants: variable -> array.
+      inputs: variables.
+      equations: in the order of evaluation.
+      outputs: variables or literals.
+    """
+
+    constants: dict[Any, Any]
+    inputs: tuple[Any, ...]
+    equations: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+    @classmethod
+    def trace(cls, function: Callable[..., Sequence], *avals: Any) -> "Equations":
+        """Traces `function`, from and to flat lists of arrays, and inlines every call."""
+        closed = jax.make_jaxpr(function)(*avals)
+        closed = jax.make_jaxpr(
+            lambda *args: _inline(closed.jaxpr, closed.consts, args)
+        )(*avals)
+        jaxpr = closed.jaxpr
+        constants = dict(zip(jaxpr.constvars, closed.consts))
+        return cls(
+            constants, tuple(jaxpr.invars), tuple(jaxpr.eqns), tuple(jaxpr.outvars)
+        )
+
+    def __call__(self, *args: Any) -> list:
+        """Evaluates the equations; also under a JAX transformation."""
+        env = {**self.constants, **dict(zip(self.inputs, args, strict=True))}
+        for eqn in self.equations:
+            values = _bind(eqn, [value_of(env, v) for v in eqn.invars])
+            env.update(zip(eqn.outvars, values))
+        return [value_of(env, v) for v in self.outputs]
+
+    def slice(self, inputs: Sequence, outputs: Sequence) -> "Equations":
+        """The equations that compute the variables `outputs` from the variables `inputs`."""
+        needed, kept = set(variables(outputs)) - set(inputs), []
+        for eqn in reversed(self.equations):
+            if needed.intersection(eqn.outvars):
+                needed.difference_update(eqn.outvars)
+                needed.update(set(variables(eqn.invars)) - set(inputs))
+                kept.append(eqn)
+        constants = {v: c for v, c in self.constants.items() if v in needed}
+        assert needed == set(constants), (
+            f"{needed - set(constants)} cannot be computed from the inputs of the slice"
+        )
+        return Equations(
+            constants, tuple(inputs), tuple(reversed(kept)), tuple(outputs)
+        )
+
+    def parts(self, shared: Sequence[int]) -> list["Part"]:
+        """Cuts the program into parts that can each run alone.
+
+        Two parts have no inputs in common except the shared ones.
+
+        Args:
+          shared: positions of the inputs that every part may read.
+        """
+        program = self.slice(self.inputs, self.outputs)
+        part_of = _connected(program, {program.inputs[i] for i in shared})
+
+        def positions(atoms: Sequence) -> dict[Any, list[int]]:
+            """Part -> positions of its atoms. Part None needs only shared inputs."""
+            grouped: dict[Any, list[int]] = {}
+            for i, atom in enumerate(atoms):
+                grouped.setdefault(part_of(atom), []).append(i)
+            return grouped
+
+        inputs, outputs = positions(program.inputs), positions(program.outputs)
+        equations: dict[Any, list] = {}
+        for eqn in program.equations:
+            equations.setdefault(part_of(eqn.outvars[0]), []).append(eqn)
+        common = equations.pop(None, [])
+        parts = []
+        for part, output_positions in outputs.items():
+            private_inputs = [] if part is None else inputs[part]
+            input_positions = [*private_inputs, *shared]
+            all_equations = (*common, *equations.get(part, []))
+            piece = Equations(program.constants, (), all_equations, ()).slice(
+                [program.inputs[i] for i in input_positions],
+                [program.outputs[i] for i in output_positions],
+            )
+            parts.append(Part(piece, input_positions, output_positions))
+        return parts
+
+    def read(self) -> set:
+        """The variables that are read."""
+        return set(variables(self.outputs)).union(
+            *(variables(e.invars) for e in self.equations)
+        )
+
+    def depending_on(self, inputs: Iterable) -> set:
+        """The variables whose value depends on any of `inputs`, these included."""
+        return _depending_on(self.equations, inputs)
+
+    def text(self) -> str:
+        """The program as text: equal texts are equal programs. Constants are named by content."""
+        names = {v: f"v{i}" for i, v in enumerate((*self.constants, *self.inputs))}
+        lines = [f"{names[v]} = {_content(c)}" for v, c in self.constants.items()]
+        lines += [f"{names[v]}: {v.aval}" for v in self.inputs]
+
+        def name(atom: Any) -> str:
+            return (
+                f"{atom.val!r}:{atom.aval}"
+                if isinstance(atom, jex.Literal)
+                else names[atom]
+            )
+
+        for eqn in self.equations:
+            operands = " ".join(name(v) for v in eqn.invars)
+            for v in eqn.outvars:
+                names[v] = f"v{len(names)}"
+            results = " ".join(f"{names[v]}:{v.aval}" for v in eqn.outvars)
+            params = {k: v for k, v in eqn.params.items() if k != "name"}
+            lines.append(f"{results} = {eqn.primitive.name} {params} {operands}")
+        return "\n".join([*lines, " ".join(name(v) for v in self.outputs)])
+
+    def expressions(self, names: Sequence, numbers: dict) -> list[int]:
+        """A number per output. Equal numbers are equal expressions of inputs with equal names.
+
+        Other outputs and the order of the equations do not matter.
+
+        Args:
+          names: one name per input.
+          numbers: expression -> number, of all expressions seen so far; the method adds to it. Pass
+            one dict for all programs that are compared.
+        """
+        known = {
+            v: _number(numbers, "input", name, str(v.aval))
+            for v, name in zip(self.inputs, names, strict=True)
+        }
+        known |= _constants(self.constants, self.constants.values(), numbers)
+        return _numbered(self.equations, self.outputs, known, numbers)
+
+
+class Part(NamedTuple):
+    """A part of a program: its equations, and positions of its inputs and outputs in the whole."""
+
+    equations: Equations
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+
+
+def jaxpr_text(function: Callable[..., Sequence], *avals: Any) -> str:
+    """The text of `function`, from and to flat lists of arrays: equal texts are equal programs."""
+    return Equations.trace(function, *avals).text()
+
+
+# -- Variables and values
+
+
+def contains(group: Any, atom: Any) -> bool:
+    """Whether the variable `atom` is in the set or dict `group`; a literal never is."""
+    return not isinstance(atom, jex.Literal) and atom in group
+
+
+def variables(atoms: Iterable) -> list:
+    """The atoms without literals."""
+    return [a for a in atoms if not isinstance(a, jex.Literal)]
+
+
+def value_of(env: dict, atom: Any) -> Any:
+    """The value of a variable or literal."""
+    return atom.val if isinstance(atom, jex.Literal) else env[atom]
+
+
+def _bind(eqn: Any, values: Sequence) -> list:
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _inline(jaxpr: Any, constants: Sequence, args: Sequence) -> list:
+    """Evaluates a jaxpr, and the jaxprs that it calls, equation by equation."""
+    env = {
+        **dict(zip(jaxpr.constvars, constants)),
+        **dict(zip(jaxpr.invars, args, strict=True)),
+    }
+    for eqn in jaxpr.eqns:
+        values = [value_of(env, v) for v in eqn.invars]
+        if eqn.primitive.name in _CALLS:
+            inner = eqn.params[_CALLS[eqn.primitive.name]]
+            # An open jaxpr has no constants.
+            constants = getattr(inner, "consts", ())
+            out = _inline(getattr(inner, "jaxpr", inner), constants, values)
+        elif eqn.primitive.name == "name":  # only checkpoint policies read names
+            out = values
+        else:
+            out = _bind(eqn, values)
+        env.update(zip(eqn.outvars, out))
+    return [value_of(env, v) for v in jaxpr.outvars]
+
+
+# -- Dependence
+
+
+def _depending_on(equations: Sequence, inputs: Iterable) -> set:
+    dependent = set(inputs)
+    for eqn in equations:
+        if dependent.isdisjoint(variables(eqn.invars)):
+            continue
+        if eqn.primitive.name == "cond" and not contains(dependent, eqn.invars[0]):
+            for branch in eqn.params["branches"]:  # branches pass most values through
+                jaxpr = branch.jaxpr
+                operands = dict(zip(jaxpr.invars, eqn.invars[1:]))
+                taken = [v for v, a in operands.items() if contains(dependent, a)]
+                inner = _depending_on(jaxpr.eqns, taken)
+                results = dict(zip(eqn.outvars, jaxpr.outvars))
+                dependent.update(v for v, a in results.items() if contains(inner, a))
+        else:
+            dependent.update(eqn.outvars)
+    return dependent
+
+
+def _connected(program: Equations, shared: set) -> Callable[[Any], Any]:
+    """Finds parts by union-find: a function from an atom to a variable that stands for its part.
+
+    The function returns None for atoms that need only shared inputs and constants.
+    """
+    common = shared | set(program.constants)
+    parent = {v: v for v in program.inputs if v not in common}
+
+    def root(v: Any) -> Any:
+        while parent[v] is not v:
+            parent[v] = parent[parent[v]]
+            v = parent[v]
+        return v
+
+    for eqn in program.equations:
+        roots = [root(v) for v in variables(eqn.invars) if v in parent]
+        for v in roots:
+            parent[v] = roots[0]
+        parent |= {v: roots[0] for v in eqn.outvars if roots}
+    return lambda atom: root(atom) if contains(parent, atom) else None
+
+
+# -- Numbers of expressions
+
+
+def _number(numbers: dict, *expression: Any) -> int:
+    return numbers.setdefault(expression, len(numbers))
+
+
+def _content(constant: Any) -> tuple:
+    """Equal for equal constants only."""
+    if jnp.issubdtype(jnp.result_type(constant), jax.dtypes.extended):  # a random key
+        constant = jax.random.key_data(constant)
+    array = np.asarray(constant)
+    return str(array.dtype), array.shape, array.tobytes()
+
+
+def _constants(constvars: Iterable, values: Iterable, numbers: dict) -> dict:
+    return {
+        v: _number(numbers, "constant", *_content(value))
+        for v, value in zip(constvars, values)
+    }
+
+
+def _numbered(
+    equations: Sequence, outputs: Sequence, known: dict, numbers: dict
+) -> list[int]:
+    known = dict(known)
+
+    def of(atom: Any) -> int:
+        if isinstance(atom, jex.Literal):
+            return _number(numbers, "literal", repr(atom.val), str(atom.aval))
+        return known[atom]
+
+    for eqn in equations:
+        name, operands = eqn.primitive.name, [of(v) for v in eqn.invars]
+        if name in _CALLS:
+            results = _numbered_call(eqn.params[_CALLS[name]], operands, numbers)
+        elif name == "cond":  # one expression per result
+            branches = [
+                _numbered_call(branch, operands[1:], numbers)
+                for branch in eqn.params["branches"]
+            ]
+            results = [
+                _number(numbers, "cond", operands[0], *choice)
+                for choice in zip(*branches, strict=True)
+            ]
+        else:
+            params = [(k, _content_of_param(v, numbers)) for k, v in eqn.params.items()]
+            results = [
+                _number(numbers, name, *sorted(params), *operands, i)
+                for i, _ in enumerate(eqn.outvars)
+            ]
+        known.update(zip(eqn.outvars, results))
+    return [of(v) for v in outputs]
+
+
+def _numbered_call(called: Any, operands: Sequence[int], numbers: dict) -> list[int]:
+    """The numbers of the results of a jaxpr, open or closed."""
+    jaxpr = getattr(called, "jaxpr", called)
+    known = _constants(jaxpr.constvars, getattr(called, "consts", ()), numbers)
+    known |= dict(zip(jaxpr.invars, operands, strict=True))
+    return _numbered(jaxpr.eqns, jaxpr.outvars, known, numbers)
+
+
+def _content_of_param(value: Any, numbers: dict) -> str:
+    """Equal for equal parameters of equations; a jaxpr, such as a loop's body, counts by its results."""
+    if isinstance(value, (tuple, list)):
+        return str([_content_of_param(v, numbers) for v in value])
+    jaxpr = getattr(value, "jaxpr", value)
+    if not hasattr(jaxpr, "eqns"):
+        return str(value)
+    inputs = [
+        _number(numbers, "argument", i, str(v.aval)) for i, v in enumerate(jaxpr.invars)
+    ]
+    return str(_numbered_call(value, inputs, numbers))

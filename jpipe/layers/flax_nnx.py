@@ -1,0 +1,163 @@
+"""Layers given as Flax NNX modules, or as factories of them."""
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.sharding import PartitionSpec
+
+from jpipe.layers.avals import abstract
+from jpipe.layers.batch_norm import commit, to_statistics
+from jpipe.layers.layer import Layer, check_leaves
+
+Path = tuple[Any, ...]
+
+
+def make_module(make: Callable[..., Any], key: jax.Array) -> nnx.Module:
+    """The module that a factory makes from a random key.
+
+    Raises:
+      ValueError: if the factory returns anything but an NNX module.
+    """
+    # Flax would split annotated parameters at creation, which needs a mesh in the context.
+    with nnx.use_eager_sharding(False):
+        module = make(rngs=nnx.Rngs(key))
+    if not isinstance(module, nnx.Module):
+        raise ValueError(
+            f"the factory must return a Flax NNX module, got {type(module).__name__}."
+        )
+    return module
+
+
+def from_nnx(module: nnx.Module, make: Callable[..., Any] | None, index: int) -> Layer:
+    """The `Layer` of an NNX module.
+
+    Args:
+      module: the module; an abstract one if `make` is given.
+      make: the factory that makes the weights, or None if the module holds them.
+      index: the layer's position, for messages.
+    """
+    name = type(module).__name__
+    variables = _Variables(module, name, index)
+    momenta = {
+        tuple(path): part.momentum
+        for path, part in nnx.iter_graph(module)
+        if isinstance(part, nnx.BatchNorm)
+    }
+
+    def train(
+        parameters: Any, state: Any, key: jax.Array, args: tuple
+    ) -> tuple[Any, Any]:
+        module = variables.merge(parameters, state, key)
+        module.train()
+        for _, part in nnx.iter_graph(module):
+            if isinstance(part, nnx.BatchNorm):
+                part.momentum = 0.0
+        outputs = module(*args)
+        if not state:
+            return outputs, {}
+        return outputs, to_statistics(variables.state_of(module), momenta)
+
+    def evaluate(parameters: Any, state: Any, args: tuple) -> Any:
+        module = variables.merge(parameters, state, jax.random.key(0))
+        module.eval()
+        return module(*args)
+
+    parameters, state = abstract(variables.by_role(module))
+    check_leaves(parameters, state, name, index)
+    return Layer(
+        name,
+        parameters,
+        state,
+        train,
+        evaluate,
+        commit=lambda state, statistics: commit(state, statistics, momenta),
+        init=None
+        if make is None
+        else lambda key: variables.by_role(make_module(make, key)),
+        given=jax.tree.map(np.asarray, variables.by_role(module))
+        if make is None
+        else None,
+        specs=variables.specs(),
+        alike=_hashable(variables.graph),
+    )
+
+
+class _Variables:
+    """The variables of a module: which are parameters, state, or random keys and counts.
+
+    Attributes:
+      graph: the module without its arrays.
+      role_of: path of each variable -> "parameters", "state" or "random", in Flax's order.
+    """
+
+    def __init__(self, module: nnx.Module, name: str, index: int) -> None:
+        self.graph, self._whole = nnx.split(module)
+        leaves, self._tree = jax.tree.flatten(self._whole)
+        variables = [(tuple(path), v) for path, v in nnx.to_flat_state(self._whole)]
+        if len(variables) != len(leaves):
+            raise ValueError(
+                f"layer {index} ({name}): every variable must hold one array."
+            )
+        self.role_of: dict[Path, str] = {path: _role(v) for path, v in variables}
+        self._keys = [path for path, v in variables if isinstance(v, nnx.RngKey)]
+        self._leaf_of = {path: leaf for (path, _), leaf in zip(variables, leaves)}
+
+    def merge(self, parameters: Any, state: Any, key: jax.Array) -> nnx.Module:
+        """The module with these values; its random streams begin anew from `key`."""
+        values = {**flatten_dict(parameters), **flatten_dict(state)}
+        for path, role in self.role_of.items():
+            if role == "random" and path not in self._keys:  # counts of the streams
+                leaf = self._leaf_of[path]
+                values[path] = jnp.zeros(leaf.shape, leaf.dtype)
+        for i, path in enumerate(self._keys):
+            stream = jax.random.fold_in(key, i)
+            shape = self._leaf_of[path].shape
+            values[path] = jax.random.split(stream, shape) if shape else stream
+        leaves = [values[path] for path in self.role_of]
+        return nnx.merge(self.graph, self._tree.unflatten(leaves))
+
+    def by_role(self, module: nnx.Module) -> tuple[dict, dict]:
+        """The parameters and the state of a module, as nested dicts."""
+        _, whole = nnx.split(module)
+        values = dict(zip(self.role_of, jax.tree.leaves(whole), strict=True))
+        return self._with_role(values, "parameters"), self._with_role(values, "state")
+
+    def state_of(self, module: nnx.Module) -> dict:
+        """The state of a module after a call, which may have added variables."""
+        after = {tuple(path): v for path, v in nnx.to_flat_state(nnx.state(module))}
+        state = [path for path, role in self.role_of.items() if role == "state"]
+        return unflatten_dict({path: after[path][...] for path in state})
+
+    def specs(self) -> dict:
+        """The `PartitionSpec` of each parameter, as a nested dict."""
+        specs = jax.tree.leaves(
+            nnx.get_partition_spec(self._whole),
+            is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+        )
+        return self._with_role(
+            dict(zip(self.role_of, specs, strict=True)), "parameters"
+        )
+
+    def _with_role(self, values: Mapping[Path, Any], role: str) -> dict:
+        chosen = {p: value for p, value in values.items() if self.role_of[p] == role}
+        return unflatten_dict(chosen)
+
+
+def _role(variable: nnx.Variable) -> str:
+    if isinstance(variable, nnx.Param):
+        return "parameters"
+    return "random" if isinstance(variable, nnx.RngState) else "state"
+
+
+def _hashable(value: Any) -> Hashable:
+    """`value`, or None if it has no hash."""
+    try:
+        hash(value)
+    except TypeError:
+        return None
+    return value

@@ -1,0 +1,49 @@
+"""Layers given as plain functions: `Function` and `InitApply`."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from jpipe.layers.avals import abstract, zeros
+from jpipe.layers.layer import Function, InitApply, Layer, check_leaves
+
+
+def from_function(layer: Function) -> Layer:
+    """The `Layer` of a function without parameters."""
+    return Layer(
+        getattr(layer.function, "__name__", "function"),
+        {},
+        {},
+        train=lambda parameters, state, key, args: (layer.function(*args), {}),
+        evaluate=lambda parameters, state, args: layer.function(*args),
+        init=lambda key: ({}, {}),
+    )
+
+
+def from_pair(layer: InitApply, index: int) -> Layer:
+    """The `Layer` of an `(init, apply)` pair; its parameters are known after `bind`."""
+    unbound = Layer(
+        layer.name,
+        None,
+        {},
+        train=lambda parameters, state, key, args: (layer.apply(parameters, *args), {}),
+        evaluate=lambda parameters, state, args: layer.apply(parameters, *args),
+    )
+
+    def bind(args: tuple) -> Layer:
+        def init(key: jax.Array) -> Any:
+            return layer.init(key, *zeros(args))
+
+        try:
+            parameters = abstract(jax.eval_shape(init, jax.random.key(0)))
+        except Exception as error:
+            raise ValueError(
+                f"layer {index} ({layer.name}): `init(key, inputs)` failed: {error}"
+            ) from error
+        check_leaves(parameters, {}, layer.name, index)
+        return dataclasses.replace(
+            unbound, parameters=parameters, init=lambda key: (init(key), {}), bind=None
+        )
+
+    return dataclasses.replace(unbound, bind=bind)

@@ -1,0 +1,247 @@
+"""The forms in which a user gives a layer, and `Layer`, the one form in which the library uses it."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import linen
+
+from jpipe.layers.avals import is_inexact
+
+
+class Function:
+    """A layer without parameters.
+
+    Args:
+      function: maps one activation (any pytree of arrays) to the next.
+
+    Raises:
+      ValueError: if `function` is not callable.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> Function(jnp.tanh).function is jnp.tanh
+      True
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        if not callable(function):
+            raise ValueError(
+                f"`jpipe.Function` takes a callable, got {type(function).__name__}."
+            )
+        self.function = function
+
+
+class InitApply:
+    """A layer given as two functions, as in Haiku, stax and hand-written code.
+
+    Args:
+      init: `(key, inputs) -> parameters`, a pytree of dicts of floating-point arrays.
+      apply: `(parameters, inputs) -> outputs`.
+      name: the layer's name in tables and messages.
+
+    Raises:
+      ValueError: if `init` or `apply` is not callable.
+
+    Example:
+      >>> dense = InitApply(
+      ...     lambda key, x: {"kernel": jax.random.normal(key, (x.shape[-1], 4))},
+      ...     lambda parameters, x: x @ parameters["kernel"],
+      ... )
+    """
+
+    def __init__(
+        self,
+        init: Callable[..., Any],
+        apply: Callable[..., Any],
+        name: str = "InitApply",
+    ) -> None:
+        for argument, function in (("init", init), ("apply", apply)):
+            if not callable(function):
+                raise ValueError(
+                    f"`{argument}` of `jpipe.InitApply` must be a function, got "
+                    f"{type(function).__name__}."
+                )
+        self.init, self.apply, self.name = init, apply, name
+
+
+class Linen:
+    """A Flax Linen module as a layer, with further arguments of its call.
+
+    A module whose `__call__` takes only the activation needs no `Linen` around it. Collections
+    other than "params" are mutable state. `nn.BatchNorm` is recognised at any depth of the module.
+
+    Args:
+      module: the module.
+      train: keyword arguments of the call in training, such as `{"train": True}`.
+      evaluate: keyword arguments of the call in evaluation.
+      rngs: names of the module's random streams in training.
+
+    Raises:
+      ValueError: if `module` is not a Linen module.
+
+    Example:
+      >>> import flax.linen as nn
+      >>> layer = Linen(
+      ...     nn.Dropout(0.1), train={"deterministic": False}, evaluate={"deterministic": True}
+      ... )
+    """
+
+    def __init__(
+        self,
+        module: linen.Module,
+        *,
+        train: Mapping[str, Any] | None = None,
+        evaluate: Mapping[str, Any] | None = None,
+        rngs: Sequence[str] = ("dropout",),
+    ) -> None:
+        if not isinstance(module, linen.Module):
+            raise ValueError(
+                f"`jpipe.Linen` takes a Flax Linen module, got {type(module).__name__}. NNX modules "
+                "need no wrapper."
+            )
+        self.module = module
+        self.train, self.evaluate = dict(train or {}), dict(evaluate or {})
+        self.rngs = (rngs,) if isinstance(rngs, str) else tuple(rngs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Skip:
+    """The result of `skip`: a layer, and the names of the tensors that it stashes and pops."""
+
+    layer: Any
+    stash: tuple[str, ...]
+    pop: tuple[str, ...]
+
+
+def skip(
+    layer: Any, *, stash: str | Sequence[str] = (), pop: str | Sequence[str] = ()
+) -> Skip:
+    """A layer with a skip connection to a later layer, or from an earlier layer.
+
+    The tensors go directly from the stage that stashes them to the stage that pops them, and their
+    gradients go directly back. The stages between do not receive them. Every name is stashed once
+    and popped once.
+
+    Args:
+      layer: anything that may be given as a layer. With `pop` it is called as
+        `layer(inputs, *popped)`. With `stash` it returns `(outputs, *stashed)`. Both are in the
+        order of the names.
+      stash: the name, or names, of the tensors that the layer stashes; any pytrees of arrays.
+      pop: the name, or names, of the tensors that the layer pops.
+
+    Returns:
+      A layer for `Pipeline`.
+
+    Raises:
+      ValueError: if neither is given, or a name is not a string.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> down = skip(Function(lambda x: (x[..., ::2], x)), stash="fine")
+      >>> up = skip(Function(lambda x, fine: jnp.repeat(x, 2, -1) + fine), pop="fine")
+
+    References:
+      Kim et al., "torchgpipe", arXiv:2004.09910, section 3.3 (portals).
+    """
+    names = {"stash": _names(stash, "stash"), "pop": _names(pop, "pop")}
+    if not any(names.values()):
+        raise ValueError(
+            "`jpipe.skip` needs `stash=` or `pop=`: the names of the tensors that the layer stashes "
+            "or pops."
+        )
+    return Skip(layer, **names)
+
+
+def _names(names: str | Sequence[str], argument: str) -> tuple[str, ...]:
+    """One name or several as a tuple."""
+    several = not isinstance(names, str) and hasattr(names, "__iter__")
+    names = tuple(names) if several else (names,)
+    for name in names:
+        if not isinstance(name, str):
+            raise ValueError(
+                f"`{argument}` must be a name or several, got {name!r} in {names}."
+            )
+    return names
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer as pure functions of parameters, mutable state, a random key and its arguments.
+
+    The arguments `args` are `(inputs, *popped)`.
+
+    Attributes:
+      name: the layer's name in tables and messages.
+      parameters: nested dict of abstract arrays; None before `bind`.
+      state: nested dict of abstract arrays, the mutable state.
+      train: `(parameters, state, key, args) -> (outputs, statistics)`; `statistics` has the
+        structure and shapes of `state`.
+      evaluate: `(parameters, state, args) -> outputs`.
+      commit: `(state, statistics) -> state`; gets the mean of the statistics over the microbatches
+        of a minibatch.
+      init: `key -> (parameters, state)`, or None if the user gave a module with its weights.
+      given: the parameters and state of a module given with its weights, or None.
+      bind: `args -> Layer`, for layers whose parameters depend on the shape of their inputs, or
+        None.
+      stash, pop: names of the skip connections that start and end at this layer.
+      specs: nested dict with the structure of `parameters`: the `PartitionSpec` of each parameter,
+        from Flax metadata (`with_partitioning` of NNX or Linen). Empty if nothing is split.
+      alike: two layers with equal `alike` compute the same from the same arrays. None equals
+        nothing.
+    """
+
+    name: str
+    parameters: Any
+    state: Any
+    train: Callable[..., Any]
+    evaluate: Callable[..., Any]
+    commit: Callable[..., Any] = lambda state, statistics: state
+    init: Callable[[jax.Array], Any] | None = None
+    given: Any = None
+    bind: Callable[[tuple], "Layer"] | None = None
+    stash: tuple[str, ...] = ()
+    pop: tuple[str, ...] = ()
+    specs: Any = dataclasses.field(default_factory=dict)
+    alike: Hashable = None
+
+    def bound(self, args: tuple) -> "Layer":
+        """The layer with the parameters that it has for the abstract `args`."""
+        if self.bind is None:
+            return self
+        return dataclasses.replace(self.bind(args), stash=self.stash, pop=self.pop)
+
+    def outputs(self, returned: Any) -> tuple:
+        """The value that the layer's function returned, as `(outputs, *stashed)`."""
+        if not self.stash:
+            return (returned,)
+        if not isinstance(returned, tuple) or len(returned) != 1 + len(self.stash):
+            got = f"{len(returned)}" if isinstance(returned, tuple) else "one value"
+            raise ValueError(
+                f"it stashes {', '.join(self.stash)}, so it must return a tuple of "
+                f"{1 + len(self.stash)}, its outputs and the stashed tensors, got {got}."
+            )
+        return returned
+
+
+def check_leaves(parameters: Any, state: Any, name: str, index: int) -> None:
+    """Raises `ValueError` if a parameter or a leaf of the state is not of floating-point numbers."""
+    _check_inexact(
+        parameters,
+        f"layer {index} ({name}): parameter",
+        "which has no gradient. Make it a constant of the layer, or a floating-point parameter.",
+    )
+    _check_inexact(
+        state,
+        f"layer {index} ({name}): mutable state",
+        "and only floating-point state can be averaged over the microbatches of a minibatch. Keep counters outside the layer.",
+    )
+
+
+def _check_inexact(tree: Any, what: str, remedy: str) -> None:
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not is_inexact(leaf):
+            raise ValueError(
+                f"{what} {jax.tree_util.keystr(path)} has dtype {leaf.dtype}, {remedy}"
+            )

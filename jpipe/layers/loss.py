@@ -1,0 +1,390 @@
+"""The loss in one form, traced for one microbatch, and checked for what microbatches change.
+
+A pipeline computes the loss of one microbatch at a time. A loss that is the mean over rows has the gradient of the
+minibatch as the mean of the microbatches' gradients. A masked mean has not: every microbatch has another number of
+unmasked tokens. So a loss may return `(sum, weight)`, and the engine divides all sums by the weight of the whole minibatch:
+
+    loss = sum_m sum(m) / sum_m weight(m)        m runs over the microbatches of all replicas
+
+The weight of a minibatch must be known when the first backward of the minibatch runs. So the weight may depend on the
+batch alone, and the engine computes it before the first tick.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.layers.avals import is_inexact, shapes_text
+from jpipe.layers.backward import LayerProgram, trace_layer
+from jpipe.layers.equations import Equations
+
+OPTIONAL_ARGUMENTS = ("reported", "key")
+"""What a loss gets beside outputs and batch, if its signature names it."""
+
+
+class LossValue(NamedTuple):
+    """What a loss returned.
+
+    Attributes:
+      total: scalar: the mean over the rows, or the sum that `weight` divides.
+      weight: scalar, or None for a mean.
+      aux: pytree of numbers; `()` without `has_aux`.
+    """
+
+    total: Any
+    weight: Any
+    aux: Any
+
+    def mean(self) -> tuple[Any, Any]:
+        """The loss and aux of the rows that the loss saw."""
+        if self.weight is None:
+            return self.total, self.aux
+        return self.total / self.weight, jax.tree.map(
+            lambda a: a / self.weight, self.aux
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """The loss function of a pipeline, called in one way whatever its signature.
+
+    Attributes:
+      function: `(outputs, batch, ...) -> scalar` or `(sum, weight)`, or either with aux.
+      has_aux: whether the function returns `(loss, aux)`.
+      asks: those of `OPTIONAL_ARGUMENTS` that the function takes.
+    """
+
+    function: Callable[..., Any]
+    has_aux: bool = False
+    asks: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], has_aux: bool) -> "Loss":
+        """Reads the signature of the user's function."""
+        try:
+            parameters = inspect.signature(function).parameters.values()
+        except (TypeError, ValueError):  # a builtin, say: outputs and batch it is
+            return cls(function, has_aux)
+        keywords = (
+            inspect.Parameter.KEYWORD_ONLY,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        )
+        names = {p.name for p in parameters if p.kind in keywords}
+        return cls(
+            function, has_aux, tuple(n for n in OPTIONAL_ARGUMENTS if n in names)
+        )
+
+    def __call__(
+        self,
+        outputs: Any,
+        batch: Any,
+        reported: Mapping[str, Any] | None = None,
+        key: jax.Array | None = None,
+    ) -> LossValue:
+        values = {"reported": dict(reported or {}), "key": key}
+        result = self.function(
+            outputs, batch, **{name: values[name] for name in self.asks}
+        )
+        if self.has_aux:
+            if not (isinstance(result, tuple) and len(result) == 2):
+                raise LossError(
+                    f"`loss` must return `(loss, aux)` with `has_aux=True`, got {_described(result)}. Return both, or "
+                    "leave `has_aux` out."
+                )
+            result, aux = result
+        else:
+            aux = ()
+        if isinstance(result, tuple) and len(result) == 2:
+            return LossValue(*result, aux)
+        return LossValue(result, None, aux)
+
+
+class LossError(ValueError):
+    """The loss returns what cannot be trained."""
+
+
+class TracedLoss(NamedTuple):
+    """The loss, traced for one microbatch.
+
+    Attributes:
+      program: `((), [outputs, reported], [batch, key]) -> total`; its aux is `(aux,)`, or `(aux, weight)`.
+      weight: `leaves of the batch -> [weight]`; None for a mean.
+    """
+
+    program: LayerProgram
+    weight: Equations | None
+
+
+def trace_loss(
+    loss: Loss, outputs: Any, reported: Mapping[str, Any], microbatch: Any, key: Any
+) -> TracedLoss:
+    """Traces the loss.
+
+    Args:
+      loss: the loss.
+      outputs: abstract outputs of the last layer, `[M, ...]` with M rows.
+      reported: abstract values that layers report, by name.
+      microbatch: the abstract microbatch.
+      key: implementation of random keys.
+
+    Raises:
+      ValueError: if the loss cannot take the outputs, does not return a scalar or `(sum, weight)`, or its weight depends
+        on the outputs.
+    """
+    data = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=key)))
+    wants_key = "key" in loss.asks
+    # Without reports and key the arguments are the outputs and the batch alone.
+    inputs = (outputs, dict(reported)) if reported else (outputs,)
+    extra = (microbatch, data) if wants_key else (microbatch,)
+
+    def called(inputs: tuple, extra: tuple) -> LossValue:
+        outputs, *values = inputs
+        batch, *key_data = extra
+        random_key = (
+            jax.random.wrap_key_data(key_data[0], impl=key) if wants_key else None
+        )
+        return loss(outputs, batch, values[0] if values else {}, random_key)
+
+    try:
+        result = jax.eval_shape(called, inputs, extra)
+    except LossError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"`loss` cannot take outputs of {shapes_text(outputs)} and a microbatch of {shapes_text(microbatch)}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    _check_result(loss, result)
+
+    def function(_, inputs, extra):
+        total, weight, aux = called(inputs, extra)
+        aux = jax.tree.map(lambda a: jnp.asarray(a, _mean_dtype(jnp.asarray(a))), aux)
+        if weight is None:
+            return total, (aux,)
+        return total, (aux, jnp.asarray(weight, total.dtype))
+
+    program = trace_layer(function, (), inputs, extra, has_aux=True)
+    if result.weight is None:
+        return TracedLoss(program, None)
+    return TracedLoss(
+        program, _weight_of_batch(called, inputs, extra, result.total.dtype)
+    )
+
+
+def _weight_of_batch(
+    called: Callable, inputs: tuple, extra: tuple, dtype: Any
+) -> Equations:
+    """The equations of the weight, of the leaves of the batch; refuses a weight that reads the outputs."""
+    input_leaves, input_tree = jax.tree.flatten(inputs)
+    extra_leaves, extra_tree = jax.tree.flatten(extra)
+    count = len(input_leaves)
+
+    def flat(*leaves):
+        value = called(
+            input_tree.unflatten(leaves[:count]), extra_tree.unflatten(leaves[count:])
+        )
+        return [jnp.asarray(value.weight, dtype)]
+
+    traced = Equations.trace(flat, *input_leaves, *extra_leaves)
+    batch = traced.inputs[count : count + len(jax.tree.leaves(extra[0]))]
+    others = [v for v in traced.inputs if v not in batch]
+    if traced.depending_on(others).intersection(
+        v for v in traced.outputs if hasattr(v, "aval") and not hasattr(v, "val")
+    ):
+        raise ValueError(
+            "`loss` returns `(sum, weight)` whose weight depends on the outputs of the model, and the weight of a "
+            "minibatch must be known before the last microbatch has run. Compute the weight from `batch` alone, such as "
+            '`batch["mask"].sum()`. For a loss that returns `(scalar, aux)`, set `has_aux=True`.'
+        )
+    return traced.slice(batch, traced.outputs)
+
+
+def _check_result(loss: Loss, result: LossValue) -> None:
+    """Refuses a result of the wrong form."""
+    total, weight, aux = result
+    if not _is_scalar(total) or (weight is not None and not _is_scalar(weight)):
+        shapes = total if weight is None else (total, weight)
+        raise ValueError(
+            "`loss` must return a floating-point scalar, the mean over the rows of one microbatch, or `(sum, weight)` of "
+            f"two scalars, got {_described(shapes)}. Take the mean of the losses of the rows. For a loss that returns "
+            "`(scalar, aux)`, set `has_aux=True`."
+        )
+    if not is_inexact(jnp.asarray(total) if not hasattr(total, "dtype") else total):
+        raise ValueError(
+            f"`loss` must return a floating-point number, got dtype {total.dtype}, which has no gradient. Convert what "
+            "the loss is computed from to float32."
+        )
+    for path, leaf in jax.tree.leaves_with_path(aux):
+        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
+            raise ValueError(
+                f"`loss` returns aux{jax.tree_util.keystr(path)} of dtype {leaf.dtype}, and only numbers can be "
+                "averaged over the microbatches."
+            )
+
+
+def _is_scalar(value: Any) -> bool:
+    return getattr(value, "shape", None) == ()
+
+
+def _described(value: Any) -> str:
+    try:
+        return shapes_text(value)
+    except Exception:
+        return type(value).__name__
+
+
+def _mean_dtype(a: Any) -> Any:
+    """The dtype of a mean over microbatches: integers and booleans are averaged as floats."""
+    return a.dtype if is_inexact(a) else np.float32
+
+
+# -- Does the loss of a minibatch follow from the losses of its microbatches?
+
+
+def cut_warning(
+    loss: Loss, outputs: Any, reported: Mapping[str, Any], microbatch: Any, batch: Any
+) -> str | None:
+    """What to warn about, if the loss of four rows is not what its two halves say; None if all is well.
+
+    The loss is computed for random outputs and for rows of the batch, then for rows whose integers, booleans and masks
+    are drawn anew, because the first batch may hold no padding.
+
+    Args:
+      loss: the loss.
+      outputs: abstract outputs of the last layer for one microbatch.
+      reported: abstract values that layers report.
+      microbatch: the abstract microbatch.
+      batch: a minibatch, or abstract arrays.
+    """
+    if "key" in loss.asks:  # random draws for four rows are not those for two
+        return None
+    rows = 4
+    size = jax.tree.leaves(microbatch)[0].shape[0]
+    if any(a.shape[:1] != (size,) for a in jax.tree.leaves(outputs)):
+        return None  # outputs without rows: nothing to compare
+    rng = np.random.default_rng(0)
+    zeros = {name: np.zeros(a.shape, a.dtype) for name, a in reported.items()}
+
+    compiled = _compiled(loss)
+    random_outputs = jax.tree.map(
+        lambda a: _random(rng, (rows, *a.shape[1:]), a.dtype), outputs
+    )
+    for masked in (None, 0, -1, -100):
+        rows_of_batch = jax.tree.map(
+            functools.partial(_draw, rng, rows, masked), dict(microbatch), dict(batch)
+        )
+        try:
+            whole, *halves = (
+                compiled(*_slice((random_outputs, rows_of_batch), part), zeros)
+                for part in (
+                    slice(0, rows),
+                    slice(0, rows // 2),
+                    slice(rows // 2, rows),
+                )
+            )
+        except Exception as error:
+            return (
+                f"`loss` cannot be computed for {rows} rows ({type(error).__name__}: {error}), so nobody can tell whether "
+                "the loss of a minibatch is the mean of its microbatches' losses. Write it for any number of rows."
+            )
+        problem = _disagreement(whole, *halves)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _disagreement(whole: LossValue, first: LossValue, second: LossValue) -> str | None:
+    total, *parts = (float(v.total) for v in (whole, first, second))
+    if not np.isfinite([total, *parts]).all():
+        return None
+    scale = max(abs(total), *map(abs, parts), 1e-30)
+    tolerance = scale * (1e-3 if jnp.asarray(whole.total).dtype.itemsize >= 4 else 5e-2)
+    added = sum(parts)
+    remedy = (
+        "Return `(sum, weight)`, for example `(jnp.sum(losses * mask), jnp.sum(mask))`: the sums are then divided by the "
+        "weight of the whole minibatch."
+    )
+    if whole.weight is not None:
+        weight, *weights = (float(v.weight) for v in (whole, first, second))
+        if (
+            abs(total - added) <= tolerance
+            and abs(weight - sum(weights)) <= abs(weight) * 1e-3
+        ):
+            return None
+        return (
+            "`loss` returns `(sum, weight)` whose values for a minibatch are not the sums of the values for its "
+            f"microbatches: {total:.6g} and {weight:.6g} for four rows, {added:.6g} and {sum(weights):.6g} for two "
+            "halves. The gradient then depends on `num_microbatches`. Return the sum over rows, and the sum of the "
+            "rows' weights."
+        )
+    if abs(total - added / 2) <= tolerance:
+        return None
+    if abs(total - added) <= tolerance:
+        return (
+            "`loss` is a sum over the rows, and the pipeline trains the mean of its microbatches' losses: gradients are "
+            f"those of the sum divided by `num_microbatches`. Take the mean over the rows. {remedy}"
+        )
+    return (
+        f"`loss` is not a mean over rows: it is {total:.6g} for four rows and {parts[0]:.6g} and {parts[1]:.6g} for their "
+        "halves. The pipeline trains the mean of its microbatches' losses, so the result depends on "
+        f"`num_microbatches`. A masked mean: {remedy[0].lower()}{remedy[1:]} A loss that compares rows with each other "
+        "sees the rows of one microbatch only."
+    )
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(loss: Loss) -> Callable[..., LossValue]:
+    """The loss, compiled once for all pipelines that use it; quickly, because it runs a few times only."""
+    cpu = jax.default_backend() == "cpu"
+    options = {"xla_backend_optimization_level": 0} if cpu else None
+    return jax.jit(loss.__call__, compiler_options=options)
+
+
+def _slice(tree: Any, part: slice) -> Any:
+    return jax.tree.map(lambda a: a[part], tree)
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.asarray(rng.normal(size=shape)).astype(dtype)
+    return rng.integers(0, 2, shape).astype(dtype)
+
+
+def _draw(
+    rng: np.random.Generator,
+    num_rows: int,
+    masked: int | None,
+    aval: jax.ShapeDtypeStruct,
+    values: Any,
+) -> np.ndarray:
+    """Rows of an entry of the batch, or random ones where the batch is abstract.
+
+    Args:
+      rng: draws.
+      num_rows: rows of the result.
+      masked: None keeps the rows. A number takes the place of about half of all integers, and booleans and floating-point
+        masks of 0 and 1 are drawn anew. Losses use numbers such as 0, -1 and -100 for labels without a loss.
+      aval: the entry of the abstract microbatch.
+      values: the entry of the batch.
+    """
+    shape, dtype = (num_rows, *aval.shape[1:]), aval.dtype
+    if isinstance(values, jax.ShapeDtypeStruct) or not values.shape[0]:
+        rows = _random(rng, shape, dtype)
+    else:
+        rows = np.resize(np.asarray(values[: shape[0]]).astype(dtype), shape)
+    is_number = jnp.issubdtype(dtype, jnp.inexact)
+    if masked is None or (is_number and not np.isin(rows, (0, 1)).all()):
+        return rows
+    drop = rng.integers(0, 2, shape).astype(bool)
+    drop.reshape(len(drop), -1)[[0, -1], 0] = False  # each half keeps some weight
+    if is_number or np.dtype(dtype) == np.dtype(bool):
+        return np.where(drop, 0, 1).astype(dtype)
+    if masked < 0 and not jnp.issubdtype(dtype, jnp.signedinteger):
+        return rows
+    return np.where(drop, masked, np.maximum(rows, 1)).astype(dtype)

@@ -1,0 +1,393 @@
+"""Prices every plan (schedule, stages, replicas, microbatch, recomputation) and ranks them."""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jpipe import schedules
+from jpipe.plan._predict import Prediction, predict
+from jpipe.plan._profile import Profile, balance_by_memory, balance_by_time
+from jpipe.schedule import Schedule
+from jpipe.solvers import Machine
+
+# The values of `recompute` that one profile can price. A policy runs other programs.
+_SAME_PROGRAMS = ("none", "full")
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to train, with its predicted cost.
+
+    Attributes:
+      schedule: name of the table in `jpipe.schedules`.
+      options: further arguments of the table's builder.
+      num_stages: S.
+      num_microbatches: N, microbatches per minibatch and replica.
+      num_replicas: R, copies of the pipeline.
+      microbatch_size: samples per microbatch, B / (N R).
+      recompute: "none", "full", or the policy that the profile was made with.
+      boundaries: the layer at which each stage after the first begins.
+      prediction: seconds and bytes of a training step.
+      fits: whether the predicted bytes are within the machine's limit.
+      why: why the candidate is not the first of its ranking; empty for the first.
+    """
+
+    schedule: str
+    options: dict[str, Any]
+    num_stages: int
+    num_microbatches: int
+    num_replicas: int
+    microbatch_size: int
+    recompute: str
+    boundaries: tuple[int, ...]
+    prediction: Prediction
+    fits: bool
+    why: str = ""
+
+    def table(self) -> Schedule:
+        """Builds the schedule."""
+        return _build(
+            self.schedule, self.num_stages, self.num_microbatches, self.options
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """Devices of all replicas."""
+        return len(self.prediction.timing.busy) * self.num_replicas
+
+    @property
+    def label(self) -> str:
+        """The schedule's name and the values of its options."""
+        return _label(self.schedule, self.options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Skipped:
+    """A plan without a prediction: its schedule cannot be built, or cannot train the model.
+
+    Attributes:
+      schedule, options, num_stages, num_microbatches, num_replicas, microbatch_size: as of
+        `Candidate`.
+      why: the reason, in the words of the schedule's builder if the builder refused.
+    """
+
+    schedule: str
+    options: dict[str, Any]
+    num_stages: int
+    num_microbatches: int
+    num_replicas: int
+    microbatch_size: int
+    why: str
+
+    @property
+    def label(self) -> str:
+        """The schedule's name and the values of its options."""
+        return _label(self.schedule, self.options)
+
+
+class Ranking(list[Candidate]):
+    """The priced candidates, best first.
+
+    Attributes:
+      skipped: the plans that could not be priced, in the order of the search.
+    """
+
+    def __init__(
+        self, candidates: Iterable[Candidate] = (), skipped: Iterable[Skipped] = ()
+    ):
+        super().__init__(candidates)
+        self.skipped = list(skipped)
+
+
+def choose(
+    profiles: Profile | Sequence[Profile],
+    machine: Machine,
+    batch_size: int,
+    *,
+    asynchronous: bool = False,
+    recompute: str | Sequence[str] = _SAME_PROGRAMS,
+    schedule_names: Sequence[str] | None = None,
+) -> Ranking:
+    """Prices every plan that the profiles allow and ranks them.
+
+    The search covers schedules with their options, stages, replicas, recomputation and the
+    microbatch sizes of the profiles. Each stage count is cut in two ways: the slowest stage
+    takes the least time, and, where that cut does not fit the memory, the largest stage takes
+    the fewest bytes.
+
+    Args:
+      profiles: profiles of one model at one or more microbatch sizes.
+      machine: the devices and their memory limit.
+      batch_size: B, samples per minibatch.
+      asynchronous: whether schedules with delayed gradients are allowed. If not, none is
+        built.
+      recompute: which recomputation to try: "none", "full" or both. A profile made with a
+        policy is priced with its policy alone.
+      schedule_names: names of `jpipe.schedules` to consider; None: all of them.
+        Asynchronous schedules among them still need `asynchronous`.
+
+    Returns:
+      A `Ranking`: first the candidates that fit, the fastest first, then the others, the
+      smallest first. Of equally fast candidates the one with fewer bytes comes first. Each
+      candidate but the first says why it lost. `Ranking.skipped` lists the plans that a
+      schedule's builder refused, and the asynchronous ones that cannot train tied weights.
+
+    Raises:
+      ValueError: if no microbatch size divides the minibatch, no schedule can be built, or a
+        name is unknown.
+    """
+    profiles = [profiles] if isinstance(profiles, Profile) else list(profiles)
+    recompute = [recompute] if isinstance(recompute, str) else list(recompute)
+    for value in recompute:
+        if value not in _SAME_PROGRAMS:
+            raise ValueError(
+                f'`recompute` must be "none" or "full", got {value!r}. To price a policy, make '
+                "the profile with it."
+            )
+    names = schedules.names() if schedule_names is None else list(schedule_names)
+    names = [name for name in names if _is_wanted(name, asynchronous)]
+    candidates: list[Candidate] = []
+    skipped: list[Skipped] = []
+    for profile in profiles:
+        for plan in _plans(profile, machine, batch_size, names):
+            _price(plan, profile, machine, recompute, candidates, skipped)
+    if not candidates:
+        sizes = sorted({profile.microbatch_size for profile in profiles})
+        raise ValueError(
+            f"no plan: none of the profiled microbatch sizes, {sizes}, fits a minibatch of "
+            f"{batch_size} and a schedule of {', '.join(names) or 'those allowed'}. Profile a "
+            "divisor of the batch size, or allow asynchronous schedules."
+        )
+    ranked = sorted(candidates, key=_rank)
+    best = ranked[0]
+    reasons = ["" if c is best else _why(c, best, machine.memory_limit) for c in ranked]
+    return Ranking(
+        (dataclasses.replace(c, why=why) for c, why in zip(ranked, reasons)), skipped
+    )
+
+
+def _rank(c: Candidate) -> tuple:
+    # Rounded, because equal times that are summed in another order differ in the last digits.
+    seconds = float(f"{c.prediction.seconds:.9g}")
+    if not c.fits:
+        return (1, c.prediction.num_bytes, seconds)
+    return (0, seconds, c.prediction.num_bytes)
+
+
+# -- The plans
+
+
+class _Plan(NamedTuple):
+    """What `Candidate` and `Skipped` have in common."""
+
+    schedule: str
+    options: dict[str, Any]
+    num_stages: int
+    num_microbatches: int
+    num_replicas: int
+    microbatch_size: int
+
+
+@functools.cache
+def _is_wanted(name: str, asynchronous: bool) -> bool:
+    """Whether a schedule trains, and is synchronous if it must be.
+
+    A small table tells. Every builder takes its size, and larger ones are of the same kind.
+    """
+    table = _build(name, 2, 8, {})
+    return not table.forward_only and (asynchronous or table.synchronous)
+
+
+def _plans(
+    profile: Profile, machine: Machine, batch_size: int, names: Sequence[str]
+) -> Iterator[_Plan]:
+    """The plans of one microbatch size."""
+    size, num_layers = profile.microbatch_size, len(profile.layers)
+    for replicas in range(1, machine.num_devices + 1):
+        if batch_size % (size * replicas):
+            continue
+        N = batch_size // (size * replicas)
+        most = machine.num_devices // replicas
+        for name, devices in itertools.product(names, range(1, most + 1)):
+            if devices == 1 and name != names[0]:
+                continue  # on one device all schedules run in one order
+            for S, options in _options(name, devices, num_layers):
+                yield _Plan(name, options, S, N, replicas, size)
+
+
+def _options(
+    name: str, devices: int, num_layers: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The numbers of stages, and the options, with which a schedule uses the devices."""
+    parameters = inspect.signature(schedules.get(name)).parameters
+    ticks = ("paired", "unit") if "ticks" in parameters else (None,)
+    chunks: Sequence[int] = (1,)
+    if name == "zero_bubble_v":
+        chunks = (2,)
+    elif "num_chunks" in parameters:
+        chunks = range(2, num_layers // devices + 1)
+    for v, tick in itertools.product(chunks, ticks):
+        S = devices * v
+        if S > num_layers:
+            continue
+        options: dict[str, Any] = {} if tick is None else {"ticks": tick}
+        if "num_chunks" in parameters:
+            options["num_chunks"] = v
+        yield S, options
+
+
+def _build(name: str, S: int, N: int, options: dict[str, Any]) -> Schedule:
+    with warnings.catch_warnings():
+        # A warning of few microbatches says nothing new: the bubble is priced.
+        warnings.simplefilter("ignore", UserWarning)
+        return schedules.get(name)(S, N, **options)
+
+
+def _label(schedule: str, options: dict[str, Any]) -> str:
+    return " ".join([schedule, *map(str, options.values())])
+
+
+# -- Their price
+
+
+def _price(
+    plan: _Plan,
+    profile: Profile,
+    machine: Machine,
+    recompute: Sequence[str],
+    candidates: list[Candidate],
+    skipped: list[Skipped],
+) -> None:
+    """Appends a plan's candidates, one per kind of recomputation, or the reason to skip it."""
+    try:
+        schedule = _build(
+            plan.schedule, plan.num_stages, plan.num_microbatches, plan.options
+        )
+    except ValueError as error:
+        skipped.append(Skipped(*plan, why=str(error)))
+        return
+    if profile.recompute not in _SAME_PROGRAMS:
+        recompute = [profile.recompute]
+    for value in recompute:
+        profiled = dataclasses.replace(profile, recompute=value)
+        candidate = _best_cut(schedule, plan, profiled, machine)
+        if candidate is None:
+            skipped.append(Skipped(*plan, why=_tied(profile)))
+            return
+        candidates.append(candidate)
+
+
+def _tied(profile: Profile) -> str:
+    layers = "; ".join(", ".join(map(str, tie)) for tie in profile.ties)
+    return (
+        f"layers {layers} share weights and lie on several stages, which an asynchronous schedule "
+        "updates at different times. Use a synchronous schedule or fewer stages."
+    )
+
+
+def _best_cut(
+    schedule: Schedule, plan: _Plan, profile: Profile, machine: Machine
+) -> Candidate | None:
+    """The cut with balanced times; or the one with balanced bytes, if only that fits or is smaller.
+
+    None if the schedule can train neither: weights are tied across stages that update at
+    different times.
+    """
+    S = schedule.num_stages
+
+    def cuts() -> Iterator[list[int]]:
+        by_time = balance_by_time(profile, S)
+        yield by_time
+        in_flight = int(schedule.facts().in_flight.max())
+        by_bytes = balance_by_memory(profile, S, in_flight=in_flight)
+        if by_bytes != by_time:
+            yield by_bytes
+
+    def trains(boundaries: list[int]) -> bool:
+        stages = (np.searchsorted(boundaries, tie, "right") for tie in profile.ties)
+        return schedule.synchronous or all(np.ptp(of) == 0 for of in stages)
+
+    candidates: list[Candidate] = []
+    for boundaries in filter(trains, cuts()):
+        prediction = predict(schedule, profile, boundaries, machine, plan.num_replicas)
+        candidate = Candidate(
+            **plan._asdict(),
+            recompute=profile.recompute,
+            boundaries=tuple(boundaries),
+            prediction=prediction,
+            fits=prediction.num_bytes <= machine.memory_limit,
+        )
+        candidates.append(candidate)
+        if candidate.fits:
+            break
+    return min(candidates, key=_rank, default=None)
+
+
+# -- Why a candidate lost
+
+
+def _why(c: Candidate, best: Candidate, memory_limit: float) -> str:
+    """What keeps a candidate from the first place."""
+    prediction = c.prediction
+    if not c.fits:
+        parts = prediction.memory._asdict()
+        del parts["padding"]
+        largest = max(parts, key=parts.__getitem__)
+        return (
+            f"needs {size_text(prediction.num_bytes)} per device, the limit is "
+            f"{size_text(memory_limit)}: {largest} take {size_text(parts[largest])}"
+        )
+    if _rank(c)[1] == _rank(best)[1]:
+        return "as fast, with more bytes"
+    ratio = prediction.seconds / best.prediction.seconds
+    parts, best_parts = _time_by_use(c), _time_by_use(best)
+    more = {name: parts[name] - best_parts[name] for name in parts}
+    largest = max(more, key=more.__getitem__)
+    words = (
+        f"{ratio:.2f} x the time: {largest} {parts[largest] * 1e3:.4g} ms, not "
+        f"{best_parts[largest] * 1e3:.4g}"
+    )
+    if largest == _WAITING:
+        bubbles = prediction.timing.bubble, best.prediction.timing.bubble
+        words += f" (bubble {bubbles[0]:.0%}, not {bubbles[1]:.0%})"
+    if largest == _COMPUTING:
+        if c.recompute == "full" and best.recompute != "full":
+            words += " (forwards run twice)"
+        elif c.num_devices < best.num_devices:
+            words += f" ({c.num_devices} devices, not {best.num_devices})"
+    return words
+
+
+_COMPUTING, _WAITING = "compute takes", "devices wait for"
+
+
+def _time_by_use(c: Candidate) -> dict[str, float]:
+    """The seconds of a step by their use; their sum is the whole step."""
+    timing = c.prediction.timing
+    work = timing.busy.sum() / timing.num_processors
+    return {
+        _COMPUTING: work,
+        "messages and ticks take": timing.communicating,
+        _WAITING: timing.makespan - work - timing.communicating,
+        "the rest of the step takes": c.prediction.seconds - timing.makespan,
+    }
+
+
+def size_text(num_bytes: float) -> str:
+    """Formats a number of bytes for people.
+
+    Example:
+      >>> size_text(3 * 2**20)
+      '3.0 MiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024 or unit == "GiB":
+            break
+        num_bytes /= 1024
+    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

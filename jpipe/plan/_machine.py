@@ -1,0 +1,179 @@
+"""Measures the machine: messages, ticks, steps, and cores that devices share."""
+
+import math
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jpipe.layers.layer import InitApply
+from jpipe.mesh import make_mesh
+from jpipe.pipeline import Pipeline
+from jpipe.schedules import gpipe
+from jpipe.solvers import Machine
+
+
+def measure_machine(
+    num_devices: int,
+    *,
+    memory_limit: float = math.inf,
+    num_cores: float | None = None,
+    message_bytes: int = 2**20,
+) -> Machine:
+    """Measures the machine that JAX runs on.
+
+    Pipelines of almost empty stages are timed, with small and large messages: that gives the cost
+    of a step, of a tick and of a byte. Then loops of matrix products run on all devices, with and
+    without a message after each turn, in short and long turns: that gives the cost of waiting at
+    the end of a tick. If devices share cores, waiting costs more than an empty tick, and the longer
+    the tick the more.
+
+    Args:
+      num_devices: the number of devices, at least 1; the first of `jax.devices()` are used.
+      memory_limit: bytes per device, for the result.
+      num_cores: cores that all devices share, for the result. If given, `cores_per_device` is
+        measured too.
+      message_bytes: bytes of the large message.
+
+    Returns:
+      The `Machine`.
+
+    Raises:
+      ValueError: if JAX has fewer devices.
+    """
+    few, many = 4, 36  # microbatches
+    small = [_step_seconds(num_devices, n, 1) for n in (few, many)]
+    tick = max(small[1] - small[0], 0.0) / (2 * (many - few))
+    step = max(small[0] - 2 * (few + num_devices - 1) * tick, 0.0)
+    bandwidth, cores_per_device, jitter = math.inf, 1.0, 0.0
+    if num_devices > 1:
+        size = message_bytes // 4
+        large = [_step_seconds(num_devices, n, size) for n in (few, many)]
+        message = (large[1] - large[0]) / (2 * (many - few)) - tick
+        bandwidth = message_bytes / message if message > 0 else math.inf
+        waiting, jitter, faster_alone = _waiting(num_devices)
+        tick = max(tick, waiting)
+        if num_cores is not None:
+            share = min(num_cores / num_devices, 1.0)
+            cores_per_device = min(max(share * faster_alone, 1.0), num_cores)
+    return Machine(
+        num_devices,
+        memory_limit,
+        (bandwidth, bandwidth),
+        tick=tick,
+        jitter=jitter,
+        step=step,
+        num_cores=num_cores,
+        cores_per_device=cores_per_device,
+    )
+
+
+def _step_seconds(num_stages: int, num_microbatches: int, size: int) -> float:
+    """Median seconds of GPipe steps whose stages multiply `[1, size]` by a number."""
+    layer = InitApply(
+        lambda key, x: {"scale": jnp.ones(())}, lambda params, x: x * params["scale"]
+    )
+    pipe = Pipeline(
+        [layer] * num_stages,
+        loss=lambda outputs, batch: outputs.mean(),
+        optimizer=optax.sgd(0.0),
+        schedule=gpipe(num_stages, num_microbatches),
+        mesh=make_mesh(stage=num_stages),
+    )
+    batch = {"inputs": jnp.ones((num_microbatches, size))}
+    state = pipe.init(jax.random.key(0), batch)
+    seconds = []
+    for _ in range(12):
+        start = time.perf_counter()
+        state, metrics = pipe.step(state, batch)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[2:])
+
+
+def _waiting(num_devices: int) -> tuple[float, float, float]:
+    """The cost of a message at the end of a loop's turn, and of sharing cores.
+
+    Returns:
+      The seconds that the message adds to a turn, the fraction of the turn that it adds, and the
+      time of a turn on all devices divided by its time on one device alone.
+    """
+    width, num_matrices = 512, 4
+    # Turns of 0.6, 2 and 6 ms on one core.
+    rows_and_turns = (16, 20), (64, 10), (256, 4)
+    ring = [(d, (d + 1) % num_devices) for d in range(num_devices)]
+    rng = np.random.default_rng(0)
+    matrices = rng.normal(size=(num_matrices, width, width)) / math.sqrt(width)
+    matrices = matrices.astype(np.float32)
+
+    def loop(rows: int, turns: int, count: int, sends: bool):
+        """A function that runs the loop and returns the seconds of a turn."""
+
+        def run(x, matrices):
+            def turn(_, x):
+                for matrix in matrices:
+                    x = jnp.tanh(x @ matrix)
+                return lax.ppermute(x, "stage", ring) if sends else x
+
+            return lax.fori_loop(0, turns, turn, x)
+
+        mesh, everywhere = make_mesh(stage=count), PartitionSpec()
+        mapped = jax.jit(
+            jax.shard_map(
+                run,
+                mesh=mesh,
+                in_specs=everywhere,
+                out_specs=everywhere,
+                check_vma=False,
+            )
+        )
+        arguments = np.ones((rows, width), np.float32), matrices
+        placed = jax.device_put(arguments, NamedSharding(mesh, everywhere))
+
+        def seconds() -> float:
+            start = time.perf_counter()
+            jax.block_until_ready(mapped(*placed))
+            return (time.perf_counter() - start) / turns
+
+        return seconds
+
+    loops = [
+        loop(rows, turns, num_devices, sends)
+        for sends in (False, True)
+        for rows, turns in rows_and_turns
+    ]
+    loops.append(loop(*rows_and_turns[1], 1, False))
+    # The loops alternate, because other work on the machine comes and goes.
+    measured = np.array([[seconds() for seconds in loops] for _ in range(26)])[1:]
+    together, waiting, alone = measured[:, :3], measured[:, 3:6], measured[:, 6]
+    turn = np.median(together, axis=0)
+    longer = np.median(waiting - together, axis=0) / turn
+    tick, jitter = _fit_positive(
+        np.stack([1 / turn, np.ones_like(turn)], axis=1), np.maximum(longer, 0)
+    )
+    return float(tick), float(jitter), float(np.median(together[:, 1] / alone))
+
+
+def _fit_positive(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Least squares of two unknowns that must not be negative.
+
+    The best pair is either the unconstrained one or has one unknown at 0.
+
+    Example:
+      >>> rows = np.array([[1.0, 1.0], [2.0, 1.0], [4.0, 1.0]])
+      >>> _fit_positive(rows, np.array([3.0, 5.0, 9.0])).round(6).tolist()
+      [2.0, 1.0]
+      >>> _fit_positive(rows, np.array([0.0, 1.0, 3.0])).round(6).tolist()  # not -1
+      [0.666667, 0.0]
+    """
+    pairs = [np.linalg.lstsq(rows, values)[0]]
+    for n in range(2):
+        pairs.append(np.zeros(2))
+        pairs[-1][n] = max(rows[:, n] @ values / (rows[:, n] @ rows[:, n]), 0.0)
+    feasible = [pair for pair in pairs if (pair >= 0).all()]
+    return min(feasible, key=lambda pair: np.sum((rows @ pair - values) ** 2))

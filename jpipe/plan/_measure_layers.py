@@ -1,0 +1,305 @@
+"""Measures the programs of every kind of layer, and of the loss."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe import packing
+from jpipe.layers.avals import is_inexact
+from jpipe.layers.backward import LayerProgram
+from jpipe.layers.trace import Traced, shared_jit
+from jpipe.packing import Leaf, Packing
+from jpipe.plan._loops import (
+    SLOTS,
+    Loop,
+    Measured,
+    Member,
+    Progress,
+    groups_of,
+    needed_programs,
+    num_bytes,
+    num_rows_of,
+    packed,
+    random_like,
+    zeros,
+)
+
+
+def measure_layers(
+    traced: Traced,
+    microbatch: Any,
+    programs: Sequence[str],
+    min_seconds: float,
+    devices: Sequence[jax.Device],
+    progress: Progress,
+) -> list[dict[str, Measured]]:
+    """Measures each kind of layer, and the loss.
+
+    Args:
+      traced: the layers and the loss.
+      microbatch: arrays or abstract arrays, as of `profile`.
+      programs: the programs of `PROGRAMS` to measure; `measure_updates` does "update".
+      min_seconds: seconds per program and kind, at least.
+      devices: the devices, which all run the same at the same time.
+      progress: shows the next piece of work.
+
+    Returns:
+      For each kind, and last for the loss, the results by program.
+    """
+    names = needed_programs(programs)
+    wanted = [name for name in names if name in programs]
+    if not names:
+        return [{} for _ in (*traced.layer_kinds, traced.loss)]
+    progress(f"inputs of {len(traced.layers)} layers")
+    subjects = _subjects(traced, microbatch, devices)
+    order = [*traced.kind_of_layer, len(traced.layer_kinds)]
+    results: list[dict[str, Measured]] = [{} for _ in subjects]
+    groups = groups_of([subject.size for subject in subjects])
+    progress.total += (len(groups) - 1) * len(names)
+    for group in groups:
+        for name in names:
+            progress(f"{name} of {len(group)} kinds of layer")
+            members = {}
+            for k in group:
+                if (
+                    name == "input_grad"
+                    and "backward" in results[k]
+                    and not subjects[k].kind.parameters
+                ):
+                    results[k][name] = results[k]["backward"]
+                elif subjects[k].has(name):
+                    members[k] = subjects[k].member(name)
+            if not members:
+                continue
+            place = {k: m for m, k in enumerate(members)}
+            turns = [place[k] for k in order if k in members]
+            loop = Loop([*members.values()], turns, devices)
+            if name in wanted:
+                for k, measured in zip(members, loop.measure(min_seconds)):
+                    results[k][name] = measured
+            for k, carry in zip(members, loop.carries):
+                subjects[k].take(carry)
+        for k in group:
+            subjects[k].free()
+    return [{name: r.get(name, Measured()) for name in wanted} for r in results]
+
+
+def outputs(kind: LayerProgram, leaves: Sequence | None = None) -> tuple:
+    """The outputs of a layer: the input of the next layer, then the skips that it stashes."""
+    return kind.output_tree.unflatten(kind.outputs if leaves is None else leaves)
+
+
+def _subjects(
+    traced: Traced, microbatch: Any, devices: Sequence[jax.Device]
+) -> list["_Subject"]:
+    """Every kind of layer, and last the loss.
+
+    Each gets fresh weights, and as inputs the outputs of the layers before.
+    """
+    key = jax.random.key(0)
+    initialise = shared_jit(devices[0].platform)
+    kind_of_layer = [*traced.kind_of_layer]
+    forward = [jax.jit(kind.forward) for kind in traced.layer_kinds]
+    subjects: dict[int, _Subject] = {}
+    x, live = _values(microbatch["inputs"]), {}
+    for i, (layer, k) in enumerate(zip(traced.layers, kind_of_layer)):
+        kind = traced.layer_kinds[k]
+        args = jax.tree.leaves((x, [live.pop(name) for name in layer.pop]))
+        if k not in subjects:
+            fresh = layer.given
+            if fresh is None:
+                fresh = initialise(layer.init, jax.random.fold_in(key, i))
+            weights, state = map(jax.tree.leaves, jax.device_get(fresh))
+            extra = [jnp.zeros(a.shape, a.dtype) for a in kind.extra[:1]]
+            num_rows = num_rows_of(kind_of_layer.count(k), devices, kind.parameters)
+            subjects[k] = _Subject(kind, args, extra, weights, state, num_rows)
+        subject = subjects[k]
+        extra = [*subject.extra, *subject.state]
+        leaves, _ = forward[k](subject.weights, args, extra)
+        x, *kept = outputs(kind, leaves)
+        live |= dict(zip(layer.stash, kept, strict=True))
+    loss = _Subject(traced.loss, jax.tree.leaves(x), _values(microbatch))
+    return [*(subjects[k] for k in range(len(traced.layer_kinds))), loss]
+
+
+_STASHES = ("input_stash", "weight_stash")
+_FORWARD = ("parameters", "state", "inputs", "extra")
+_READS = {
+    "forward": _FORWARD,
+    "forward_and_stash": _FORWARD,
+    "backward": ("parameters", *_STASHES, "output_grads"),
+    "input_grad": ("parameters", *_STASHES, "output_grads"),
+    "weight_grad": ("parameters", "weight_stash", "split_residuals"),
+}
+_WRITES = {
+    "forward": ("outputs", "aux"),
+    "forward_and_stash": ("outputs", "aux", *_STASHES),
+    "backward": ("gradients", "input_grads"),
+    "input_grad": ("split_residuals", "input_grads"),
+    "weight_grad": ("gradients",),
+}
+
+
+class _Subject:
+    """A kind of layer with its arrays, and the bodies of its programs."""
+
+    def __init__(
+        self,
+        kind: LayerProgram,
+        inputs: Sequence[jax.Array],
+        extra: Sequence[jax.Array],
+        weights: Sequence = (),
+        state: Sequence = (),
+        num_rows: int = 1,
+    ):
+        self.kind, self.num_rows = kind, num_rows
+        self.inputs, self.extra = inputs, extra
+        self.weights, self.state = weights, state
+        leaves = {n: [kind.stash[j] for j in getattr(kind, n)] for n in _STASHES}
+        leaves |= {
+            "parameters": weights,
+            "state": state,
+            "split_residuals": kind.split_residuals,
+        }
+        self.packs = {n: Packing.of([map(Leaf, own)]) for n, own in leaves.items()}
+        self._output_grads = [y for y in kind.outputs if is_inexact(y)]
+        lists = list(kind.parameters), list(kind.stash), self._output_grads
+        _, self._input_grads = jax.eval_shape(kind.backward, *lists)
+        self._held: dict = {}
+
+    @property
+    def size(self) -> int:
+        """Approximate bytes of the arrays of the largest program."""
+        moved = (*self.kind.stash, *self.kind.split_residuals, *self.kind.outputs)
+        weights = 2 * self.num_rows * num_bytes(self.kind.parameters)
+        return weights + SLOTS * num_bytes(moved)
+
+    def has(self, name: str) -> bool:
+        """Whether a program has anything to compute."""
+        return {
+            "backward": bool(self._input_grads or self.kind.parameters),
+            "input_grad": bool(self._input_grads),
+            "weight_grad": bool(self.kind.parameters),
+        }.get(name, True)
+
+    def member(self, name: str) -> Member:
+        """A program with its arrays."""
+        held = self._held
+        if not held:
+            rng = np.random.default_rng(0)
+            held |= {"inputs": self.inputs, "extra": self.extra}
+            held["parameters"] = packed(
+                self.packs["parameters"], self.weights, self.num_rows
+            )
+            held["state"] = packed(self.packs["state"], self.state, self.num_rows)
+            held["output_grads"] = [random_like(rng, y) for y in self._output_grads]
+        empty = {
+            "outputs": lambda: zeros(self.kind.outputs),
+            "aux": lambda: zeros(self.kind.aux),
+            "input_grads": lambda: zeros(self._input_grads),
+            "gradients": lambda: self._empty("parameters", self.num_rows),
+        }
+        for ring in (*_STASHES, "split_residuals"):
+            empty[ring] = functools.partial(self._empty, ring, SLOTS)
+        reads = {n: held[n] if n in held else empty[n]() for n in _READS[name]}
+        carry = {n: empty[n]() for n in _WRITES[name]}
+        return Member(getattr(self, f"_{name}"), reads, carry, self.num_rows)
+
+    def take(self, carry: dict) -> None:
+        """Keeps the results of a program that other programs read."""
+        names = (*_STASHES, "split_residuals")
+        self._held |= {n: carry[n] for n in names if n in carry}
+
+    def free(self) -> None:
+        """Drops all arrays that measuring needed."""
+        self._held = {}
+
+    def _empty(self, name: str, *lead: int) -> dict:
+        arrays = self.packs[name].arrays
+        return {n: jnp.zeros((*lead, *a.shape), a.dtype) for n, a in arrays.items()}
+
+    def _read(self, arrays: dict, name: str, *lead) -> list[jax.Array]:
+        return packing.read_all(arrays[name], self.packs[name].places[0], lead)
+
+    def _write(self, arrays: dict, name: str, values: Sequence, *lead) -> dict:
+        places = self.packs[name].places[0]
+        return {name: packing.write_all(arrays[name], places, lead, values)}
+
+    # -- Bodies: `(reads, carry, slot, row) -> carry`
+
+    def _arguments(self, reads: dict, row) -> tuple:
+        extra = [*reads["extra"], *self._read(reads, "state", row)]
+        return self._read(reads, "parameters", row), reads["inputs"], extra
+
+    def _forward(self, reads: dict, carry: dict, slot, row) -> dict:
+        outputs, told = self.kind.forward(*self._arguments(reads, row))
+        return {"outputs": outputs, "aux": _added(carry["aux"], told)}
+
+    def _forward_and_stash(self, reads: dict, carry: dict, slot, row) -> dict:
+        given = self._arguments(reads, row)
+        outputs, kept, told = self.kind.forward_and_stash(*given)
+        rings: dict = {}
+        for name in _STASHES:
+            values = [kept[j] for j in getattr(self.kind, name)]
+            rings |= self._write(carry, name, values, slot)
+        return {"outputs": outputs, "aux": _added(carry["aux"], told), **rings}
+
+    def _stash(self, reads: dict, slot) -> list:
+        stash: list = [None] * len(self.kind.stash)
+        for name in _STASHES:
+            if name in reads:
+                for j, value in zip(
+                    getattr(self.kind, name), self._read(reads, name, slot)
+                ):
+                    stash[j] = value
+        return stash
+
+    def _accumulated(self, carry: dict, gradients: Sequence, row) -> dict:
+        arrays = carry["gradients"]
+        for place, value in zip(
+            self.packs["parameters"].places[0], gradients, strict=True
+        ):
+            arrays = packing.add(arrays, place, [row], value)
+        return {"gradients": arrays}
+
+    def _of_output_grads(self, program: Callable, reads: dict, slot, row) -> tuple:
+        parameters = self._read(reads, "parameters", row)
+        return program(parameters, self._stash(reads, slot), reads["output_grads"])
+
+    def _backward(self, reads: dict, carry: dict, slot, row) -> dict:
+        own, inputs = self._of_output_grads(self.kind.backward, reads, slot, row)
+        return {"input_grads": inputs, **self._accumulated(carry, own, row)}
+
+    def _input_grad(self, reads: dict, carry: dict, slot, row) -> dict:
+        inputs, left = self._of_output_grads(self.kind.input_grad, reads, slot, row)
+        return {
+            "input_grads": inputs,
+            **self._write(carry, "split_residuals", left, slot),
+        }
+
+    def _weight_grad(self, reads: dict, carry: dict, slot, row) -> dict:
+        parameters = self._read(reads, "parameters", row)
+        split_residuals = self._read(reads, "split_residuals", slot)
+        stash = self._stash(reads, slot)
+        gradients = self.kind.weight_grad(parameters, stash, split_residuals)
+        return self._accumulated(carry, gradients, row)
+
+
+def _values(tree: Any) -> list:
+    """Concrete arrays unchanged; abstract ones as random numbers, or zeros for integers."""
+    rng = np.random.default_rng(0)
+
+    def values(a):
+        if not isinstance(a, jax.ShapeDtypeStruct):
+            return jnp.asarray(a)
+        return random_like(rng, a) if is_inexact(a) else jnp.zeros(a.shape, a.dtype)
+
+    return [values(a) for a in jax.tree.leaves(tree)]
+
+
+def _added(a: Sequence, b: Sequence) -> list[jax.Array]:
+    return [x + y for x, y in zip(a, b, strict=True)]

@@ -1,0 +1,225 @@
+"""Predicts the seconds and bytes of a table, for a profiled model that is cut at boundaries."""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from jpipe.costs import Memory
+from jpipe.lowering.lower import STASHES, Route, lower
+from jpipe.packing import Leaf, Packing
+from jpipe.plan._profile import LayerProfile, Profile
+from jpipe.schedule import Schedule
+from jpipe.simulate import Costs, Timing, simulate
+from jpipe.solvers import Machine
+from jpipe.stages.cut import check_boundaries, group
+from jpipe.stages.messages import find_portals, find_routes, pack_messages
+from jpipe.stages.optimizer import read_delays
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prediction:
+    """The predicted cost of a training step.
+
+    Attributes:
+      seconds: seconds of a step, which trains on one minibatch.
+      timing: seconds that each device computes, sends and is idle in the table.
+      memory: bytes per device.
+      delay: the largest delay of a gradient: updates between reading the weights that it was
+        computed with and applying it.
+    """
+
+    seconds: float
+    timing: Timing
+    memory: Memory
+    delay: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes per device."""
+        return sum(self.memory) - self.memory.padding
+
+
+def predict(
+    schedule: Schedule,
+    profile: Profile,
+    boundaries: Sequence[int],
+    machine: Machine,
+    num_replicas: int = 1,
+) -> Prediction:
+    """Predicts the cost of a table in lockstep. Each of its cells is one microbatch of the profile.
+
+    - A tick lasts as long as its busiest device, or as all its work on the cores that devices
+      share. The machine's jitter makes it longer.
+    - Then come the updates of the tick. Before them the replicas of a stage add up their gradients
+      in a ring.
+    - Then messages travel, packed as in the engine: all messages of a kind are as large as the
+      largest one, and skips travel after the activations.
+
+    Args:
+      schedule: a legal table that trains.
+      profile: the costs of the layers. A replica's minibatch is `num_microbatches` microbatches of
+        the profile.
+      boundaries: the layer at which each stage after the first begins.
+      machine: the machine. The devices of a replica are neighbours.
+      num_replicas: the number of copies of the pipeline.
+
+    Returns:
+      A `Prediction`. Its bytes are those of `Pipeline.memory`, except for the temporaries, which
+      are those of the layer that needs most. Other mesh axes, and the time of `forward_params`,
+      `backward_params` and tied weights, are not included.
+
+    Raises:
+      ValueError: if the boundaries do not fit, the machine has too few devices, or the
+        profile lacks what the table runs.
+    """
+    needed = schedule.num_devices * num_replicas
+    if needed > machine.num_devices:
+        raise ValueError(
+            f"`machine` must have at least {needed} devices, {num_replicas} for each of {schedule.num_devices}, got "
+            f"{machine.num_devices}. Use fewer stages or replicas."
+        )
+    S = schedule.num_stages
+    starts = check_boundaries(list(boundaries), len(profile.layers), S)
+    costs = stage_costs(schedule, profile, starts, machine, num_replicas)
+    timing = simulate(schedule, costs)
+    return Prediction(
+        seconds=timing.makespan + machine.step,
+        timing=timing,
+        memory=predict_memory(schedule, profile, starts, num_replicas),
+        delay=int(schedule.facts().forward_delay.max()),
+    )
+
+
+def stage_costs(
+    schedule: Schedule,
+    profile: Profile,
+    starts: Sequence[int],
+    machine: Machine,
+    num_replicas: int = 1,
+) -> Costs:
+    """The costs of each stage in the form of `jpipe.simulate`.
+
+    Args:
+      schedule: the table, for the devices of the stages and for split backwards.
+      profile, machine, num_replicas: as of `predict`.
+      starts: the first layer of each stage, then the number of layers.
+    """
+    split = schedule.splits_backward
+
+    # With fewer cores than devices, each device had a share of a core while it was measured.
+    cores = machine.num_cores
+    share = 1.0 if cores is None else min(cores / profile.num_devices, 1.0)
+
+    def total(operation: str) -> list[float]:
+        seconds = profile.seconds(operation)
+        return [share * sum(seconds[i:j]) for i, j in itertools.pairwise(starts)]
+
+    device_of_stage = dict(zip(schedule.stage.tolist(), schedule.device.tolist()))
+    D, S = schedule.num_devices, schedule.num_stages
+    # Seconds of the messages after a stage's forward, and after the backward of the next stage.
+    sent = {"forward": np.zeros(S), "backward": np.zeros(S)}
+    for route, packing in _routes(profile, starts):
+        for source, target in route.target.items():
+            pair = device_of_stage[source], device_of_stage[target]
+            if pair[0] != pair[1]:
+                boundary = source - (route.operation == "backward")
+                seconds = machine.message_seconds(packing.num_bytes, pair)
+                sent[route.operation][boundary] += seconds
+    update = total("update")
+    for s, (start, stop) in enumerate(itertools.pairwise(starts)):
+        d = device_of_stage[s]
+        weights = sum(layer.parameter_bytes for layer in profile.layers[start:stop])
+        ring = [d + r * D for r in range(num_replicas)]
+        update[s] += machine.reduce_seconds(weights, ring)
+    return Costs(
+        forward=total("forward"),
+        backward=total("input_grad") if split else 0.0,
+        weight_grad=total("weight_grad") if split else 0.0,
+        fused_backward=0.0 if split else total("backward"),
+        transfer=sent["forward"],
+        gradient_transfer=sent["backward"],
+        update=update,
+        tick=machine.tick,
+        jitter=machine.jitter,
+        num_cores=None if cores is None else cores / num_replicas,
+        cores_per_device=machine.cores_per_device,
+    )
+
+
+def _routes(profile: Profile, starts: Sequence[int]) -> list[tuple[Route, Packing]]:
+    """Every kind of message, packed as in the engine."""
+    layers = profile.layers
+    ends = [[*map(Leaf, layers[stop - 1].activations)] for stop in starts[1:-1]]
+    portals = find_portals(profile.skips, starts)
+    return find_routes(len(starts) - 1, *pack_messages(ends), portals)
+
+
+def predict_memory(
+    schedule: Schedule,
+    profile: Profile,
+    starts: Sequence[int],
+    num_replicas: int = 1,
+) -> Memory:
+    """Bytes per device, by use.
+
+    Args:
+      schedule, profile, num_replicas: as of `predict`.
+      starts: the first layer of each stage, then the number of layers.
+    """
+    layers = profile.layers
+    kinds = [(one.kind, one.stash, one.pop) for one in layers]
+    groups = group(kinds, starts)
+    layer_of_kind = dict(zip(kinds, layers))
+
+    def packed(name: str) -> Packing:
+        """The packing of the stages' leaves of one name, as in the engine."""
+        loss = profile.loss.avals(name) if name == "input_stash" else ()
+        return groups.pack(
+            lambda kind: map(Leaf, layer_of_kind[kind].avals(name)), [*map(Leaf, loss)]
+        )
+
+    routes = _routes(profile, starts)
+    recompute = profile.recompute == "full"
+    lowered = lower(schedule, recompute, [route for route, _ in routes])
+    R, V = lowered.num_chunks, lowered.num_versions
+    weights, optimizer = (
+        packed("parameters").num_bytes,
+        packed("optimizer_state").num_bytes,
+    )
+    slots = lowered.num_slots
+    rings = sum(slots[ring] * packed(ring).num_bytes for ring in STASHES if slots[ring])
+    size = {route.inbox: packing.num_bytes for route, packing in routes}
+    # An inbox has one slot that nobody reads. Messages sent and received lie beside the inbox.
+    in_flight = sum((slots[k] + 1) * n for k, n in size.items() if slots[k])
+    in_flight += sum(size[inbox] for inbox, _ in lowered.outgoing)
+    in_flight += sum(size[next(iter(c.arrives))] for c in lowered.channels)
+    batches = lowered.num_batches * schedule.num_microbatches * profile.microbatch_bytes
+    delays = read_delays(schedule)
+    versions = V * (1 + sum(bool(delays[reader].any()) for reader in profile.reads))
+    activations = rings + in_flight + packed("state").num_bytes * R
+    if lowered.num_batches > 1:
+        activations += batches
+    used = sum(layer.weight_bytes for layer in layers)
+    used += (versions - 1) * sum(layer.parameter_bytes for layer in layers)
+    held = R * (versions * weights + weights + optimizer)
+    return Memory(
+        weights=R * versions * weights,
+        optimizer=R * optimizer,
+        gradients=R * weights,
+        activations=activations,
+        batch=schedule.num_microbatches * profile.microbatch_bytes,
+        temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss)),
+        padding=max(held - used // schedule.num_devices, 0),
+    )
+
+
+def _temporary_bytes(layer: LayerProfile) -> int:
+    """Bytes that a layer's operations need beside what is kept.
+
+    An update reads weights, gradients and optimizer state. It makes the changes of the weights, the
+    new weights and the new optimizer state.
+    """
+    update = 2 * (2 * layer.parameter_bytes + layer.optimizer_bytes)
+    return max(layer.temporary_bytes, update)

@@ -1,0 +1,204 @@
+"""Makes a profile of a traced model, or reads the profile that was kept."""
+
+import dataclasses
+import hashlib
+import os
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jpipe.layers.avals import shapes_text
+from jpipe.layers.backward import LayerProgram
+from jpipe.layers.trace import Traced
+from jpipe.plan._loops import PROGRAMS, Measured, Progress, count_cores, num_bytes
+from jpipe.plan._measure_layers import measure_layers, outputs
+from jpipe.plan._measure_updates import measure_updates, trace_updates
+from jpipe.plan._profile import LayerProfile, Profile
+
+
+def profile(
+    traced: Traced,
+    optimizer: optax.GradientTransformation,
+    microbatch: Any,
+    *,
+    recompute: str = "none",
+    compute_dtype: Any = None,
+    reads: Sequence[str] = (),
+    ties: Sequence[Sequence[int]] = (),
+    programs: Sequence[str] = PROGRAMS,
+    min_seconds: float = 0.5,
+    devices: Sequence[jax.Device] | None = None,
+    cache: str | os.PathLike | None = None,
+) -> Profile:
+    """Measures layers, the loss and the optimizer. `Pipeline.profile` calls it.
+
+    Each program of each kind of layer is compiled, run to warm up, and called until `min_seconds`
+    have passed, at least 3 times. A call runs as many microbatches as take a tenth of a second (or
+    a third of `min_seconds`, if that is less). The layers get fresh weights, and as inputs the
+    outputs of the layers before.
+
+    Several devices all run the same at the same time, so that shared resources are measured as
+    they are shared in training: memory, and the cores if the devices are CPU devices.
+    `Profile.num_devices` and `Profile.num_cores` record the numbers.
+
+    Weights that a mesh splits over automatic axes are measured whole.
+
+    Args:
+      traced: the layers and the loss, traced for training.
+      optimizer: the Optax chain. The update of each layer is measured by itself.
+      microbatch: arrays, or abstract arrays; these stand for random numbers, or zeros if they are
+        integers.
+      recompute: for the record: "none", "full" or the name of the policy that `traced` was made
+        with.
+      compute_dtype: for the record: as of `traced`.
+      reads: for the record: as of `Profile`.
+      ties: for the record: as of `Profile`.
+      programs: the programs of `PROGRAMS` to measure. The seconds of the others are None. Bytes
+        are always counted.
+      min_seconds: seconds per program, at least.
+      devices: the devices to measure on; None: JAX's first device.
+      cache: a file that keeps the profile. It is read instead of measuring if it has the same
+        layers, version of JAX, kind and number of devices, and number of cores. Otherwise it is
+        written, with a warning if it existed.
+
+    Returns:
+      The `Profile`.
+
+    Raises:
+      ValueError: if `programs` has an unknown name, or the file is not a profile.
+      OSError: if the file cannot be read or written.
+
+    References:
+      Narayanan et al., "PipeDream", SOSP 2019, section 3.1 (the profiler); Kim et al.,
+      "torchgpipe", arXiv:2004.09910, section 2.2, `torchgpipe.balance` (layers measured one at a
+      time).
+    """
+    for name in programs:
+        if name not in PROGRAMS:
+            raise ValueError(
+                f"`programs` must be of {', '.join(map(repr, PROGRAMS))}, got {name!r}."
+            )
+    devices = jax.local_devices()[:1] if devices is None else list(devices)
+    updates, update_of_layer = trace_updates(traced, optimizer)
+    made_with = dict(
+        microbatch=shapes_text(microbatch),
+        microbatch_size=jax.tree.leaves(microbatch)[0].shape[0],
+        microbatch_bytes=num_bytes(jax.tree.leaves(microbatch)),
+        recompute=recompute,
+        compute_dtype=None if compute_dtype is None else np.dtype(compute_dtype).name,
+        reads=tuple(reads),
+        ties=tuple(map(tuple, ties)),
+        device_kind=devices[0].device_kind,
+        num_devices=len(devices),
+        num_cores=count_cores(),
+        jax_version=jax.__version__,
+        model=_hash(_model_texts(traced)),
+        optimizer=_hash([updates[u].equations.text() for u in update_of_layer]),
+    )
+    if cache is not None and os.path.exists(cache):
+        kept = Profile.load(cache)
+        why = _unfit(kept, made_with, programs)
+        if not why:
+            return dataclasses.replace(kept, recompute=recompute)
+        warnings.warn(f"{os.fspath(cache)}: {why}. Profiling again.", stacklevel=4)
+    with jax.default_device(devices[0]), Progress.of(programs) as progress:
+        given = programs, min_seconds, devices, progress
+        *of_kind, of_loss = measure_layers(traced, microbatch, *given)
+        of_update = measure_updates(updates, update_of_layer, *given)
+    layers = tuple(
+        _record(
+            traced.layer_kinds[k],
+            {**of_kind[k], **of_update[u]},
+            outputs(traced.layer_kinds[k]),
+            name=layer.name,
+            kind=k,
+            parameters=traced.layer_kinds[k].parameters,
+            optimizer_state=_abstract(updates[u].state),
+            state=_abstract(traced.mutable[k].leaves),
+            stash=layer.stash,
+            pop=layer.pop,
+        )
+        for layer, k, u in zip(traced.layers, traced.kind_of_layer, update_of_layer)
+    )
+    if "update" in programs:
+        of_loss["update"] = Measured()
+    of_nothing = dict.fromkeys(("parameters", "optimizer_state", "state"), ())
+    of_nothing |= {"stash": (), "pop": ()}
+    number = len(traced.layer_kinds)
+    loss = _record(traced.loss, of_loss, [()], name="loss", kind=number, **of_nothing)
+    measured = Profile(layers, loss, **made_with)
+    if cache is not None:
+        measured.save(cache)
+    return measured
+
+
+def _record(
+    program: LayerProgram,
+    measured: Mapping[str, Measured],
+    outputs: Sequence,
+    **fields,
+) -> LayerProfile:
+    seconds = {p: measured[p].seconds if p in measured else None for p in PROGRAMS}
+    activations, *skips = (_abstract(jax.tree.leaves(y)) for y in outputs)
+    return LayerProfile(
+        **seconds,
+        activations=activations,
+        skips=tuple(skips),
+        input_stash=tuple(program.stash[j] for j in program.input_stash),
+        weight_stash=tuple(program.stash[j] for j in program.weight_stash),
+        split_residuals=program.split_residuals,
+        temporary_bytes=max((m.temporary_bytes for m in measured.values()), default=0),
+        **fields,
+    )
+
+
+def _abstract(leaves: Iterable) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
+
+
+# -- The cache
+
+
+def _model_texts(traced: Traced) -> list[str]:
+    layers = zip(traced.layers, traced.kind_of_layer)
+    return [
+        *(f"{layer.name} {k} {layer.stash} {layer.pop}" for layer, k in layers),
+        *(kind.text for kind in traced.layer_kinds),
+        traced.loss.text,
+    ]
+
+
+def _hash(texts: Iterable[str]) -> str:
+    """A hash of texts of programs, without addresses of functions, which differ from run to run."""
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(re.sub(r" at 0x[0-9a-f]+", "", text).encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _unfit(kept: Profile, made_with: Mapping[str, Any], programs: Sequence[str]) -> str:
+    """Why a profile does not fit the request; empty if it fits."""
+
+    def same(name: str, was: Any, now: Any) -> bool:
+        if name == "recompute":  # "full" runs the same programs
+            was, now = ("none" if one == "full" else one for one in (was, now))
+        if name == "num_cores" and made_with["device_kind"] != "cpu":
+            return True  # other devices compute without them
+        return was == now
+
+    for name, now in made_with.items():
+        was = getattr(kept, name)
+        if same(name, was, now):
+            continue
+        if name in ("model", "optimizer"):
+            return f"it was made for another {name}"
+        return f"its `{name}` is {was}, not {now}"
+    for program in programs:
+        if any(getattr(r, program) is None for r in (*kept.layers, kept.loss)):
+            return f"`{program}` was not measured"
+    return ""

@@ -1,0 +1,123 @@
+"""Measuring the layers of a `Pipeline`, and cutting them by the result.
+
+`jpipe.entry_points` names these functions; `Pipeline` calls them.
+"""
+
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpipe.layers.trace import Traced
+from jpipe.plan._loops import PROGRAMS
+from jpipe.plan._profile import (
+    Profile,
+    balance_by_memory,
+    balance_by_time,
+    operations_of,
+    programs_of,
+)
+from jpipe.plan._profiling import profile
+from jpipe.settings import Settings
+from jpipe.stages.ties import resolve_ties
+
+
+def profile_pipeline(
+    settings: Settings,
+    batch: Any,
+    *,
+    cache: str | os.PathLike | None,
+    num_microbatches: int | None,
+    programs: Sequence[str] | None,
+    min_seconds: float,
+    devices: Sequence[jax.Device] | None,
+) -> Profile:
+    """Measures the layers of a pipeline. See `Pipeline.profile`.
+
+    Args:
+      settings: of the pipeline.
+
+    Raises:
+      ValueError: if an argument cannot work.
+    """
+    if num_microbatches is not None and (
+        not hasattr(num_microbatches, "__index__") or num_microbatches < 1
+    ):
+        raise ValueError(
+            "`num_microbatches` must be a whole number, at least 1, got "
+            f"{num_microbatches!r}."
+        )
+    microbatch = settings.microbatch(batch, num_microbatches)
+    traced = settings.trace(microbatch, jax.config.jax_default_prng_impl)
+
+    def first_rows(a: Any, want: jax.ShapeDtypeStruct) -> Any:
+        if isinstance(a, jax.ShapeDtypeStruct):
+            return want
+        return np.asarray(a[: want.shape[0]], want.dtype)
+
+    rows = jax.tree.map(first_rows, dict(batch), microbatch)
+    options = _options(settings, traced)
+    if devices is not None:
+        options["devices"] = devices
+    return profile(
+        traced,
+        settings.optimizer,
+        rows,
+        programs=PROGRAMS if programs is None else programs,
+        min_seconds=min_seconds,
+        cache=cache,
+        **options,
+    )
+
+
+def boundaries_by_time(
+    settings: Settings, traced: Traced, microbatch: Any
+) -> list[int]:
+    """The boundaries that balance the measured seconds of the stages."""
+    split = settings.schedule.splits_backward
+    programs = [
+        programs_of(operation, settings.recompute_name)
+        for operation in operations_of(split)
+    ]
+    measured = profile(
+        traced,
+        settings.optimizer,
+        microbatch,
+        programs=sorted({*itertools.chain(*programs)}),
+        **_options(settings, traced),
+    )
+    return balance_by_time(measured, settings.schedule.num_stages, split=split)
+
+
+def boundaries_by_memory(
+    settings: Settings, traced: Traced, microbatch: Any
+) -> list[int]:
+    """The boundaries that balance the bytes of weights, optimizer and activations in flight."""
+    counted = profile(
+        traced,
+        settings.optimizer,
+        microbatch,
+        programs=(),
+        **_options(settings, traced),
+    )
+    in_flight = int(settings.schedule.facts().in_flight.max())
+    return balance_by_memory(counted, settings.schedule.num_stages, in_flight=in_flight)
+
+
+def _options(settings: Settings, traced: Traced) -> dict[str, Any]:
+    """What `profile` records of a pipeline, and the device that it measures on by default."""
+    process = jax.process_index()
+    local = [d for d in settings.mesh.devices.flat if d.process_index == process]
+    return dict(
+        recompute=settings.recompute_name,
+        compute_dtype=settings.compute_dtype,
+        reads=list(settings.hooks),
+        ties=[
+            [layer for layer, _ in copies]
+            for copies in resolve_ties(traced.layers, settings.ties)
+        ],
+        devices=local[:1],
+    )

@@ -1,0 +1,483 @@
+"""Everything that is derived from the shapes of one minibatch: the engine and the compiled functions.
+
+Settings (the arguments of `Pipeline`)
+   └── + microbatch shapes + cut ──> Program: stages, engine, step, flush, predict, evaluate
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jpipe import in_flight
+from jpipe.checks import batch_size, check_stages
+from jpipe.engine.engine import Engine
+from jpipe.layers.avals import shapes_text
+from jpipe.layers.trace import Traced
+from jpipe.mesh import DATA
+from jpipe.schedules import forward_only
+from jpipe.settings import Settings, abstract, shapes_key
+from jpipe.stages.optimizer import make_updates
+from jpipe.state import PipelineState
+
+
+class Program:
+    """What a pipeline does with minibatches of one shape.
+
+    Args:
+      settings: of the pipeline.
+      microbatch: the abstract microbatch.
+      key_impl: implementation of the random keys that layers get.
+      traced: the layers, traced for this microbatch.
+      starts: the first layer of each stage, and the number of layers at the end.
+
+    Attributes:
+      stages: the model, cut.
+      engine: runs the stages.
+
+    A program is the static part of its states. Two programs are equal if their states have equal
+    layouts and equal meaning, so states of two pipelines that are built alike go together.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        microbatch: Any,
+        key_impl: Any,
+        traced: Traced,
+        starts: Sequence[int],
+    ):
+        self.settings, self.microbatch, self.traced = settings, microbatch, traced
+        self.stages = settings.cut(traced, starts)
+        check_stages(self.stages, settings.schedule, settings.recompute)
+        # Here belongs, as soon as `jpipe.optim` has it:
+        # optim.check_hooks(
+        #     jax.eval_shape(settings.optimizer.init, [l.parameters for l in self.stages.layers]),
+        #     **settings.hooks,
+        # )
+        self.engine = Engine(
+            settings.schedule,
+            self.stages,
+            make_updates(self.stages, settings.optimizer, settings.hooks),
+            settings.mesh,
+            recompute=settings.recompute == "full",
+            microbatch=microbatch,
+            loss_scale=settings.loss_scale,
+            key_impl=key_impl,
+            overlap=settings.overlap,
+        )
+        specs = (
+            self.engine.replicated_spec,
+            self.engine.per_device_spec,
+            PartitionSpec(),
+        )
+        replicated, per_device, everywhere = (
+            NamedSharding(settings.mesh, spec) for spec in specs
+        )
+        if settings.automatic_mesh is not None:
+            # Each array is split in its own way, which `_pack_outputs` states.
+            replicated = per_device = None
+        options: dict[str, Any] = dict(
+            donate_argnums=0 if settings.donate else (),
+            out_shardings=(replicated, per_device, everywhere),
+        )
+        self._step = jax.jit(self._run_step, **options)
+        self._flush = jax.jit(self._run_flush, **options)
+        self._predict = jax.jit(self._run_predict)
+        self._evaluate = jax.jit(self._run_evaluate)
+
+    # -- Identity
+
+    @functools.cached_property
+    def parts(self) -> dict[str, Any]:
+        """What decides the layout and the meaning of a state, by the argument that causes it.
+
+        A difference in an early entry may cause one in a later entry, not the other way round.
+        """
+        traced, stages, updates = self.traced, self.stages, self.engine.updates
+        layers = [
+            (
+                traced.layer_kinds[kind].text,
+                str(jax.tree.structure((layer.parameters, layer.state))),
+                layer.stash,
+                layer.pop,
+            )
+            for kind, layer in zip(traced.kind_of_layer, stages.layers)
+        ]
+        update_texts = [
+            [
+                (
+                    group.run.text(),
+                    [_slot_key(slot) for slot in (*group.inputs, *group.outputs)],
+                )
+                for group in update.groups
+            ]
+            + [[_slot_key(slot) for slot in update.shared]]
+            for update in updates.programs
+        ]
+        return {
+            "batch": shapes_key(self.microbatch),
+            "implementation of random keys": str(self.engine.key_impl),
+            **self.settings.parts,
+            "boundaries": tuple(stages.starts[1:-1]),
+            "layers": layers,
+            "loss": (
+                traced.loss.text,
+                traced.loss_weight and traced.loss_weight.text(),
+                sorted(traced.reported),
+            ),
+            "forward_params or backward_params": sorted(self.settings.hooks),
+            "optimizer": (update_texts, updates.program_of_stage),
+        }
+
+    def __eq__(self, other: Any) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Program) or hash(self) != hash(other):
+            return False
+        return self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash((shapes_key(self.microbatch), tuple(self.stages.starts)))
+
+    def __deepcopy__(self, memo: dict) -> "Program":
+        return self
+
+    def __reduce__(self):
+        raise TypeError(
+            "a `PipelineState` cannot be pickled: its static part holds compiled functions. "
+            "Save it with Orbax, or pickle `jax.tree.map(np.asarray, jax.tree.leaves(state))` "
+            "and put the leaves into a state of an equal pipeline: "
+            "`jax.tree.unflatten(jax.tree.structure(pipe.init(key, batch)), leaves)`."
+        )
+
+    @property
+    def placement(self) -> Sequence[tuple[int, int]]:
+        """Device of each stage, and which of that device's stages it is."""
+        return self.engine.lowered.placement
+
+    @functools.cached_property
+    def abstract_state(self) -> PipelineState:
+        """The training state as abstract arrays, each with its sharding."""
+        engine, scalar = self.engine, jax.ShapeDtypeStruct((1,), jnp.int32)
+        impl = engine.key_impl
+        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
+        replicated = {
+            **engine.replicated_shapes(),
+            "round": scalar,
+            "started": scalar,
+            "key": jax.ShapeDtypeStruct((1, *key.shape), key.dtype),
+        }
+        return PipelineState(
+            **engine.globally(replicated, engine.replicated_spec),
+            **engine.globally(engine.per_device_shapes(), engine.per_device_spec),
+            program=self,
+        )
+
+    def place_state(self, state: PipelineState) -> PipelineState:
+        """The state as one of this program, its arrays moved where they belong if they are elsewhere."""
+        state = dataclasses.replace(state, program=self)
+        want = self.abstract_state.round.sharding
+        array = state.round
+        if isinstance(array, jax.Array) and array.sharding.is_equivalent_to(want, 1):
+            return state
+        shardings = jax.tree.map(lambda a: a.sharding, self.abstract_state)
+        return jax.device_put(state, shardings)
+
+    # -- Calls
+
+    def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict]:
+        """One pass over the table, with a minibatch that enters."""
+        return self._restore(
+            state, *self._call(self._step, state, self._place(dict(batch)))
+        )
+
+    def flush(self, state: PipelineState) -> tuple[PipelineState, dict]:
+        """Passes over the table until nothing is in flight."""
+        if not self.settings.schedule.synchronous:
+            return self._restore(state, *self._call(self._flush, state))
+        loss = self.stages.loss
+
+        def nothing(a: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.asarray(np.full(a.shape, np.nan, a.dtype))
+
+        metrics = {
+            "loss": nothing(loss.outputs[0]),
+            "num_microbatches": jnp.zeros((), jnp.int32),
+            "gradient_norm": jnp.zeros((), self.engine.updates.norm_dtype),
+            "skipped_updates": jnp.zeros(self.stages.num_stages, jnp.int32),
+        }
+        if self.settings.has_aux:
+            metrics["aux"], *_ = loss.aux_tree.unflatten(map(nothing, loss.aux))
+        if self.settings.loss_scale is not None:
+            metrics["loss_scale"] = state.loss_scale["scale"][0]
+        return state, metrics
+
+    def predict(self, state: PipelineState, batch: Any) -> Any:
+        """The last layer's outputs for `batch["inputs"]`, `[batch, ...]`."""
+        if isinstance(batch, Mapping):
+            batch = {name: a for name, a in batch.items() if name == "inputs"}
+        size, padded = self._pad(batch)
+        outputs, _ = self._call(self._predict, state, padded)
+        return jax.tree.map(lambda a: a[:size], outputs)
+
+    def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
+        """The loss of the newest weights on all rows of the batch together."""
+        _, padded = self._pad(batch, only="inputs")
+        inputs, batch = padded["inputs"], self._on_mesh(dict(batch))
+        result, _ = self._call(self._evaluate, state, inputs, batch)
+        return result
+
+    def _call(self, function: Callable, *args: Any) -> tuple:
+        """Calls a compiled function whose last output holds a small array under "num_microbatches"."""
+        in_flight.wait(self.settings.mesh.devices)
+        outputs = function(*args)
+        in_flight.add(outputs[-1]["num_microbatches"])
+        return outputs
+
+    def lower(self, batch: Any) -> jax.stages.Lowered:
+        """The step, traced and lowered but not compiled."""
+        sharding = NamedSharding(self.settings.mesh, self.engine.batch_spec)
+
+        def placed(a):
+            a = abstract(a)
+            if self.settings.num_replicas == 1:
+                return a
+            return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+        return self._step.lower(self.abstract_state, jax.tree.map(placed, dict(batch)))
+
+    # -- Batches
+
+    def _cut_batch(self, batch: Any) -> Any:
+        """`[batch, ...]` to `[replicas, N, microbatch, ...]`: a replica gets consecutive rows."""
+        lead = self.settings.num_replicas, self.settings.schedule.num_microbatches
+        return jax.tree.map(
+            lambda a: jnp.reshape(
+                a, (*lead, a.shape[0] // math.prod(lead), *a.shape[1:])
+            ),
+            batch,
+        )
+
+    def _place(self, batch: Any) -> Any:
+        """The batch, each replica's rows on the replica's devices."""
+        if self.settings.num_replicas == 1:
+            return self._on_mesh(batch)
+        sharding = NamedSharding(self.settings.mesh, PartitionSpec(DATA))
+        return jax.device_put(batch, sharding)
+
+    def _on_mesh(self, batch: Any) -> Any:
+        """The batch, with arrays that are committed to other devices moved to those of the mesh."""
+        devices = set(self.settings.mesh.devices.flat)
+        everywhere = NamedSharding(self.settings.mesh, PartitionSpec())
+
+        def on_mesh(a):
+            if not isinstance(a, jax.Array) or not a.committed:
+                return a
+            return a if a.devices() == devices else jax.device_put(a, everywhere)
+
+        return jax.tree.map(on_mesh, batch)
+
+    def _pad(self, batch: Any, only: str | None = None) -> tuple[int, Any]:
+        """The size of a batch, and the batch with copies of its last row up to a size that can be cut."""
+        size = batch_size(batch)
+        if size == 0:
+            raise ValueError("the batch is empty: give at least one row.")
+        settings = self.settings
+        padding = -size % (settings.schedule.num_microbatches * settings.num_replicas)
+        if only is not None:
+            batch = {only: batch[only]}
+        if padding:
+            batch = jax.tree.map(
+                lambda a: np.concatenate([a, np.repeat(a[-1:], padding, axis=0)]),
+                dict(batch),
+            )
+        return size, self._place(batch)
+
+    # -- Compiled functions
+
+    def _run_step(self, state: PipelineState, batch: Any):
+        num_entered = (state.round + 1) * self.settings.schedule.num_microbatches
+        state, totals = self._run_table(state, num_entered, self._cut_batch(batch))
+        return self._pack_outputs(state, self._metrics(totals))
+
+    def _run_table(self, state: PipelineState, num_entered: jax.Array, batch: Any):
+        """One pass over the table: the new state, and the totals that `_metrics` takes."""
+        engine = self.engine
+        replicated, per_device, results = engine.run(
+            state.replicated(),
+            state.per_device(),
+            self._counters(state),
+            num_entered,
+            batch,
+        )
+        columns = [d * engine.lowered.num_chunks + chunk for d, chunk in self.placement]
+        totals = {
+            "loss": results["loss"].sum(),
+            "aux": [a.sum(axis=0) for a in results["aux"]],
+            "count": results["count"].sum(),
+            "gradient_norm": results["gradient_norm"][0],
+            "skipped_updates": results["skipped"][np.array(columns)],
+        }
+        if self.settings.loss_scale is not None:
+            totals["loss_scale"] = replicated["loss_scale"]["scale"][0]
+        state = dataclasses.replace(
+            state, **replicated, **per_device, round=state.round + 1
+        )
+        return state, totals
+
+    def _metrics(self, totals: dict) -> dict:
+        """What `step` returns, from sums over the microbatches of all replicas that finished.
+
+        Where none finished, a mean is 0 / 0, which is NaN. A loss that is a sum is divided by the sum
+        of the weights, and so is its aux.
+        """
+        count = totals["count"]
+        aux, *weight = self.stages.loss.aux_tree.unflatten(totals["aux"])
+        divisor = weight[0] if weight else count
+        metrics = {
+            "loss": totals["loss"] / divisor.astype(totals["loss"].dtype),
+            "num_microbatches": count // self.settings.num_replicas,
+            "gradient_norm": totals["gradient_norm"],
+            "skipped_updates": totals["skipped_updates"],
+        }
+        if self.settings.has_aux:
+            metrics["aux"] = jax.tree.map(lambda a: a / divisor.astype(a.dtype), aux)
+        if self.settings.loss_scale is not None:
+            metrics["loss_scale"] = totals["loss_scale"]
+        return metrics
+
+    def _counters(self, state: PipelineState) -> dict[str, jax.Array]:
+        """The counters of a state, with the random key typed as the engine takes it."""
+        key = jax.random.wrap_key_data(state.key, impl=self.engine.key_impl)
+        return {**state.counters(), "key": key}
+
+    def _pack_outputs(self, state: PipelineState, metrics: dict):
+        """The outputs of a compiled function: the arrays of the state by sharding, and metrics."""
+        replicated = {**state.replicated(), **state.counters()}
+        per_device = state.per_device()
+        if self.settings.automatic_mesh is not None:
+            wanted = self.abstract_state
+            wanted = (
+                {**wanted.replicated(), **wanted.counters()},
+                wanted.per_device(),
+            )
+            replicated, per_device = jax.tree.map(
+                lambda a, want: jax.lax.with_sharding_constraint(a, want.sharding),
+                (replicated, per_device),
+                wanted,
+            )
+        return replicated, per_device, metrics
+
+    def _restore(
+        self, state: PipelineState, replicated: dict, per_device: dict, metrics: dict
+    ) -> tuple[PipelineState, dict]:
+        """The new state and metrics out of the outputs of a compiled function."""
+        return dataclasses.replace(state, **replicated, **per_device), metrics
+
+    def _run_flush(self, state: PipelineState):
+        lowered, newest = self.engine.lowered, state.round[0]
+        N = self.settings.schedule.num_microbatches
+        num_entered = state.round * N
+
+        def drain(state, _):
+            return self._run_table(state, num_entered, None)
+
+        state, totals = jax.lax.scan(drain, state, length=lowered.drain_rounds)
+        V, D = lowered.num_versions, self.settings.schedule.num_devices
+
+        def newest_everywhere(a):
+            versions = a.reshape(D, V, *a.shape[1:])
+            latest = jnp.take(versions, newest[None] % V, axis=1)
+            return jnp.broadcast_to(latest, versions.shape).reshape(a.shape)
+
+        latest = {
+            name: totals.pop(name)[-1]
+            for name in ("gradient_norm", "loss_scale")
+            if name in totals
+        }
+        totals = {**jax.tree.map(lambda a: a.sum(axis=0), totals), **latest}
+        empty = jax.tree.map(
+            jnp.zeros_like, {**state.per_device(), "round": state.round}
+        )
+        newest_of = {
+            name: jax.tree.map(newest_everywhere, getattr(state, name))
+            for name in ("parameters", "read_parameters")
+        }
+        started = state.started + newest * N
+        state = dataclasses.replace(state, **newest_of, started=started, **empty)
+        return self._pack_outputs(state, self._metrics(totals))
+
+    def _run_evaluate(self, state: PipelineState, inputs: Any, batch: Any) -> tuple:
+        outputs, call = self._run_predict(state, {"inputs": inputs})
+        size = batch_size(batch)
+        outputs = jax.tree.map(lambda a: a[:size], outputs)
+        # Layers report in training only.
+        reported = {n: jnp.zeros((), a.dtype) for n, a in self.traced.reported.items()}
+        key = self._counters(state)["key"][0]
+        try:
+            loss, aux = self.settings.loss(outputs, batch, reported, key).mean()
+        except Exception as error:
+            raise ValueError(
+                f"`loss` cannot take outputs of {shapes_text(outputs)} and a batch of "
+                f"{shapes_text(batch)}: {type(error).__name__}: {error}"
+            ) from error
+        result = {"loss": loss, "aux": aux} if self.settings.has_aux else {"loss": loss}
+        return result, call
+
+    def _run_predict(self, state: PipelineState, batch: Any) -> tuple:
+        """The outputs, and a small array for `_call`."""
+        engine = self._forward_engine(self.settings.microbatch(batch))
+        schedule, stages = self.settings.schedule, engine.stages
+        shapes = engine.globally(engine.buffer_shapes(), engine.per_device_spec)
+        buffers = jax.tree.map(
+            lambda a: jax.lax.with_sharding_constraint(
+                jnp.zeros(a.shape, a.dtype), a.sharding
+            ),
+            shapes,
+        )
+        N = schedule.num_microbatches
+        num_entered = (state.round + 1) * N
+        outputs = engine.run(
+            {"parameters": state.parameters, "mutable_state": state.mutable_state},
+            {"buffers": buffers},
+            self._counters(state),
+            num_entered,
+            self._cut_batch(batch),
+        )
+        last_device = int(schedule.device[schedule.stage == stages.num_stages - 1][0])
+        lead = self.settings.num_replicas, schedule.num_devices, N
+        flat = [
+            y.reshape(*lead, *y.shape[1:])[:, last_device].reshape(-1, *y.shape[2:])
+            for y in outputs
+        ]
+        return stages.outputs[1].unflatten(flat), {"num_microbatches": num_entered}
+
+    def _forward_engine(self, microbatch: Any) -> Engine:
+        """The engine that runs the same stages forward only, in evaluation."""
+        settings, schedule = self.settings, self.settings.schedule
+        traced = settings.trace(microbatch, self.engine.key_impl, train=False)
+        table = forward_only(
+            schedule.num_stages,
+            schedule.num_microbatches,
+            stage=schedule.stage,
+            device=schedule.device,
+        )
+        return Engine(
+            table,
+            settings.cut(traced, self.stages.starts),
+            None,
+            settings.mesh,
+            trained=self.engine.lowered,
+        )
+
+
+def _slot_key(slot: Any) -> tuple:
+    """`LeafSlots` as a value that compares."""
+    return slot.arrays, [(place, starts.tolist()) for place, starts in slot.copies]

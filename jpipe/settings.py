@@ -1,0 +1,156 @@
+"""The arguments of a pipeline, checked, and what follows from them and the shapes of a batch."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh
+
+from jpipe.checks import batch_size
+from jpipe.engine.loss_scale import LossScale
+from jpipe.layers.layer import Layer
+from jpipe.layers.loss import Loss
+from jpipe.layers.trace import Traced, trace_layers
+from jpipe.mesh import DATA, STAGE
+from jpipe.schedule import Schedule
+from jpipe.stages.cut import Stages, cut
+from jpipe.stages.ties import resolve_ties
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Settings:
+    """The arguments of `Pipeline`, checked. See there for their meaning.
+
+    Attributes:
+      layers: what `as_layers` returned.
+      hooks: "forward" and "backward" with the functions of `forward_params` and `backward_params`.
+      ties: `(layer, "dotted.path")` pairs of each tied parameter, those of shared NNX variables
+        included.
+    """
+
+    layers: Sequence[Layer]
+    loss: Loss
+    optimizer: optax.GradientTransformation
+    schedule: Schedule
+    mesh: Mesh
+    recompute: str | Callable[..., Any]
+    compute_dtype: np.dtype | None
+    loss_scale: LossScale | None
+    has_aux: bool
+    ties: Sequence[Sequence[tuple[int, str]]]
+    hooks: Mapping[str, Callable]
+    overlap: bool
+    donate: bool
+
+    @property
+    def num_replicas(self) -> int:
+        """Replicas of the pipeline, along the axis "data" of the mesh."""
+        return self.mesh.shape.get(DATA, 1)
+
+    @property
+    def recompute_name(self) -> str:
+        """`recompute` as text: "none", "full" or the name of the policy."""
+        if callable(self.recompute):
+            return getattr(self.recompute, "__name__", "policy")
+        return self.recompute
+
+    @functools.cached_property
+    def automatic_mesh(self) -> Mesh | None:
+        """The mesh of the axes that are left to the compiler; None if there are none."""
+        sizes = self.mesh.shape.items()
+        names = [name for name, n in sizes if name not in (STAGE, DATA) and n > 1]
+        if not names:
+            return None
+        index = tuple(slice(None) if name in names else 0 for name, _ in sizes)
+        axis_types = (AxisType.Auto,) * len(names)
+        return Mesh(self.mesh.devices[index], names, axis_types=axis_types)
+
+    def microbatch(self, batch: Any, num_microbatches: int | None = None) -> Any:
+        """The abstract microbatch of a minibatch.
+
+        Args:
+          batch: arrays or abstract arrays `[batch, ...]`.
+          num_microbatches: per minibatch and replica; None: that of the schedule.
+
+        Raises:
+          ValueError: if the minibatch cannot be cut into equal microbatches.
+        """
+        N = num_microbatches or self.schedule.num_microbatches
+        size, replicas = batch_size(batch), self.num_replicas
+        parts = N * replicas
+        if size == 0:
+            raise ValueError("the batch is empty: give at least one row.")
+        if size % parts:
+            nearest = [size // parts * parts, (size // parts + 1) * parts]
+            per_replica = f' on each of the {replicas} replicas of axis "data"'
+            raise ValueError(
+                f"a batch of {size} cannot be cut into {N} equal microbatches"
+                f"{per_replica if replicas > 1 else ''}. Use a batch of "
+                f"{' or '.join(str(n) for n in nearest if n)}, or a schedule whose "
+                "`num_microbatches` divides "
+                f"{size if replicas == 1 else 'the share of a replica'}."
+            )
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct(
+                (a.shape[0] // parts, *a.shape[1:]), abstract(a).dtype
+            ),
+            dict(batch),
+        )
+
+    @functools.cached_property
+    def parts(self) -> dict[str, Any]:
+        """The arguments that decide how a state is laid out and are compared without tracing."""
+        schedule, mesh = self.schedule, self.mesh
+        table = [getattr(schedule, f.name) for f in dataclasses.fields(schedule)[1:]]
+        return {
+            "schedule": tuple(np.asarray(a).tobytes() for a in table)
+            + (schedule.forward.shape,),
+            "mesh": (
+                tuple(mesh.shape.items()),
+                tuple((d.platform, d.id) for d in mesh.devices.flat),
+            ),
+            "compute_dtype": self.compute_dtype,
+            "recompute": self.recompute_name,
+            "loss_scale": self.loss_scale,
+            "overlap": self.overlap,
+            "has_aux": self.has_aux,
+            "ties": tuple(map(tuple, self.ties)),
+            "number of layers": len(self.layers),
+        }
+
+    def trace(self, microbatch: Any, key_impl: Any, *, train: bool = True) -> Traced:
+        """The layers and the loss traced for a microbatch; in evaluation, the layers alone."""
+        return trace_layers(
+            self.layers,
+            self.loss if train else None,
+            microbatch,
+            compute_dtype=self.compute_dtype,
+            key_impl=key_impl,
+            policy=self.recompute if callable(self.recompute) else None,
+            automatic=self.automatic_mesh,
+        )
+
+    def cut(self, traced: Traced, starts: Sequence[int]) -> Stages:
+        """The traced layers cut into stages that begin at `starts`."""
+        ties = resolve_ties(traced.layers, self.ties)
+        return cut(traced, list(starts), self.schedule.num_stages, ties)
+
+
+def abstract(a: Any) -> jax.ShapeDtypeStruct:
+    """The shape of an array, and the dtype that JAX gives it."""
+    return jax.ShapeDtypeStruct(a.shape, jax.dtypes.canonicalize_dtype(a.dtype))
+
+
+def same_shapes(a: Any, b: Any) -> bool:
+    """Whether two trees of arrays have the same structure, shapes and dtypes."""
+    return shapes_key(a) == shapes_key(b)
+
+
+def shapes_key(tree: Any) -> tuple:
+    """The structure, shapes and dtypes of a tree of arrays."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, tuple((tuple(a.shape), np.dtype(a.dtype)) for a in leaves)

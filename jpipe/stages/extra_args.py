@@ -1,0 +1,71 @@
+"""What an optimizer and parameter hooks may ask for beside gradients, state and parameters.
+
+A new extra argument is one entry of `EXTRA_ARGS`. If no field of `UpdateFacts` has its value, it
+needs a field there too, which `jpipe.engine.updates` fills in.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jpipe.schedule import Schedule
+
+
+class UpdateFacts(NamedTuple):
+    """What is known when a stage updates.
+
+    Attributes:
+      forward_delay: float32 `[]`, updates between reading the forward's weights and applying its
+        gradient.
+      backward_lead: float32 `[]`, by how many updates the backward's weights are newer than the
+        forward's.
+      global_norm: `[]`, norm of the gradient over all stages.
+    """
+
+    forward_delay: Any
+    backward_lead: Any
+    global_norm: Any
+
+
+class ExtraArg(NamedTuple):
+    """An extra argument that every `optimizer.update` gets.
+
+    Attributes:
+      name: keyword of the argument.
+      value: where the value comes from.
+      shape: shape of the value.
+      dtype: dtype of the value; None: the dtype of gradient norms.
+    """
+
+    name: str
+    value: Callable[[UpdateFacts], Any]
+    shape: tuple[int, ...] = ()
+    dtype: Any = np.float32
+
+    def aval(self, norm_dtype: Any) -> jax.ShapeDtypeStruct:
+        """The abstract value."""
+        return jax.ShapeDtypeStruct(self.shape, self.dtype or norm_dtype)
+
+
+EXTRA_ARGS = (
+    ExtraArg("delay", lambda facts: facts.forward_delay),
+    ExtraArg("backward_delay", lambda facts: facts.forward_delay - facts.backward_lead),
+    ExtraArg("global_norm", lambda facts: facts.global_norm, dtype=None),
+)
+"""The extra arguments of an optimizer, in order: the one place that declares them."""
+
+PASSES = ("forward", "backward")
+"""The passes that may read other weights than the newest, from a parameter hook."""
+
+
+def read_delays(schedule: Schedule) -> dict[str, np.ndarray]:
+    """Pass -> float `[S]`, how old or new the weights are that the pass reads.
+
+    "forward": optimizer updates between reading the forward's weights and applying its gradient.
+    "backward": by how many updates the backward's weights are newer than the forward's.
+    """
+    facts = schedule.facts()
+    lead = facts.forward_delay - facts.backward_delay
+    return {"forward": facts.forward_delay, "backward": lead}

@@ -1,0 +1,279 @@
+"""An Optax chain as functions of flat lists, and the checks that it treats layers apart."""
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jpipe.layers.backward import Equations
+from jpipe.stages.extra_args import EXTRA_ARGS, PASSES
+
+
+@dataclasses.dataclass(frozen=True)
+class FlatUpdate:
+    """An optimizer on one tree, as functions of flat lists.
+
+    Attributes:
+      update: `(*parameters, *gradients, *state, *extra) -> [*parameters, *state]`; `extra` are
+        `EXTRA_ARGS`.
+      init: `(*parameters) -> state`.
+      parameters: paths of the parameters.
+      state: paths of the state's leaves.
+      state_avals: abstract values of the state.
+    """
+
+    update: Equations
+    init: Equations
+    parameters: Sequence[str]
+    state: Sequence[str]
+    state_avals: Sequence
+
+    def expressions(
+        self, numbers: dict, state_names: Mapping[str, Any]
+    ) -> dict[str, tuple]:
+        """Canonical ids of the expressions for each updated weight and each state leaf.
+
+        Equal ids mean equal math.
+
+        Args:
+          numbers: see `Equations.expressions`.
+          state_names: path -> name, for state leaves whose value may differ from the whole model's.
+
+        Returns:
+          Path -> (id of the initial value, id of the value after one step).
+        """
+        weights = [("weight", path) for path in self.parameters]
+        gradients = [("gradient", path) for path in self.parameters]
+        state = [("state", state_names.get(path, path)) for path in self.state]
+        names = [*weights, *gradients, *state, *(arg.name for arg in EXTRA_ARGS)]
+        after = self.update.expressions(names, numbers)
+        first = self.init.expressions(weights, numbers)
+        paths = [f"parameters{path}" for path in self.parameters] + list(self.state)
+        return dict(zip(paths, zip([None] * len(weights) + first, after), strict=True))
+
+
+def _extra_args(gradients: Any, *values: Any) -> dict[str, Any]:
+    """`EXTRA_ARGS` by name."""
+    return {arg.name: value for arg, value in zip(EXTRA_ARGS, values, strict=True)}
+
+
+def norm_dtype_of(tree: Any) -> np.dtype:
+    """Dtype of a gradient's norm: the dtype of the weights, but at least float32."""
+    return np.result_type(np.float32, *(a.dtype for a in jax.tree.leaves(tree)))
+
+
+def flat_update(
+    optimizer: optax.GradientTransformationExtraArgs,
+    tree: Any,
+    norm_dtype: np.dtype,
+    where: str,
+    extra: Callable[..., dict[str, Any]] = _extra_args,
+) -> FlatUpdate:
+    """Traces `optimizer` on a tree of abstract arrays.
+
+    Args:
+      optimizer: the chain.
+      tree: the parameters.
+      norm_dtype: dtype of gradient norms.
+      where: what the tree is, for the error.
+      extra: `(gradients, *values of EXTRA_ARGS) -> keyword arguments` of the update.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    num_parameters, num_extra = len(leaves), len(EXTRA_ARGS)
+
+    def init(*parameters: jax.Array) -> list:
+        return jax.tree.leaves(optimizer.init(treedef.unflatten(parameters)))
+
+    def update(*args: jax.Array) -> list:
+        parameters = treedef.unflatten(args[:num_parameters])
+        gradients = treedef.unflatten(args[num_parameters : 2 * num_parameters])
+        state = state_tree.unflatten(args[2 * num_parameters : -num_extra])
+        updates, state = optimizer.update(
+            gradients, state, parameters, **extra(gradients, *args[-num_extra:])
+        )
+        updated = optax.apply_updates(parameters, updates)
+        return [*jax.tree.leaves(updated), *jax.tree.leaves(state)]
+
+    def paths(tree: Any) -> list[str]:
+        return [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(tree)]
+
+    try:
+        state = jax.eval_shape(optimizer.init, tree)
+        state_leaves, state_tree = jax.tree.flatten(state)
+        extra_avals = [arg.aval(norm_dtype) for arg in EXTRA_ARGS]
+        avals = [*leaves, *leaves, *state_leaves, *extra_avals]
+        return FlatUpdate(
+            Equations.trace(update, *avals),
+            Equations.trace(init, *leaves),
+            paths(tree),
+            paths(state),
+            state_leaves,
+        )
+    except Exception as error:
+        raise ValueError(
+            f"`optimizer` cannot update {where}: {type(error).__name__}: {error}\n"
+            "It is called as `optimizer.update(gradients, state, parameters, "
+            f"{', '.join(f'{arg.name}=...' for arg in EXTRA_ARGS)})` with lists that hold one nested dict per layer, and "
+            "None for layers of other stages. Give masks and labels as functions of such a list. An optimizer that needs "
+            "more than that, such as the loss, cannot be used."
+        ) from error
+
+
+# -- Parameter hooks
+
+
+def flat_hook(
+    name: str,
+    hook: Callable,
+    optimizer: optax.GradientTransformationExtraArgs,
+    tree: Any,
+) -> Callable:
+    """A parameter hook as a function of flat lists: `(parameters, state, delay) -> parameters`.
+
+    Args:
+      name: the pass that reads what the hook returns.
+      hook: the same as a function of trees.
+      optimizer: the chain.
+      tree: abstract parameters of the stage.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    state_leaves, state_tree = jax.tree.flatten(jax.eval_shape(optimizer.init, tree))
+
+    def described(tree: Any) -> Any:
+        return jax.tree.map(lambda a: (a.shape, np.dtype(a.dtype)), tree)
+
+    def on_lists(parameters: Sequence, state: Sequence, delay: Any) -> list:
+        returned = hook(
+            treedef.unflatten(parameters), state_tree.unflatten(state), delay
+        )
+        if described(returned) != described(tree):
+            raise ValueError("it returns other shapes, dtypes or layers than it gets.")
+        return jax.tree.leaves(returned)
+
+    try:
+        delay = jax.ShapeDtypeStruct((), np.float32)
+        jax.eval_shape(on_lists, leaves, state_leaves, delay)
+    except Exception as error:
+        raise ValueError(
+            f"`{name}_params` cannot give the weights that a {name} reads: {type(error).__name__}: {error}\n"
+            f"It is called as `{name}_params(parameters, optimizer_state, delay)` with what the optimizer sees of a stage."
+        ) from error
+    return on_lists
+
+
+def with_hooks(flat: FlatUpdate, param_hooks: Mapping[str, Callable]) -> Equations:
+    """The update, followed by the weights of the hooks.
+
+    Its inputs end with the delays of `PASSES`. Where the delay of a pass is 0, the pass reads the
+    updated weights.
+    """
+    if not param_hooks:
+        return flat.update
+    num_parameters, num_passes = len(flat.parameters), len(PASSES)
+
+    def update(*args: jax.Array) -> list:
+        outputs = flat.update(*args[:-num_passes])
+        delays = dict(zip(PASSES, args[-num_passes:]))
+        parameters, state = outputs[:num_parameters], outputs[num_parameters:]
+        for name, hook in param_hooks.items():
+            hooked = hook(parameters, state, delays[name])
+            outputs += [
+                jnp.where(delays[name] > 0, a, b) for a, b in zip(hooked, parameters)
+            ]
+        return outputs
+
+    delay_avals = [jax.ShapeDtypeStruct((), np.float32)] * num_passes
+    avals = [
+        jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.update.inputs
+    ]
+    return Equations.trace(update, *avals, *delay_avals)
+
+
+# -- Checks
+
+
+def check_layers_apart(whole: FlatUpdate, on_stages: Sequence[FlatUpdate]) -> None:
+    """Raises unless every stage updates its weights as the update of the whole model would."""
+    numbers: dict = {}
+    # State leaves that may have another value on a stage than in the whole model. Starting from
+    # none, every leaf that turns out to differ is added, until no weight and no further leaf
+    # differs.
+    different: set[str] = set()
+    while True:
+        expected = whole.expressions(numbers, {p: (p, "whole") for p in different})
+        of_stages = [
+            flat.expressions(numbers, {p: (p, s) for p in different})
+            for s, flat in enumerate(on_stages)
+        ]
+        wrong = [
+            (s, path)
+            for s, of_stage in enumerate(of_stages)
+            for path, number in of_stage.items()
+            if expected.get(path) != number
+        ]
+        if {path for _, path in wrong} <= different:
+            return
+        for s, path in wrong:
+            if path.startswith("parameters"):
+                raise ValueError(
+                    "`optimizer` lets the update of one layer depend on others: that of "
+                    f"{path} on stage {s} alone is not what it is in the whole model, so the result would depend on "
+                    "how the model is cut. Use transforms that treat each layer by itself: not "
+                    "`optax.clip_by_global_norm` but `jpipe.optim.clip_by_global_norm`, which takes the norm over all "
+                    "stages; no `optax.add_noise`, which draws by the number of layers."
+                )
+        different |= {path for _, path in wrong}
+
+
+def check_global_norm(
+    optimizer: optax.GradientTransformationExtraArgs,
+    tree: Any,
+    norm_dtype: np.dtype,
+    whole: FlatUpdate,
+) -> None:
+    """Warns if the optimizer applies `global_norm` to something other than the gradient."""
+    position = [arg.name for arg in EXTRA_ARGS].index("global_norm") - len(EXTRA_ARGS)
+    if whole.update.inputs[position] not in whole.update.read():
+        return
+    numbers: dict = {}
+
+    def weights(extra: Callable) -> list:
+        flat = flat_update(optimizer, tree, norm_dtype, "the model", extra)
+        expressions = flat.expressions(numbers, {})
+        return [expressions[f"parameters{path}"] for path in whole.parameters]
+
+    def without_norm(gradients: Any, *values: Any) -> dict:
+        args = _extra_args(gradients, *values)
+        del args["global_norm"]
+        return args
+
+    def norm_of_gradients(gradients: Any, *values: Any) -> dict:
+        norm = optax.tree.norm(gradients)
+        return {**_extra_args(gradients, *values), "global_norm": norm}
+
+    try:
+        # Without the argument, a transform takes the norm of its own input.
+        norm_of_input = weights(without_norm)
+    except ValueError:
+        return  # the optimizer requires the argument, so it takes no norm by itself
+    if norm_of_input != weights(norm_of_gradients):
+        warnings.warn(
+            "`optimizer` clips something that is not the gradient by `global_norm`, which is the norm of the gradient. "
+            "Put `jpipe.optim.clip_by_global_norm` first in the chain.",
+            stacklevel=2,
+        )
+
+
+def check_state_dtypes(flat: FlatUpdate) -> None:
+    """Raises if the state holds anything but numbers."""
+    for path, leaf in zip(flat.state, flat.state_avals):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise ValueError(
+                f"`optimizer` keeps {path} of dtype {leaf.dtype} in its state, and only numbers can be kept there. "
+                "Keep `jax.random.key_data` of a random key."
+            )

@@ -1,0 +1,358 @@
+"""Lowering, replayed slot by slot in plain Python."""
+
+import dataclasses
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+from families import HAND_WRITTEN, two_columns_a_device, v_placement
+
+from jpipe.lowering.lower import lower, neighbours
+from jpipe.schedule import IDLE, Schedule, newest_version
+from jpipe.schedules import forward_only, gpipe, one_f_one_b
+
+
+def paired_round(S, N, device=None):
+    """Asynchronous 1F1B of paired ticks."""
+    s, m = np.arange(S), np.arange(N)[:, None]
+    backward = m + 2 * S - 1 - s
+    return Schedule.from_ticks("paired", m + s, backward, num_ticks=N, device=device)
+
+
+def unit_round(S, N):
+    """Asynchronous 1F1B of unit ticks, weights stashed from forward to backward."""
+    s, m = np.arange(S), np.arange(N)[:, None]
+    forward, backward = 3 * m + 2 * s, 3 * m + 3 * S - 2 - s
+    version = newest_version(forward, backward[-1] + 1, 3 * N)
+    ticks = dict(num_ticks=3 * N, backward_version=version)
+    return Schedule.from_ticks("unit", forward, backward, backward + 1, **ticks)
+
+
+def late_weight_grads(S, N):
+    """GPipe with every weight gradient after all input gradients."""
+    s, m = np.arange(S), np.arange(N)[:, None]
+    backward = N + 2 * S - 2 - s + m
+    return Schedule.from_ticks("late", m + s, backward, backward[-1:] + 1 + m)
+
+
+def irregular(seed, synchronous):
+    """A legal table without any pattern, its weight gradients split in every other one."""
+    rng = np.random.default_rng(seed)
+    S, N = rng.integers(1, 5), rng.integers(1, 7)
+
+    def no_earlier_than(first):
+        """`[N, S]` ticks in order of microbatch, each after its input from before."""
+        for m, s in np.ndindex(N, S):
+            after = [
+                first[m, s],
+                first[m - 1, s] + 1 if m else 0,
+                first[m, s - 1] + 1 if s else 0,
+            ]
+            first[m, s] = max(after) + rng.integers(0, 3)
+        return first
+
+    forward = no_earlier_than(np.zeros((N, S), int))
+    backward = no_earlier_than(forward[:, ::-1] + (np.arange(S) > 0))[:, ::-1]
+    weight = no_earlier_than(backward * 1) if seed % 2 else None
+    ticks = [at for at in (forward, backward, weight) if at is not None]
+    period = (
+        None if synchronous else max(int((at[-1] - at[0]).max()) for at in ticks) + 1
+    )
+    device = rng.permutation(S) % rng.integers(1, S + 1)
+    return Schedule.from_ticks(
+        f"irregular{seed}", *ticks, num_ticks=period, device=device
+    )
+
+
+def tables():
+    for S, N in itertools.product(range(1, 5), range(1, 7)):
+        yield gpipe(S, N)
+        yield one_f_one_b(S, N)
+        yield one_f_one_b(S, N, ticks="unit")
+        yield forward_only(S, N)
+        yield late_weight_grads(S, N)
+        yield paired_round(S, N)
+        yield unit_round(S, N)
+    for N in range(1, 7):
+        yield two_columns_a_device(N)
+        yield two_columns_a_device(N, ticks_apart=1)
+        yield v_placement(N)
+        yield forward_only(4, N, stage=[1, 0, 3, 2], device=[0, 0, 1, 1])
+        yield paired_round(4, N, device=[0, 1, 0, 1])
+    for seed in range(40):
+        yield irregular(seed, synchronous=True)
+        yield irregular(seed, synchronous=False)
+    yield Schedule.from_text(HAND_WRITTEN, name="hand-written").check()
+
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", ".*bubble")
+    TABLES = list(tables())
+every_table = pytest.mark.parametrize(
+    "table", TABLES, ids=lambda t: f"{t.name}-{t.num_stages}-{t.num_microbatches}"
+)
+
+
+def operations_at(operations, t, r, N):
+    """(device, lane, stage, microbatch, position) of what runs at tick t of round r."""
+    for d, lane in np.argwhere(operations.stage[t] >= 0).tolist():
+        m, p = (
+            int(getattr(operations, f)[t, d, lane]) + N * r
+            for f in ("microbatch", "position")
+        )
+        if m >= 0:  # else of a minibatch before the first
+            yield d, lane, int(operations.stage[t, d, lane]), m, p
+
+
+class Slots:
+    """Rings whose slots hold the name of what was written there."""
+
+    def __init__(self, lowered):
+        self.lowered, self.alive = lowered, {}
+
+    def _slot(self, ring, stage, position):
+        device = self.lowered.schedule.device[self.lowered.schedule.stage == stage][0]
+        slot = (
+            self.lowered.offset[ring][stage]
+            + position % self.lowered.depth[ring][stage]
+        )
+        assert slot < self.lowered.num_slots[ring]
+        return ring, device, slot
+
+    def write(self, ring, stage, microbatch, position):
+        slot = self._slot(ring, stage, position)
+        assert slot not in self.alive, f"{slot} still holds {self.alive[slot]}"
+        self.alive[slot] = stage, microbatch
+
+    def read(self, ring, stage, microbatch, position, last=True):
+        slot = self._slot(ring, stage, position)
+        assert self.alive.get(slot) == (stage, microbatch), (
+            f"{slot} holds {self.alive.get(slot)}"
+        )
+        if last:
+            del self.alive[slot]
+
+
+def replay(lowered, recompute, num_rounds):
+    """Runs a lowered table on names instead of arrays, in the engine's order."""
+    table, ops, slots = lowered.schedule, lowered.operations, Slots(lowered)
+    N, last = table.num_microbatches, table.num_stages - 1
+    received = {}
+
+    def stash(*what):
+        slots.write("input_stash", *what)
+        slots.write("weight_stash", *what)
+
+    for r, t in itertools.product(range(num_rounds), range(table.num_ticks)):
+        sent = {}
+        for (i, d), (kind, stage, m) in received.items():
+            to, position = lowered.channels[i].arrives[kind][t, d].tolist()
+            assert to == stage, f"{kind} {m} for stage {stage} has no inbox at tick {t}"
+            slots.write(kind, stage, m, position + N * r)
+        for d, lane, *what in operations_at(ops["forward"], t, r, N):
+            if what[0] > 0:
+                slots.read("activation", *what, last=not recompute)
+            if not (recompute or table.forward_only):
+                stash(*what)
+            if what[0] < last:
+                sent[d, lane] = "activation", what[0] + 1, what[1]
+        for d, lane, *what in operations_at(ops["backward"], t, r, N):
+            if recompute:
+                if what[0] > 0:
+                    slots.read("activation", *what)
+                stash(*what)
+            if what[0] < last:
+                slots.read("gradient", *what)
+            slots.read("input_stash", *what)
+            slots.read("weight_stash", *what, last=not table.splits_backward)
+            if table.splits_backward:
+                slots.write("split_residuals", *what)
+            if what[0] > 0:
+                sent[d, ops["forward"].num_lanes + lane] = (
+                    "gradient",
+                    what[0] - 1,
+                    what[1],
+                )
+        for _, _, *what in operations_at(ops["weight_grad"], t, r, N):
+            slots.read("weight_stash", *what)
+            slots.read("split_residuals", *what)
+        received = {}
+        for i, channel in enumerate(lowered.channels):
+            pairs = channel.pairs or [(d, d) for d in range(table.num_devices)]
+            after = (t + 1) % table.num_ticks
+            for source, target in pairs if channel.sends[t] else ():
+                message = sent.get((source, int(channel.lane[t, source])))
+                if message and any(
+                    slots[after, target, 0] >= 0 for slots in channel.arrives.values()
+                ):
+                    received[i, target] = message
+        assert sorted(received.values()) == sorted(sent.values())
+    if table.synchronous:
+        assert not slots.alive
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@every_table
+def test_nothing_alive_is_overwritten_and_all_arrives(table, recompute):
+    num_rounds = 1
+    if not table.synchronous:  # unroll past the longest life, and four more
+        num_rounds = 4 + int(table.weight_grad_ticks().max()) // table.num_ticks
+    recompute = recompute and not table.forward_only
+    for share in (True, False):
+        replay(lower(table, recompute, routes(table, share)), recompute, num_rounds)
+
+
+@every_table
+def test_no_depth_is_more_than_needed(table):
+    """One slot less, and something is overwritten."""
+    lowered = lower(table)
+    for ring, depth in lowered.depth.items():
+        for s in np.flatnonzero(depth > 1):
+            less = {**lowered.depth, ring: depth - (np.arange(table.num_stages) == s)}
+            with pytest.raises(AssertionError, match="holds"):
+                replay(dataclasses.replace(lowered, depth=less), False, 30)
+
+
+@every_table
+def test_operations_say_what_the_table_says(table):
+    lowered = lower(table)
+    chunk = [
+        sorted(table.stage[table.device == d]).index(s)
+        for s, d in zip(table.stage, table.device)
+    ]
+    for name, operations in lowered.operations.items():
+        microbatch, version = (np.full(table.forward.shape, IDLE) for _ in range(2))
+        for t, d, lane in np.argwhere(operations.stage >= 0):
+            c = np.flatnonzero(table.stage == operations.stage[t, d, lane])[0]
+            assert table.device[c] == d
+            assert operations.chunk[t, d, lane] == chunk[c]
+            microbatch[t, c] = operations.microbatch[t, d, lane]
+            version[t, c] = operations.version[t, d, lane]
+        np.testing.assert_array_equal(
+            version if name == "update" else microbatch, getattr(table, name)
+        )
+        if name in ("forward", "backward"):
+            np.testing.assert_array_equal(version, getattr(table, f"{name}_version"))
+
+
+def test_a_weight_gradient_reads_the_version_of_its_input_gradient():
+    table = unit_round(3, 2)
+    lowered, N, T = lower(table), 2, table.num_ticks
+    read = {}
+    for r, t in itertools.product(range(8), range(T)):
+        for name in ("backward", "weight_grad"):
+            version = lowered.operations[name].version[t] + r
+            for d, lane, stage, m, _ in operations_at(
+                lowered.operations[name], t, r, N
+            ):
+                read[name, stage, m] = version[d, lane]
+    both = [
+        (v, read["backward", *rest])
+        for (name, *rest), v in read.items()
+        if name == "weight_grad"
+    ]
+    assert len(both) > 20 and all(w == b for w, b in both)
+    assert len({v for v, _ in both}) > 3  # and those are different versions
+
+
+# -- Channels -------------------------------------------------------------------------
+
+
+@every_table
+def test_channels_are_permutations(table):
+    for share in (True, False):
+        for channel in lower(table, routes=routes(table, share)).channels:
+            assert share or len(channel.arrives) == 1
+            if channel.pairs is not None:
+                sources, targets = zip(*channel.pairs, strict=True)
+                assert len(set(sources)) == len(sources) and len(set(targets)) == len(
+                    targets
+                )
+                assert all(s != d for s, d in channel.pairs)
+
+
+def routes(table, share):
+    return neighbours(
+        table.num_stages, "activation", "activation" if share else "gradient"
+    )
+
+
+def pairs(table, share=True):
+    return [
+        channel.pairs for channel in lower(table, routes=routes(table, share)).channels
+    ]
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, unit_round, late_weight_grads])
+def test_a_straight_pipe_has_two_channels(make):
+    down, up = ((0, 1), (1, 2), (2, 3)), ((1, 0), (2, 1), (3, 2))
+    assert pairs(make(4, 6)) == [down, up]
+
+
+def test_two_devices_share_a_channel_if_they_may():
+    assert pairs(gpipe(2, 4)) == [((0, 1), (1, 0))]
+    assert pairs(gpipe(2, 4), share=False) == [((0, 1),), ((1, 0),)]
+    assert pairs(gpipe(1, 4)) == []
+
+
+def test_channels_of_a_v():
+    # Activations and gradients each go across and stay, at the turn.
+    swap = ((0, 1), (1, 0))
+    assert pairs(v_placement(8), share=False) == [swap, None, swap, None]
+    assert sorted(pairs(v_placement(8)), key=str) == [swap, swap, None, None]
+    assert pairs(v_placement(4)) == [swap, None]  # they never meet
+
+
+def test_channels_rest_when_nobody_sends():
+    down, up = lower(gpipe(3, 3)).channels
+    assert down.sends.tolist() == [True] * 4 + [False] * 6
+    assert up.sends.tolist() == [False] * 5 + [True] * 4 + [False]
+
+
+# -- Depths by hand -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [gpipe, one_f_one_b, paired_round, late_weight_grads])
+@pytest.mark.parametrize(("S", "N"), [(1, 3), (2, 4), (4, 6), (3, 8)])
+def test_stashes_are_as_deep_as_what_is_in_flight(make, S, N):
+    table = make(S, N)
+    np.testing.assert_array_equal(
+        lower(table).depth["weight_stash"], table.facts().in_flight
+    )
+
+
+def test_depths_of_unit_ticks():
+    # F to W takes S - s microbatches, F to B as many, B to W one.
+    depth = lower(one_f_one_b(3, 6, ticks="unit")).depth
+    assert depth["weight_stash"].tolist() == depth["input_stash"].tolist() == [3, 2, 1]
+    assert depth["split_residuals"].tolist() == [1, 1, 1]
+    assert depth["gradient"].tolist() == [1, 1, 0]
+
+
+def test_depths_of_gpipe_with_and_without_recomputation():
+    keep, again = (
+        lower(gpipe(3, 5), recompute=recompute).depth for recompute in (False, True)
+    )
+    assert keep["activation"].tolist() == [0, 1, 1]
+    assert again["activation"].tolist() == [0, 5, 5]
+    for ring in ("input_stash", "weight_stash"):
+        assert keep[ring].tolist() == [5, 5, 5]
+        assert again[ring].tolist() == [1, 1, 1]
+    assert keep["gradient"].tolist() == again["gradient"].tolist() == [1, 1, 0]
+    assert not keep["split_residuals"].any()
+
+
+def test_columns_of_a_device_lie_one_after_the_other():
+    lowered = lower(two_columns_a_device(3))
+    depth = lowered.depth["weight_stash"]
+    first, second = max(depth[:2]), max(depth[2:])  # stages 0 and 1, then 2 and 3
+    assert lowered.offset["weight_stash"].tolist() == [0, 0, first, first]
+    assert lowered.num_slots["weight_stash"] == first + second
+    assert lowered.num_chunks == 2
+
+
+def test_num_versions():
+    assert lower(gpipe(3, 4)).num_versions == 1
+    table = unit_round(3, 1)
+    assert lower(table).num_versions == max(table.facts().weight_versions) > 1

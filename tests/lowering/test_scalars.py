@@ -1,0 +1,89 @@
+"""The scalars of a tick equal loops over the lowered table."""
+
+import numpy as np
+import pytest
+from families import schedule_named
+
+from jpipe.lowering.lower import lower
+from jpipe.lowering.scalars import TickScalars, scalar_table
+
+NEWEST = np.array([0, -1, -2, -1])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("newest", [None, NEWEST])
+@pytest.mark.parametrize(
+    "name,S,N",
+    [("pipemare/unit", 4, 2), ("zero_bubble_v", 4, 4), ("two-columns", 4, 3)],
+)
+def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
+    table = schedule_named(name, S, N)
+    lowered = lower(table, overlap=overlap)
+    stages = np.arange(S)
+    of_stage = {("program",): stages % 3, ("length", 0): 5 + stages}
+    of_update = {("program",): stages % 2, ("delay", "forward"): stages}
+    fields = {**dict.fromkeys(lowered.operations, of_stage), "update": of_update}
+    V, started = 3, 7
+    scalars = scalar_table(lowered, fields, V, newest)
+    num_rows = lowered.num_batches * N
+    checked = set()
+
+    class Recorded(TickScalars):
+        """Scalars of one tick, on the host, that note what is read."""
+
+        def get(self, *name):
+            checked.add(name)
+            return int(self.values[self.table.index[name]])
+
+    for r, entered in [(0, 1), (0, N), (2, 3 * N), (3, 3 * N)]:
+        for d in range(table.num_devices):
+            values = np.asarray(scalars.of_device(d, r, started, entered, N))
+            for t in range(table.num_ticks):
+                tick = Recorded(scalars, values[t])
+                for kind, ops in lowered.operations.items():
+                    for j in range(ops.num_lanes):
+                        lane, s = tick.lane(kind, j), int(ops.stage[t, d, j])
+                        m, position, v = (
+                            int(getattr(ops, field)[t, d, j])
+                            for field in ("microbatch", "position", "version")
+                        )
+                        if kind == "update":
+                            now = s >= 0 and r + v >= 1 and (r + v) * N <= entered
+                        else:
+                            now = s >= 0 and 0 <= r * N + m < entered
+                        program = fields[kind][("program",)]
+                        assert lane.program == (program[s] if now else -1)
+                        if s < 0:
+                            continue
+                        version = r + v if newest is None else max(r + newest[s], 0)
+                        assert lane.absolute_version == version
+                        assert lane.version == version % V
+                        assert lane.chunk == ops.chunk[t, d, j]
+                        if kind == "update":
+                            assert lane.delay("forward") == s
+                            continue
+                        assert lane.num_layers(0) == 5 + s
+                        assert lane.microbatch_number == started + r * N + m
+                        assert lane.completes_minibatch == (position % N == N - 1)
+                        batch_row = (r * N + m) % num_rows
+                        assert lane.microbatch == (
+                            batch_row if lowered.num_batches > 1 else m
+                        )
+                        for ring, slots in lowered.num_slots.items():
+                            depth = lowered.depth[ring][s]
+                            if slots and depth:
+                                slot = (r * N + position) % depth
+                                first = lowered.offset[ring][s]
+                                assert lane.slot(ring) == first + slot
+                for i, channel in enumerate(lowered.channels):
+                    late = channel.operation == "backward"
+                    assert tick.channel(i).lane == channel.lane[t - late, d]
+                    for inbox, arrives in channel.arrives.items():
+                        s, position = arrives[t, d].tolist()
+                        slot = lowered.num_slots[inbox]  # the discard slot
+                        if s >= 0:
+                            depth = lowered.depth[inbox][s]
+                            slot = (r * N + position) % depth
+                            slot += lowered.offset[inbox][s]
+                        assert tick.channel(i).slot(inbox) == slot
+    assert checked == set(scalars.index)

@@ -1,0 +1,137 @@
+"""The pages, README.md and docs/, as programs: what of them is code, and how it is run.
+
+    python tests/pages.py docs/checkpoints.md
+
+runs the Python blocks of a page in order, in one process, as a reader would who copies them. Three conventions:
+
+- `<!-- prints -->` above a `text` block: the Python block before it prints this text. `...` stands for anything.
+- `<!-- not run: REASON -->` above a block: it is shown, not run.
+- In a `console` block, `$ ` begins a command and the lines below it are what it prints; `$ cat FILE` shows a file that
+  later commands of the page read.
+"""
+
+import contextlib
+import doctest
+import io
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from typing import NamedTuple
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted(path for path in ROOT.glob("docs/**/*.md") if "_build" not in path.parts),
+]
+
+_BLOCK = re.compile(
+    r"(?:^<!-- (?P<mark>prints|not run:[^>]*?) -->\n\n?)?"
+    r"^(?P<fence>```+)(?P<language>\w+)\n(?P<text>.*?)^(?P=fence)$",
+    flags=re.M | re.S,
+)
+
+
+class Block(NamedTuple):
+    """A fenced block of a page.
+
+    Attributes:
+      line: the number of the line before its first, so that line n of the text is line `line + n` of the page.
+      mark: "prints", "not run: REASON" or "".
+    """
+
+    language: str
+    text: str
+    line: int
+    mark: str
+
+
+class Command(NamedTuple):
+    """A command of a console block.
+
+    Attributes:
+      printed: the lines below it in the block.
+      mark: that of its block.
+    """
+
+    text: str
+    printed: str
+    mark: str
+
+
+def name(page: pathlib.Path) -> str:
+    """The page as seen from the root of the repository."""
+    return page.relative_to(ROOT).as_posix()
+
+
+def blocks(page: pathlib.Path) -> list[Block]:
+    """The fenced blocks of a page that name a language."""
+    text = page.read_text()
+    return [
+        Block(
+            match["language"],
+            match["text"],
+            text.count("\n", 0, match.start("text")),
+            match["mark"] or "",
+        )
+        for match in _BLOCK.finditer(text)
+    ]
+
+
+def commands(page: pathlib.Path) -> list[Command]:
+    """The commands of a page, lines that a backslash continues joined."""
+    return [
+        Command(re.sub(r"\s*\\\n\s*", " ", command), printed, block.mark)
+        for block in blocks(page)
+        if block.language == "console"
+        for command, printed in re.findall(
+            r"^\$ ((?:.*\\\n)*.*)\n((?:(?!\$ ).*\n)*)", block.text, flags=re.M
+        )
+    ]
+
+
+def has_program(page: pathlib.Path) -> bool:
+    """Whether a page has a Python block that runs."""
+    return any(b.language == "python" and not b.mark for b in blocks(page))
+
+
+def run(page: pathlib.Path) -> None:
+    """Runs the Python blocks of a page, and compares what they print with what the page says."""
+    namespace: dict = {"__name__": "__main__"}
+    printed = None
+    for block in blocks(page):
+        if block.language == "python" and not block.mark:
+            code = compile("\n" * block.line + block.text, str(page), "exec")
+            stdout = io.StringIO()
+            with contextlib.redirect_stdout(stdout):
+                exec(code, namespace)
+            printed = stdout.getvalue()
+        elif block.mark == "prints":
+            where = f"{page}, line {block.line}"
+            if printed is None:
+                raise AssertionError(f"{where}: no Python block before this text")
+            example = doctest.Example("", block.text)
+            checker, flags = doctest.OutputChecker(), doctest.ELLIPSIS
+            if not checker.check_output(block.text, printed, flags):
+                raise AssertionError(
+                    f"{where}\n{checker.output_difference(example, printed, flags)}"
+                )
+
+
+def run_apart(page: pathlib.Path, folder: pathlib.Path, **environment: str):
+    """`run` in a process of its own, as pages choose their devices, in `folder`."""
+    variables = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return subprocess.run(
+        [sys.executable, __file__, str(page)],
+        cwd=folder,
+        env={**variables, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+if __name__ == "__main__":
+    run(pathlib.Path(sys.argv[1]).resolve())

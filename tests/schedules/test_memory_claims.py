@@ -1,0 +1,76 @@
+"""What docs/schedules.md says of memory, counted from tables and from pipelines."""
+
+import pathlib
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+from jpipe import schedules
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "schedules.md"
+ROW = r"^\| `(\w+\(.*?\))` \| (.*?) \| ([\d.]+) \|$"
+ROWS = re.findall(ROW, PAGE.read_text().split("## How much memory")[1], flags=re.M)
+
+
+def build(call: str) -> jpipe.Schedule:
+    return eval(f"schedules.{call}", {"schedules": schedules})
+
+
+def activations(schedule: jpipe.Schedule) -> int:
+    """Bytes of activations of eight pairs of a linear layer and a tanh."""
+    layers = [
+        layer
+        for _ in range(8)
+        for layer in (
+            lambda rngs: nnx.Linear(128, 128, rngs=rngs),
+            jpipe.Function(jnp.tanh),
+        )
+    ]
+    pipe = jpipe.Pipeline(
+        layers,
+        loss=lambda outputs, batch: ((outputs - batch["targets"]) ** 2).mean(),
+        optimizer=optax.sgd(0.1),
+        schedule=schedule,
+    )
+    rows = np.zeros((256, 128), np.float32)
+    return pipe.memory({"inputs": rows, "targets": rows}).activations
+
+
+def test_the_page_has_all_synchronous_schedules():
+    synchronous = {call.split("(")[0] for call, _, _ in ROWS}
+    every = set(schedules.names())
+    assert every - synchronous == {"pipedream", "pipedream_2bw", "pipemare"}
+
+
+@pytest.mark.parametrize(("call", "rings"), [row[:2] for row in ROWS])
+def test_rings_of_a_device(call, rings):
+    """One ring per stage of a device, each as long as the largest of any device."""
+    schedule = build(call)
+    in_flight = schedule.facts().in_flight
+    device = schedule.device[schedule.column_of_stage]
+    nth_stages = [[] for _ in range(schedule.num_stages // schedule.num_devices)]
+    for d in range(schedule.num_devices):
+        for n, s in enumerate(np.flatnonzero(device == d)):
+            nth_stages[n].append(int(in_flight[s]))
+    lengths = [max(lengths) for lengths in nth_stages]
+    total = sum(lengths) / len(lengths)
+    words = f"({' + '.join(map(str, lengths))}) / {len(lengths)} = {total:g}"
+    assert rings == (words if len(lengths) > 1 else str(lengths[0]))
+
+
+@pytest.mark.parametrize(("call", "measured"), [(row[0], row[2]) for row in ROWS])
+def test_bytes_of_activations(call, measured):
+    unit = activations(schedules.one_f_one_b(4, 8, ticks="unit"))
+    assert f"{activations(build(call)) / unit:.2f}" == measured
+
+
+def test_what_gpipe_takes_more_with_many_microbatches():
+    ratio = activations(schedules.gpipe(4, 16))
+    ratio /= activations(schedules.one_f_one_b(4, 16))
+    assert f"{ratio:.1f}" == "1.9"
+    assert "With N = 16 GPipe takes 1.9 times as much" in PAGE.read_text()

@@ -1,0 +1,365 @@
+"""The optimizer on stages against the optimizer on the whole model."""
+
+import dataclasses
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from jpipe import optim
+from jpipe.layers.as_layers import as_layers
+from jpipe.layers.trace import trace_layers
+from jpipe.stages.cut import cut
+from jpipe.stages.optimizer import make_updates, stage_tree
+
+WIDTHS = [3, 4, 4, 4, 2]
+LAYERS = [
+    lambda rngs, n=n, m=m: nnx.Linear(n, m, rngs=rngs)
+    for n, m in zip(WIDTHS, WIDTHS[1:])
+]
+
+
+@pytest.fixture(autouse=True)
+def as_optax_is_written():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def stages_of(num_stages, layers=LAYERS, width=WIDTHS[0]):
+    layers = as_layers(layers)
+    inputs = {"inputs": jax.ShapeDtypeStruct((2, width), np.float32)}
+    return cut(trace_layers(layers, None, inputs), None, num_stages)
+
+
+def random_like(stages, seed):
+    rng = np.random.default_rng(seed)
+    return [
+        jax.tree.map(
+            lambda a: rng.normal(size=a.shape).astype(np.float32), layer.parameters
+        )
+        for layer in stages.layers
+    ]
+
+
+def unknown(like):
+    value = np.nan if jnp.issubdtype(like.dtype, jnp.inexact) else -1
+    return np.full(like.shape, value, like.dtype)
+
+
+def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
+    """Weights after one update per gradient, stage by stage, in packed arrays like the engine's."""
+    updates, params = make_updates(stages, optimizer), list(params)
+    given = [np.float32(x) for x in (delay, 0.0, global_norm)]
+    for s in range(stages.num_stages):
+        update = updates.programs[updates.program_of_stage[s]]
+        arrays = {
+            name: jax.tree.map(unknown, like)
+            for name, like in (
+                ("parameters", stages.parameters.arrays),
+                ("gradients", stages.parameters.arrays),
+                ("optimizer_state", updates.state.arrays),
+            )
+        }
+
+        def at(slot, i, arrays=arrays):
+            """The views of a leaf, one a copy."""
+            return [
+                arrays[slot.arrays][place.array][starts[i] :][: place.block[0]]
+                for place, starts in slot.copies
+            ]
+
+        def fill(name, places, leaves, arrays=arrays):
+            for place, leaf in zip(places, leaves, strict=True):
+                start = place.start()
+                view = arrays[name][place.array][start:][: place.block[0]]
+                view[:] = np.asarray(leaf).reshape(place.block)
+
+        def load(slot, i):
+            return at(slot, i)[0].reshape(slot.copies[0][0].shape)
+
+        seen = stage_tree(stages, s, params)
+        places = [
+            dataclasses.replace(place, base=place.start(row))
+            for ((place, row),) in update.parameters
+        ]
+        fill("parameters", places, jax.tree.leaves(seen))
+        fill("optimizer_state", update.state, jax.tree.leaves(optimizer.init(seen)))
+        for gradient in gradients:
+            gradient = jax.tree.leaves(stage_tree(stages, s, gradient))
+            fill("gradients", places, gradient)
+            shared = [np.array(load(slot, 0)) for slot in update.shared]
+            for group in update.groups:
+                for i in range(group.num_parts):
+                    inputs = [load(slot, i) for slot in group.inputs]
+                    values = group.run(*inputs, *shared, *given)
+                    for slot, value in zip(group.outputs, values, strict=True):
+                        for view in at(slot, i):
+                            view[:] = np.asarray(value).reshape(view.shape)
+        tree = jax.tree.structure(seen)
+        leaves = [
+            arrays["parameters"][p.array][p.base :][: p.block[0]].reshape(p.shape)
+            for p in places
+        ]
+        for i, layer in enumerate(tree.unflatten(leaves)):
+            if i in stages.layers_of(s):
+                params[i] = layer
+    return params
+
+
+def on_one_device(optimizer, params, gradients):
+    state = optimizer.init(params)
+    for gradient in gradients:
+        updates, state = jax.jit(optimizer.update)(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+def kernels(tree):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: path[-1].key == "kernel", tree
+    )
+
+
+def frozen_from_layer_two(tree):
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: "frozen" if path[0].idx >= 2 else "trained", tree
+    )
+
+
+OPTIMIZERS = {
+    "adam": optax.adam(0.1),
+    "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "decay of kernels": optax.adamw(0.1, weight_decay=0.5, mask=kernels),
+    "labels": optax.multi_transform(
+        {"trained": optax.adam(0.1), "frozen": optax.set_to_zero()},
+        frozen_from_layer_two,
+    ),
+    "learning-rate schedule": optax.sgd(optax.linear_schedule(1.0, 0.0, 4)),
+    "clipped": optax.chain(
+        optax.clip(0.5), optax.clip_by_block_rms(0.3), optax.sgd(0.1)
+    ),
+}
+
+
+@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_stages_update_as_one_device_does(name, num_stages):
+    stages, optimizer = stages_of(num_stages), OPTIMIZERS[name]
+    params = random_like(stages, 0)
+    gradients = [random_like(stages, 1 + k) for k in range(3)]
+    got = on_stages(stages, optimizer, params, gradients)
+    want = on_one_device(optimizer, params, gradients)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want
+    )
+
+
+def test_the_chain_sees_none_for_layers_of_other_stages():
+    seen = []
+
+    def see(updates, state, params=None):
+        seen.append(
+            [
+                [i for i, layer in enumerate(t) if layer is not None]
+                for t in (updates, params)
+            ]
+        )
+        return updates, state
+
+    optimizer = optax.GradientTransformation(lambda params: (), see)
+    stages = stages_of(3)
+    make_updates(stages, optimizer)
+    mine = [list(stages.layers_of(s)) for s in range(3)]
+    assert sorted(sum(mine, [])) == [0, 1, 2, 3]
+    assert all(updates == params for updates, params in seen)
+    # All layers together are traced too, to see whether the chain mixes them.
+    found = [m for m, _ in itertools.groupby(m for m, _ in seen) if m != [0, 1, 2, 3]]
+    assert found == mine
+
+
+def test_stage_tree():
+    stages = stages_of(2)
+    trees = [layer.parameters for layer in stages.layers]
+    first, second = (stage_tree(stages, s, trees) for s in range(2))
+    cut_at = stages.starts[1]
+    assert first == trees[:cut_at] + [None] * (4 - cut_at)
+    assert second == [None] * cut_at + trees[cut_at:]
+
+
+def test_delay_and_global_norm_reach_the_chain():
+    def update(updates, state, params=None, *, delay, global_norm, **extra):
+        return jax.tree.map(lambda g: -g * delay / global_norm, updates), state
+
+    optimizer = optax.GradientTransformationExtraArgs(lambda params: (), update)
+    stages = stages_of(2)
+    params, gradient = random_like(stages, 0), random_like(stages, 1)
+    chain = optax.chain(optax.clip(0.5), optimizer)  # passes them on
+    got = on_stages(
+        stages,
+        chain,
+        params,
+        [gradient],
+        delay=jnp.float32(6),
+        global_norm=jnp.float32(4),
+    )
+    want = jax.tree.map(lambda p, g: p - 1.5 * np.clip(g, -0.5, 0.5), params, gradient)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), got, want
+    )
+
+
+def scale_by_last_norm():
+    """Mixes layers only through its state, one update later."""
+
+    def update(updates, norm, params=None):
+        scaled = jax.tree.map(lambda g: g / (1 + norm), updates)
+        return scaled, optax.tree.norm(updates)
+
+    return optax.GradientTransformation(lambda params: jnp.zeros(()), update)
+
+
+def scale_by_sizes():
+    """Depends on the weights of all layers, not on their gradients."""
+
+    def update(updates, state, params=None):
+        size = optax.tree.norm(params)
+        return jax.tree.map(lambda g: g * size, updates), state
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+def mean_over_leaves():
+    """Depends on how many leaves there are."""
+
+    def update(updates, state, params=None):
+        count = len(jax.tree.leaves(updates))
+        return jax.tree.map(lambda g: g / count, updates), state
+
+    return optax.GradientTransformation(lambda params: (), update)
+
+
+def scale_by_initial_norm():
+    """Mixes layers in its first state alone."""
+
+    def update(updates, norm, params=None):
+        return jax.tree.map(lambda g: g / norm, updates), norm
+
+    return optax.GradientTransformation(optax.tree.norm, update)
+
+
+MIXING = {
+    "clip": optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1)),
+    "clip after": optax.chain(optax.adam(0.1), optax.clip_by_global_norm(1.0)),
+    "finite": optax.apply_if_finite(optax.sgd(0.1), 3),
+    "by its state": scale_by_last_norm(),
+    "by its first state": scale_by_initial_norm(),
+    "by weights": scale_by_sizes(),
+    "by number": mean_over_leaves(),
+}
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])  # 4: a layer a stage
+@pytest.mark.parametrize("name", MIXING)
+def test_optimizers_that_mix_layers_are_refused(name, num_stages):
+    message = (
+        "`optimizer` lets the update of one layer depend on others: that of "
+        r"parameters\[0\]\['bias'\] on stage 0"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_updates(stages_of(num_stages), MIXING[name])
+
+
+def test_noise_by_the_number_of_leaves_is_refused():
+    noise = optax.chain(optax.add_noise(0.1, 0.5, key=0), optax.sgd(0.1))
+    with pytest.raises(ValueError, match="depend on others.*add_noise"):
+        make_updates(stages_of(2), noise)
+    with pytest.raises(
+        ValueError, match=r"keeps \[0\].rng_key of dtype key<.*key_data"
+    ):
+        make_updates(stages_of(1), noise)
+
+
+def test_state_that_is_only_looked_at_may_mix():
+    """A stage sees its own norm, but no weight depends on a norm."""
+    seen = optax.chain(optax.snapshot("norm", optax.tree.norm), optax.sgd(0.1))
+    make_updates(stages_of(2), seen)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        (optax.polyak_sgd(), "the model: TypeError: .*'value'.*such as the loss"),
+        (optax.lookahead(optax.sgd(0.1), 2, 0.5), "the model: AttributeError: .*fast"),
+    ],
+    ids=["asks for the loss", "asks for other weights"],
+)
+def test_optimizers_that_ask_for_more_are_refused(optimizer, message, num_stages):
+    with pytest.raises(ValueError, match=f"(?s)`optimizer` cannot update {message}"):
+        make_updates(stages_of(num_stages), optimizer)
+
+
+def test_masks_that_are_trees_are_refused():
+    mask = [{"kernel": True, "bias": False}] * 4
+    optimizer = optax.adamw(0.1, mask=mask)
+    make_updates(stages_of(1), optimizer)
+    message = "(?s)`optimizer` cannot update stage 0 by itself.*Give masks and labels as functions"
+    with pytest.raises(ValueError, match=message):
+        make_updates(stages_of(2), optimizer)
+
+
+CLIP = optim.clip_by_global_norm(0.1)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "warns"),
+    [
+        (optax.chain(CLIP, optax.adam(0.1)), False),
+        (optax.sgd(0.1), False),
+        (optax.chain(optax.adam(0.1), CLIP), True),
+        (optax.chain(optax.masked(CLIP, kernels), optax.sgd(0.1)), True),
+    ],
+    ids=["first", "not at all", "last", "masked"],
+)
+def test_clipping_anything_but_the_gradient_warns(optimizer, warns, num_stages):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_updates(stages_of(num_stages), optimizer)
+    texts = [str(w.message) for w in caught]
+    assert warns == any("`jpipe.optim.clip_by_global_norm` first" in t for t in texts)
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_one_stage_may_mix_its_layers(name):
+    stages = stages_of(1)
+    params, gradient = random_like(stages, 0), random_like(stages, 1)
+    got = on_stages(stages, MIXING[name], params, [gradient])
+    want = on_one_device(MIXING[name], params, [gradient])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, want)
+
+
+def test_equal_stages_share_an_update():
+    equal = [LAYERS[1]] * 4
+    assert len(make_updates(stages_of(4, equal, 4), optax.adam(0.1)).programs) == 1
+    # The label of a layer is part of its update.
+    assert make_updates(
+        stages_of(4, equal, 4), OPTIMIZERS["labels"]
+    ).program_of_stage == [0, 0, 1, 1]
+    # Longer runs have more leaves.
+    assert len(make_updates(stages_of(3, equal, 4), optax.adam(0.1)).programs) == 2
+
+
+def test_state_packing_by_hand():
+    # Adam keeps a count and two moments: layers of 16, 20, 20 and 10 numbers, 2 a stage.
+    stages = stages_of(2)
+    assert stages.starts == [0, 2, 4]
+    state = make_updates(stages, optax.adam(0.1)).state
+    assert list(state.used_bytes) == [4 + 2 * 4 * 36, 4 + 2 * 4 * 30]
+    assert state.num_bytes >= max(state.used_bytes)
+    assert make_updates(stages, optax.sgd(0.1)).state.num_bytes == 0

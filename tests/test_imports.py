@@ -1,0 +1,148 @@
+"""Who may import whom: no import upwards, no cycle, no import that works by luck of order."""
+
+import ast
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jpipe.entry_points import ENTRY_POINTS
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+LEVELS = [
+    {"schedule", "optim", "packing", "mesh", "solvers", "entry_points", "in_flight"},
+    {"simulate"},
+    {"schedules"},
+    {"lowering", "draw"},
+    {"layers"},
+    {"stages"},
+    {"engine"},
+    {"state"},
+    {"checks"},
+    {"settings"},
+    {"program"},
+    {"portable", "costs"},
+    {"pipeline"},
+    {"reference", "plan"},
+]
+"""The modules and packages of `jpipe`, from the bottom. Each may import those of lower levels."""
+
+LEVEL_OF = {name: i for i, level in enumerate(LEVELS) for name in level}
+
+WITHOUT_JAX = ("schedule", "schedules", "simulate", "draw", "solvers.min_max")
+
+
+def modules() -> dict[str, pathlib.Path]:
+    """Every module of the package, by its name without "jpipe."."""
+    paths = sorted((ROOT / "jpipe").rglob("*.py"))
+    names = [path.relative_to(ROOT / "jpipe").with_suffix("").parts for path in paths]
+    return {
+        ".".join(name[:-1] if name[-1] == "__init__" else name): path
+        for name, path in zip(names, paths)
+    }
+
+
+MODULES = modules()
+
+
+def imports(name: str) -> set[str]:
+    """The modules of `jpipe` that a module imports, anywhere in its text, but for type checkers."""
+    tree = ast.parse(MODULES[name].read_text())
+    imported: set[str] = set()
+
+    def visit(node: ast.AST) -> None:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            return
+        if isinstance(node, ast.Import):
+            imported.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative imports hide their level"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                is_module = inner.removeprefix("jpipe.") in MODULES
+                imported.add(inner if is_module else node.module)
+        for child in ast.iter_child_nodes(node):
+            visit(child)
+
+    visit(tree)
+    return {
+        target.removeprefix("jpipe.")
+        for target in imported
+        if target.startswith("jpipe.")
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name])
+def test_no_module_imports_upwards(name):
+    package = name.partition(".")[0]
+    assert package in LEVEL_OF, f"`jpipe.{package}` has no place in LEVELS"
+    for target in imports(name):
+        other = target.partition(".")[0]
+        assert other == package or LEVEL_OF[other] < LEVEL_OF[package], (
+            f"`jpipe.{name}` imports `jpipe.{target}`, which is not below it"
+        )
+
+
+def test_no_cycle():
+    graph = {name: imports(name) for name in MODULES if name}
+    for name in graph:  # a package is its `__init__`, which Python runs first
+        parents = {name.rpartition(".")[0]} - {""}
+        assert parents <= set(graph)
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join((*path[path.index(name) :], name))
+        if name not in done:
+            for target in graph[name]:
+                visit(target, (*path, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_every_module_can_be_imported_first():
+    """One process imports each module with all others of the package forgotten."""
+    program = """
+import importlib, sys
+
+def forget():
+    for name in [n for n in sys.modules if n.partition(".")[0] == "jpipe"]:
+        del sys.modules[name]
+
+without_jax, others = eval(sys.stdin.read())
+for name in without_jax:
+    importlib.import_module(name)
+    assert "jax" not in sys.modules, f"{name} loads JAX"
+    forget()
+for name in others:
+    importlib.import_module(name)
+    forget()
+"""
+    without_jax = [f"jpipe.{name}" for name in WITHOUT_JAX]
+    others = [f"jpipe.{name}" if name else "jpipe" for name in MODULES]
+    others = [name for name in others if not name.endswith("__main__")]
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        input=repr((without_jax, others)),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_entry_points_exist():
+    for target in ENTRY_POINTS.values():
+        module, _, function = target.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
+
+
+def test_modules_are_imported_by_name_in_two_places_only():
+    by_name = {
+        name for name, path in MODULES.items() if "import_module" in path.read_text()
+    }
+    assert by_name == {"", "entry_points"}
