@@ -14,8 +14,6 @@ from train.train import evaluate
 
 KEY = jax.random.key(0)
 
-needs_weighted_losses = pytest.mark.skip(reason="needs weighted losses")
-
 
 def example(shape, num_classes, seed=0):
     rng = np.random.default_rng(seed)
@@ -129,7 +127,6 @@ def test_labels_of_another_shape_are_refused(batch, message):
         CrossEntropy()(np.zeros((2, 3, 4), np.float32), batch)
 
 
-@needs_weighted_losses
 @pytest.mark.parametrize("num_stages, num_microbatches", [(1, 2), (3, 4)])
 def test_a_padded_batch_trains_the_masked_mean_in_a_pipeline(
     num_stages, num_microbatches
