@@ -438,7 +438,7 @@ def test_a_run_that_cannot_write_says_so_in_one_line(
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--config.pipeline.num_stage=2"], "Did you mean `num_stages`?"),
+        (["--config.pipeline.num_stage=2"], "Did you mean 'num_stages'?"),
         (["--config.pipeline.schedule=gpip"], "Did you mean"),
         (["--config.pipeline.schedule_file=no.txt"], "no.txt"),
         (["--config.pipeline.num_stages=3"], "3 stages"),

@@ -1,6 +1,6 @@
 """Reads `--config FILE` and `--config.section.field=value` into frozen dataclasses.
 
-Standard library only. The annotation of a field says how its value is read:
+The annotation of a field says how its value is read:
 
     int, float, bool, str     12, 3e-4, true, any text
     Literal["a", "b"]         one of these
@@ -12,7 +12,6 @@ Standard library only. The annotation of a field says how its value is read:
 
 import ast
 import dataclasses
-import difflib
 import functools
 import importlib.util
 import inspect
@@ -25,6 +24,8 @@ import types
 import typing
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
+
+from jpipe.suggest import did_you_mean
 
 _EXAMPLES = {int: "12", float: "3e-4", bool: "true or false", str: "text"}
 _UNIONS = (typing.Union, types.UnionType)
@@ -310,12 +311,6 @@ def usage(config_class: type, config: Any = None, flag: str = "--config") -> str
                 + textwrap.indent(textwrap.fill(docs[field.name], 80), " " * 6)
             )
     return "\n".join(parts)
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """ " Did you mean `x`?" for the most similar word of `known`, or an empty text."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f" Did you mean `{near[0]}`?" if near else ""
 
 
 def _insert(overrides: dict, flag: str, value: str) -> None:
