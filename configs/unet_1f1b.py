@@ -2,7 +2,10 @@
 
     python train/train.py --config configs/unet_1f1b.py
 
-RECORD
+96.56 % of the pixels of the 2,000 held-out images are right after 300 steps, 2.2 epochs
+of 8,572; the mean intersection over union is 86.71 %. (All background would be 86.5 % and
+43.3 %.) That took 56 s, 20 s of it compilation, on a 2-core x86-64 CPU that was shared
+with other work (2026-11-23, Python 3.11, JAX 0.10.2).
 
 The usual things to change: --config.data.noise=1.0 for more noise,
 --config.pipeline.num_stages=6 for one layer per stage, --config.data.dir=DIR for all
