@@ -66,8 +66,13 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 def build(model):
     """The layers, with numbers."""
     keys = jax.random.split(jax.random.key(0), len(factories(model)))
-    states = [_state(f.func, f.args, key) for f, key in zip(factories(model), keys)]
-    return list(map(nnx.merge, map(nnx.graphdef, abstract(model)), states))
+    return list(map(made, factories(model), keys))
+
+
+def made(factory, key):
+    """One layer, with numbers."""
+    graph = nnx.graphdef(_abstract(factory.func, factory.args))
+    return nnx.merge(graph, _state(factory.func, factory.args, key))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), compiler_options=QUICK)
@@ -360,7 +365,7 @@ def test_residual_branches_start_small():
     x = np.concatenate([x, x], axis=-1)
     (y, _) = run(build(BOTTLENECKS)[2:3], x, "train")
     np.testing.assert_array_equal(y, x)
-    block = Transformer(dim=128, num_blocks=8).layers()[1](rngs=nnx.Rngs(0))
+    block = made(Transformer(dim=128, num_blocks=8).layers()[1], jax.random.key(0))
     for name in ("attention_out", "mlp_out"):
         kernel = getattr(block, name).kernel[...]
         assert np.std(kernel) == pytest.approx(0.02 / 4, rel=0.02)
@@ -832,7 +837,7 @@ def test_every_model_can_be_chosen_on_the_command_line():
         (lambda: shapes(WORDS, example(WORDS, (1, 13))), "13 positions, but `seq"),
         (
             lambda: shapes(WORDS, {"tokens": jnp.ones((1, 4), int)}),
-            "must be a dict of tokens, segments, mask, got ['tokens']. Give each",
+            "must be a dict of tokens, segments, mask, got ['tokens']. Give exactly",
         ),
         (
             lambda: shapes(
@@ -846,7 +851,7 @@ def test_every_model_can_be_chosen_on_the_command_line():
         (lambda: Translation(target_vocab_size=0), "size` must be at least 1, got 0."),
         (
             lambda: shapes(LANGUAGES, jnp.ones((1, 4), int)),
-            "must be a dict of source, target, got an array. Give each of these",
+            "must be a dict of source, target, got an array. Give exactly",
         ),
     ],
 )

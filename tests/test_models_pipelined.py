@@ -61,8 +61,8 @@ def loss_fn(outputs, batch):
     return -log_p[..., 0].mean()
 
 
-# U-Net: a test below covers its skip connections at three stages.
-SLOW = ("resnet50", "translation", "unet", "vgg")
+# The U-Net is covered by a test below, dicts and masks between layers by test_losses.py.
+SLOW = ("bert", "resnet50", "translation", "unet", "vgg")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ def parse(arguments: Sequence[str], config_class: type) -> tuple[str, Any]:
       ValueError: if the command line or the file is wrong; says what.
       OSError: if the file cannot be read.
     """
-    path, overrides = None, {}
+    path: str | None = None
+    overrides: dict[str, Any] = {}
     words = iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
@@ -58,9 +59,10 @@ def parse(arguments: Sequence[str], config_class: type) -> tuple[str, Any]:
                 "`--config FILE` and `--config.FIELD=VALUE`; `--help` lists them."
             )
         if not equals:
-            value = next(words, None)
-            if value is None:
-                raise ValueError(f"`{flag}` needs a value: `{flag}=VALUE`.")
+            try:
+                value = next(words)
+            except StopIteration:
+                raise ValueError(f"`{flag}` needs a value: `{flag}=VALUE`.") from None
         if flag == "--config":
             path = value
         else:
@@ -113,6 +115,7 @@ def _load(path: str, config_class: type) -> tuple[str, Any]:
 def _load_python(path: str, config_class: type) -> Any:
     """The result of `get_config()` in a Python file."""
     spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    assert spec is not None and spec.loader is not None  # as the suffix is .py
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)

@@ -199,10 +199,11 @@ def read_official(directory: str) -> _Arrays:
       FileNotFoundError: if a file is missing.
       ValueError: if a file is not the official one.
     """
-    return tuple(
+    train_images, train_labels, test_images, test_labels = (
         _read_idx(pathlib.Path(directory), name, sha256, shape)
         for name, (sha256, shape) in _OFFICIAL.items()
     )
+    return train_images, train_labels, test_images, test_labels
 
 
 def _read_idx(
