@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from jpipe.engine.loss_scale import LossScale
@@ -279,13 +278,6 @@ def check_fit(what: str, values: Any, layers: Sequence, attribute: str) -> None:
                 f"{want.get(path, 'absent')}, got {got.get(path, 'nothing')}. Pass what "
                 f"`get_{what}` of the same layers returned."
             )
-
-
-def as_dicts(values: Any) -> Any:
-    """Per-layer values with each `nnx.State` as a nested dict."""
-    if not isinstance(values, Sequence):
-        return values
-    return [nnx.to_pure_dict(v) if isinstance(v, nnx.State) else v for v in values]
 
 
 def check_ties_agree(params: Sequence, stages: Stages) -> None:

@@ -14,7 +14,9 @@ from jpipe.costs import Memory, StageRecord
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.as_layers import as_layers, shared_weights
 from jpipe.layers.avals import shapes_text
+from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
 from jpipe.layers.loss import Loss, cut_warning
+from jpipe.layers.rows import row_mixing
 from jpipe.layers.trace import Traced
 from jpipe.mesh import make_mesh
 from jpipe.program import Program
@@ -279,7 +281,10 @@ class Pipeline:
         checks.check_not_traced("init", key, batch)
         microbatch = self._settings.microbatch(batch)
         key = checks.check_key(key)
-        params = checks.as_dicts(params)
+        if isinstance(params, Sequence):
+            params = [as_parameters(values) for values in params]
+        if isinstance(mutable_state, Sequence):
+            mutable_state = [as_mutable_state(values) for values in mutable_state]
         program = self._program_of(microbatch, jax.random.key_impl(key))
         stages = program.stages
         if params is not None:
@@ -304,6 +309,17 @@ class Pipeline:
         )
         if problem is not None:
             warnings.warn(problem, stacklevel=3)
+        if traced.reported:  # reports may be means over rows, which only the loss sees
+            traced = self._settings.trace(
+                program.microbatch, program.engine.key_impl, train=False
+            )
+        for sentence in row_mixing(traced):
+            warnings.warn(
+                f"{sentence}, so what it computes depends on the other rows of its microbatch, and "
+                "the result of training on `num_microbatches`. Compute each row by itself, or "
+                "choose one microbatch per minibatch.",
+                stacklevel=3,
+            )
 
     def adopt(self, state: PipelineState) -> PipelineState:
         """Takes over the state of another pipeline of the same layers and optimizer.

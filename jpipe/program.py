@@ -18,9 +18,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jpipe import in_flight
 from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
-from jpipe.layers.avals import shapes_text
+from jpipe.layers.avals import check_nans, shapes_text
 from jpipe.layers.trace import Traced
 from jpipe.mesh import DATA
+from jpipe.optim import check_hooks
 from jpipe.schedules import forward_only
 from jpipe.settings import Settings, abstract, shapes_key
 from jpipe.stages.optimizer import make_updates
@@ -56,11 +57,7 @@ class Program:
         self.settings, self.microbatch, self.traced = settings, microbatch, traced
         self.stages = settings.cut(traced, starts)
         check_stages(self.stages, settings.schedule, settings.recompute)
-        # Here belongs, as soon as `jpipe.optim` has it:
-        # optim.check_hooks(
-        #     jax.eval_shape(settings.optimizer.init, [l.parameters for l in self.stages.layers]),
-        #     **settings.hooks,
-        # )
+        _check_hooks(settings, traced)
         self.engine = Engine(
             settings.schedule,
             self.stages,
@@ -194,6 +191,7 @@ class Program:
 
     def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict]:
         """One pass over the table, with a minibatch that enters."""
+        check_nans(state.parameters, "the state's parameters")
         return self._restore(
             state, *self._call(self._step, state, self._place(dict(batch)))
         )
@@ -267,6 +265,7 @@ class Program:
 
     def _place(self, batch: Any) -> Any:
         """The batch, each replica's rows on the replica's devices."""
+        check_nans(batch, "batch")
         if self.settings.num_replicas == 1:
             return self._on_mesh(batch)
         sharding = NamedSharding(self.settings.mesh, PartitionSpec(DATA))
@@ -476,6 +475,18 @@ class Program:
             settings.mesh,
             trained=self.engine.lowered,
         )
+
+
+def _check_hooks(settings: Settings, traced: Traced) -> None:
+    """Checks that hooks and the transforms whose state they read come together."""
+    if not settings.hooks and settings.schedule.synchronous:
+        return  # no delays: in a synchronous warm-up all passes read the newest weights
+    parameters = [layer.parameters for layer in traced.layers]
+    try:
+        optimizer_state = jax.eval_shape(settings.optimizer.init, parameters)
+    except Exception:
+        return  # `make_updates` says why the optimizer cannot begin
+    check_hooks(optimizer_state, **settings.hooks)
 
 
 def _slot_key(slot: Any) -> tuple:

@@ -5,14 +5,20 @@ all become a `Layer`.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import linen, nnx
 
+from jpipe.layers.factories import (
+    factory_problem,
+    function_problem,
+    is_factory,
+    not_callable_problem,
+)
 from jpipe.layers.flax_linen import from_linen
-from jpipe.layers.flax_nnx import from_nnx, make_module
+from jpipe.layers.flax_nnx import NotAModuleError, from_nnx, make_module
 from jpipe.layers.functions import from_function, from_pair
 from jpipe.layers.layer import Function, InitApply, Layer, Linen, Skip
 from jpipe.layers.report import ReportWeights, with_reported_weights
@@ -33,14 +39,29 @@ def as_layers(layers: Sequence) -> list[Layer]:
     """
     if callable(layers) or not hasattr(layers, "__len__"):
         raise ValueError(
-            f"`layers` must be a sequence of layers, got {type(layers).__name__}: a pipeline cuts a model between "
-            "layers. Give them as a list, in order."
+            f"`layers` must be a sequence of layers, got {_whole_model(layers)}: a pipeline cuts a "
+            f"model between layers. {_advice(layers)}"
         )
     if not len(layers):
         raise ValueError("`layers` must hold at least one layer, got none.")
     read = [_as_layer(layer, i) for i, layer in enumerate(layers)]
     _check_skips(read)
     return read
+
+
+def _whole_model(layers: Any) -> str:
+    name = type(layers).__name__
+    return (
+        f"a whole model ({name})"
+        if isinstance(layers, nnx.Module | linen.Module)
+        else name
+    )
+
+
+def _advice(layers: Any) -> str:
+    if isinstance(layers, nnx.Sequential | linen.Sequential):
+        return "Give `layers=list(model.layers)`."
+    return "Give its layers as a list, in order."
 
 
 def shared_weights(layers: Sequence) -> list[list[tuple[int, str]]]:
@@ -112,9 +133,10 @@ def _check_skips(layers: Sequence[Layer]) -> None:
             )
 
 
-def _as_layer(layer: Any, index: int) -> Layer:
+def _as_layer(layer: Any, index: int, num_inputs: int = 1) -> Layer:
+    """Reads one layer, called with `num_inputs` arguments."""
     if isinstance(layer, Skip):
-        inner = _as_layer(layer.layer, index)
+        inner = _as_layer(layer.layer, index, 1 + len(layer.pop))
         return dataclasses.replace(inner, stash=layer.stash, pop=layer.pop)
     if isinstance(layer, ReportWeights):
         return with_reported_weights(_as_layer(layer.layer, index), layer)
@@ -129,17 +151,28 @@ def _as_layer(layer: Any, index: int) -> Layer:
     if isinstance(layer, nnx.Module):
         return from_nnx(layer, None, index)
     if not callable(layer):
-        raise ValueError(
-            f"layer {index} must be a Flax module, a factory called as `factory(rngs=...)`, a `jpipe.InitApply`, or "
-            f"`jpipe.Function(f)` for a layer without parameters, got {type(layer).__name__}."
-        )
+        raise ValueError(f"layer {index} {not_callable_problem(layer)}")
+    if is_factory(layer):
+        return _from_factory(layer, index)
+    problem = function_problem(layer, num_inputs)
+    if problem is not None:
+        raise ValueError(f"layer {index}: {problem}")
+    return dataclasses.replace(
+        from_function(Function(layer)),
+        note="It has no parameter named `rngs`, so it is a function of the activation, not a factory.",
+    )
+
+
+def _from_factory(make: Callable[..., Any], index: int) -> Layer:
+    problem = factory_problem(make)
+    if problem is not None:
+        raise ValueError(f"layer {index}: {problem}")
     try:
-        module = nnx.eval_shape(lambda: make_module(layer, jax.random.key(0)))
-    except ValueError as error:
+        module = nnx.eval_shape(lambda: make_module(make, jax.random.key(0)))
+    except NotAModuleError as error:
         raise ValueError(f"layer {index}: {error}") from None
     except Exception as error:
         raise ValueError(
-            f"layer {index} could not be built by `factory(rngs=...)`: {error}. A "
-            "function of the activation is given as `jpipe.Function(f)`."
+            f"layer {index} could not be built by `factory(rngs=...)`: {error}"
         ) from error
-    return from_nnx(module, layer, index)
+    return from_nnx(module, make, index)

@@ -21,6 +21,10 @@ reads them.
 Under a checkpoint policy the residuals are the layer's inputs and the values that the policy saves.
 The backward then begins with the forward equations that run again; none of these runs in both halves.
 
+Side effects (`jax.debug.print`, callbacks) run wherever the forward runs, also if no output needs
+them. Side effects of the backward, which a policy or a custom derivative may have, run in
+`input_grad`.
+
 References:
   Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024, arXiv:2401.10241, section 2 (the split).
 """
@@ -39,6 +43,10 @@ from jpipe.layers.equations import Equations, contains, value_of, variables
 
 class OffloadError(ValueError):
     """A checkpoint policy would keep values in the memory of the host."""
+
+
+class OrderedEffectError(ValueError):
+    """A layer has side effects that must run in one order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +72,7 @@ class LayerProgram:
       reads_extra: per leaf of `extra`, whether anything reads it.
       outputs_read_extra: per leaf of `extra`, whether the outputs or the gradients depend on it.
       output_tree, aux_tree: the tree structures of outputs and aux.
+      forward_equations: from parameters, inputs and extra to outputs, aux and residuals.
       text: the computation as text; layers with equal texts are of one kind.
     """
 
@@ -85,6 +94,7 @@ class LayerProgram:
     outputs_read_extra: tuple[bool, ...]
     output_tree: Any
     aux_tree: Any
+    forward_equations: Equations
     text: str
 
 
@@ -118,13 +128,17 @@ def trace_layer(
 
     Raises:
       OffloadError: if the policy offloads values to the memory of the host.
+      OrderedEffectError: if the function has ordered side effects.
     """
     arguments = _Arguments.flatten(parameters, inputs, extra)
     forward = _trace_forward(function, arguments, has_aux, input_grads, policy)
     _check_offload(forward.residuals)
+    _check_effects(forward.equations)
     backward = _trace_backward(forward)
     residuals = _Residuals.of(forward, backward, arguments)
-    whole = residuals.reader(backward.slice(backward.inputs, backward.outputs))
+    whole = residuals.reader(
+        backward.slice(backward.inputs, backward.outputs, effects=True)
+    )
     for_inputs, for_weights, split_residuals = _split_backward(
         backward, residuals, num_parameters=len(arguments.parameters)
     )
@@ -279,6 +293,15 @@ def _check_offload(residuals: Sequence) -> None:
             )
 
 
+def _check_effects(forward: Equations) -> None:
+    ordered = sorted(str(e) for e in forward.effects() if "Ordered" in str(e))
+    if ordered:
+        raise OrderedEffectError(
+            f"it has ordered side effects ({', '.join(ordered)}), and the devices of a pipeline run at "
+            "the same time, so there is no order. Leave out `ordered=True`."
+        )
+
+
 # -- Residuals: stashed or rebuilt
 
 
@@ -393,7 +416,7 @@ def _split_backward(
 
     computed = {
         v
-        for eqn in backward.slice(backward.inputs, input_grads).equations
+        for eqn in backward.slice(backward.inputs, input_grads, effects=True).equations
         for v in eqn.outvars
     }
     # Under a policy the backward may compute values from the parameters alone. The second half
@@ -406,7 +429,9 @@ def _split_backward(
     split_residuals = [
         v for v in dict.fromkeys((*needed, *variables(parameter_grads))) if v in known
     ]
-    for_inputs = backward.slice(backward.inputs, (*input_grads, *split_residuals))
+    for_inputs = backward.slice(
+        backward.inputs, (*input_grads, *split_residuals), effects=True
+    )
     for_weights = backward.slice((*residuals.inputs, *split_residuals), parameter_grads)
     return for_inputs, for_weights, split_residuals
 
@@ -426,8 +451,10 @@ def _layer_program(
     num_outputs, num_results = len(forward.outputs), forward.num_results
     num_parameters = len(arguments.parameters)
     num_input_grads = len(backward.outputs) - num_parameters
-    run_forward = equations.slice(equations.inputs, forward.results)
-    run_and_stash = equations.slice(equations.inputs, (*forward.results, *stash))
+    run_forward = equations.slice(equations.inputs, forward.results, effects=True)
+    run_and_stash = equations.slice(
+        equations.inputs, (*forward.results, *stash), effects=True
+    )
     *_, extra_inputs = arguments.split(equations.inputs)
     for_outputs = (*forward.results[:num_outputs], *stash)
     read = run_and_stash.read()
@@ -474,6 +501,7 @@ def _layer_program(
         outputs_read_extra=tuple(v in read_by_outputs for v in extra_inputs),
         output_tree=forward.output_tree,
         aux_tree=forward.aux_tree,
+        forward_equations=equations,
         text=_text(arguments, forward, backward),
     )
 

@@ -62,11 +62,20 @@ class Equations:
             env.update(zip(eqn.outvars, values))
         return [value_of(env, v) for v in self.outputs]
 
-    def slice(self, inputs: Sequence, outputs: Sequence) -> "Equations":
-        """The equations that compute the variables `outputs` from the variables `inputs`."""
+    def slice(
+        self, inputs: Sequence, outputs: Sequence, *, effects: bool = False
+    ) -> "Equations":
+        """The equations that compute the variables `outputs` from the variables `inputs`.
+
+        Args:
+          inputs: variables.
+          outputs: variables or literals.
+          effects: whether to keep equations with side effects, such as `jax.debug.print`, although
+            no output needs them.
+        """
         needed, kept = set(variables(outputs)) - set(inputs), []
         for eqn in reversed(self.equations):
-            if needed.intersection(eqn.outvars):
+            if needed.intersection(eqn.outvars) or (effects and eqn.effects):
                 needed.difference_update(eqn.outvars)
                 needed.update(set(variables(eqn.invars)) - set(inputs))
                 kept.append(eqn)
@@ -119,9 +128,17 @@ class Equations:
             *(variables(e.invars) for e in self.equations)
         )
 
+    def effects(self) -> set:
+        """The side effects of all equations, as JAX names them."""
+        return set().union(*(eqn.effects for eqn in self.equations))
+
     def depending_on(self, inputs: Iterable) -> set:
-        """The variables whose value depends on any of `inputs`, these included."""
-        return _depending_on(self.equations, inputs)
+        """The variables that cannot be computed without `inputs`, these included."""
+        dependent = set(inputs)
+        for eqn in self.equations:
+            if not dependent.isdisjoint(variables(eqn.invars)):
+                dependent.update(eqn.outvars)
+        return dependent
 
     def text(self) -> str:
         """The program as text: equal texts are equal programs. Constants are named by content."""
@@ -222,24 +239,6 @@ def _inline(jaxpr: Any, constants: Sequence, args: Sequence) -> list:
 
 
 # -- Dependence
-
-
-def _depending_on(equations: Sequence, inputs: Iterable) -> set:
-    dependent = set(inputs)
-    for eqn in equations:
-        if dependent.isdisjoint(variables(eqn.invars)):
-            continue
-        if eqn.primitive.name == "cond" and not contains(dependent, eqn.invars[0]):
-            for branch in eqn.params["branches"]:  # branches pass most values through
-                jaxpr = branch.jaxpr
-                operands = dict(zip(jaxpr.invars, eqn.invars[1:]))
-                taken = [v for v, a in operands.items() if contains(dependent, a)]
-                inner = _depending_on(jaxpr.eqns, taken)
-                results = dict(zip(eqn.outvars, jaxpr.outvars))
-                dependent.update(v for v, a in results.items() if contains(inner, a))
-        else:
-            dependent.update(eqn.outvars)
-    return dependent
 
 
 def _connected(program: Equations, shared: set) -> Callable[[Any], Any]:

@@ -71,6 +71,7 @@ def _bind(layer: Linen, unbound: Layer, args: tuple, index: int) -> Layer:
         init=init,
         bind=None,
         specs=split,
+        has_batch_norm=bool(momenta),
     )
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.core import FrozenDict
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
@@ -17,20 +18,63 @@ from jpipe.layers.layer import Layer, check_leaves
 Path = tuple[Any, ...]
 
 
+class NotAModuleError(ValueError):
+    """A factory returned something else than an NNX module."""
+
+
 def make_module(make: Callable[..., Any], key: jax.Array) -> nnx.Module:
     """The module that a factory makes from a random key.
 
     Raises:
-      ValueError: if the factory returns anything but an NNX module.
+      NotAModuleError: if the factory returns anything but an NNX module.
     """
     # Flax would split annotated parameters at creation, which needs a mesh in the context.
     with nnx.use_eager_sharding(False):
         module = make(rngs=nnx.Rngs(key))
     if not isinstance(module, nnx.Module):
-        raise ValueError(
+        raise NotAModuleError(
             f"the factory must return a Flax NNX module, got {type(module).__name__}."
         )
     return module
+
+
+def as_parameters(values: Any) -> Any:
+    """The parameters of one layer as nested dicts of arrays, whatever Flax keeps them in.
+
+    Args:
+      values: an `nnx.State` such as `nnx.state(module)`, an NNX module, a Linen `FrozenDict`, or
+        nested dicts. Variables of an `nnx.State` that are not parameters are left out.
+
+    Returns:
+      Nested dicts; anything else as it is.
+
+    Example:
+      >>> module = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+      >>> jax.tree.map(jnp.shape, as_parameters(nnx.state(module)))
+      {'bias': (3,), 'kernel': (2, 3)}
+    """
+    return _as_dicts(values, "parameters")
+
+
+def as_mutable_state(values: Any) -> Any:
+    """The mutable state of one layer as nested dicts of arrays, like `as_parameters`."""
+    return _as_dicts(values, "state")
+
+
+def _as_dicts(values: Any, role: str) -> Any:
+    if isinstance(values, nnx.Module):
+        values = nnx.state(values)
+    if isinstance(values, FrozenDict):
+        return values.unfreeze()
+    if not isinstance(values, nnx.State):
+        return values
+    flat = {tuple(path): v for path, v in nnx.to_flat_state(values)}
+    chosen = {
+        path: v[...] if isinstance(v, nnx.Variable) else v
+        for path, v in flat.items()
+        if not isinstance(v, nnx.Variable) or _role(v) == role
+    }
+    return unflatten_dict(chosen)
 
 
 def from_nnx(module: nnx.Module, make: Callable[..., Any] | None, index: int) -> Layer:
@@ -84,6 +128,7 @@ def from_nnx(module: nnx.Module, make: Callable[..., Any] | None, index: int) ->
         else None,
         specs=variables.specs(),
         alike=_hashable(variables.graph),
+        has_batch_norm=bool(momenta),
     )
 
 

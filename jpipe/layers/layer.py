@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen
 
 from jpipe.layers.avals import is_inexact
@@ -190,6 +191,8 @@ class Layer:
         from Flax metadata (`with_partitioning` of NNX or Linen). Empty if nothing is split.
       alike: two layers with equal `alike` compute the same from the same arrays. None equals
         nothing.
+      has_batch_norm: whether the layer normalises over the rows of a microbatch.
+      note: a sentence that ends every error message about this layer.
     """
 
     name: str
@@ -205,6 +208,8 @@ class Layer:
     pop: tuple[str, ...] = ()
     specs: Any = dataclasses.field(default_factory=dict)
     alike: Hashable = None
+    has_batch_norm: bool = False
+    note: str = ""
 
     def bound(self, args: tuple) -> "Layer":
         """The layer with the parameters that it has for the abstract `args`."""
@@ -226,22 +231,17 @@ class Layer:
 
 
 def check_leaves(parameters: Any, state: Any, name: str, index: int) -> None:
-    """Raises `ValueError` if a parameter or a leaf of the state is not of floating-point numbers."""
-    _check_inexact(
-        parameters,
-        f"layer {index} ({name}): parameter",
-        "which has no gradient. Make it a constant of the layer, or a floating-point parameter.",
-    )
-    _check_inexact(
-        state,
-        f"layer {index} ({name}): mutable state",
-        "and only floating-point state can be averaged over the microbatches of a minibatch. Keep counters outside the layer.",
-    )
-
-
-def _check_inexact(tree: Any, what: str, remedy: str) -> None:
-    for path, leaf in jax.tree.leaves_with_path(tree):
+    """Raises `ValueError` if a leaf has a dtype that parameters, or mutable state, cannot have."""
+    layer = f"layer {index} ({name})"
+    for path, leaf in jax.tree.leaves_with_path(parameters):
         if not is_inexact(leaf):
             raise ValueError(
-                f"{what} {jax.tree_util.keystr(path)} has dtype {leaf.dtype}, {remedy}"
+                f"{layer}: parameter {jax.tree_util.keystr(path)} has dtype {leaf.dtype}, which has "
+                "no gradient. Make it a constant of the layer, or a floating-point parameter."
+            )
+    for path, leaf in jax.tree.leaves_with_path(state):
+        if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
+            raise ValueError(
+                f"{layer}: mutable state {jax.tree_util.keystr(path)} has dtype {leaf.dtype}, and state "
+                "must hold numbers. NNX keeps random keys in `nnx.Rngs`."
             )

@@ -15,7 +15,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpipe.layers.avals import cast, is_inexact, shapes_text
-from jpipe.layers.backward import LayerProgram, OffloadError, trace_layer
+from jpipe.layers.backward import (
+    LayerProgram,
+    OffloadError,
+    OrderedEffectError,
+    trace_layer,
+)
+from jpipe.layers.counters import IntegerUpdate, integer_update
 from jpipe.layers.equations import Equations, jaxpr_text
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss, trace_loss
@@ -204,9 +210,10 @@ class _Tracer:
         """Traces layer `i` for abstract inputs; returns its abstract outputs."""
         popped = [self._stashed.pop(name) for name in self.layers[i].pop]
         plain = inputs[0] if self._takes_sums(i) else inputs
-        layer = self.layers[i] = self.layers[i].bound((plain, *popped))
+        args = (plain, *popped)
+        layer = self.layers[i] = self._bound(i, args)
         program = self._program(i, (inputs, *popped))
-        self.kind_of_layer.append(self._kind(i, program))
+        self.kind_of_layer.append(self._kind(i, program, args))
         outputs, *stashed = program.output_tree.unflatten(program.outputs)
         self.outputs.append(tuple(jax.tree.leaves(outputs)))
         for name, value in zip(layer.stash, stashed, strict=True):
@@ -219,6 +226,15 @@ class _Tracer:
         """Traces the first layer without the gradient of the model's inputs, which nothing reads."""
         if self.kind_of_layer.count(0) == 1:
             self.layer_kinds[0] = self._trace(0, (inputs,), input_grads=False)
+
+    def _bound(self, i: int, args: tuple) -> Layer:
+        try:
+            return self.layers[i].bound(args)
+        except ValueError as error:
+            if i == 0 or isinstance(args[0], jax.ShapeDtypeStruct):
+                raise
+            cause = error.__cause__ or error
+            raise ValueError(self._refusal(i, args, cause)) from cause
 
     def _program(self, i: int, args: tuple) -> LayerProgram:
         """The programs of layer `i`: those of an earlier layer if both are surely the same."""
@@ -235,10 +251,12 @@ class _Tracer:
             self._program_of[seen] = self._trace(i, args)
         return self._program_of[seen]
 
-    def _kind(self, i: int, program: LayerProgram) -> int:
+    def _kind(self, i: int, program: LayerProgram, args: tuple) -> int:
         """The kind of layer `i`: an earlier layer's kind if their programs are equal."""
-        mutable = _mutable(self.layers[i])
-        spec = parameter_specs(self.layers[i], i, self.axis_sizes)
+        layer = self.layers[i]
+        update = integer_update(layer, i, self._key, self._key_impl, args)
+        mutable = _mutable(layer, update)
+        spec = parameter_specs(layer, i, self.axis_sizes)
         text = f"{program.text}\n{_commit_text(mutable)}\n{spec}"
         kind = self._kind_of_text.setdefault(text, len(self.layer_kinds))
         if kind == len(self.layer_kinds):
@@ -260,13 +278,27 @@ class _Tracer:
                 input_grads=input_grads,
                 policy=self._policy,
             )
-        except OffloadError as error:
+        except (OffloadError, OrderedEffectError) as error:
             raise ValueError(f"layer {i} ({layer.name}): {error}") from None
         except Exception as error:
-            taken = args[0] if len(args) == 1 else args
-            raise ValueError(
-                f"layer {i} ({layer.name}) cannot take {shapes_text(taken)}: {error}"
-            ) from error
+            raise ValueError(self._refusal(i, args, error)) from error
+
+    def _refusal(self, i: int, args: tuple, error: BaseException) -> str:
+        """Why layer `i` cannot take its arguments."""
+        layer = self.layers[i]
+        taken = args[0] if len(args) == 1 else args
+        message = f"layer {i} ({layer.name}) cannot take {shapes_text(taken)}: {error}"
+        if i > 0 and type(args[0]) in (tuple, list, dict):
+            reason = str(error).partition("\n")[0].rstrip(".")
+            message = (
+                f"layer {i - 1} ({self.layers[i - 1].name}) returned {_described(args[0])}; layer {i} "
+                f"({layer.name}) takes one activation, was called with that {type(args[0]).__name__}, "
+                f"and failed: {reason}. If layer {i} needs an array, return the array itself from "
+                f"layer {i - 1}, or put a function such as `lambda x: x[0]` between the two layers."
+            )
+        if not layer.note:
+            return message
+        return f"{message.rstrip('.')}. {layer.note}"
 
     def _function(self, i: int) -> Callable[..., tuple[tuple, Any]]:
         """Layer `i` in the form of `trace_layer`; its aux is the statistics."""
@@ -286,9 +318,7 @@ class _Tracer:
             key = jax.random.wrap_key_data(extra["key"], impl=self._key_impl)
             with collect() as reported:
                 outputs, statistics = layer.train(parameters, extra["state"], key, args)
-            statistics = jax.tree.map(
-                lambda a, like: a.astype(like.dtype), statistics, layer.state
-            )
+            statistics = jax.tree.map(_statistic, statistics, layer.state)
             outputs = cast(layer.outputs(outputs), dtype)
             return self._with_sums(outputs, sums, reported), statistics
 
@@ -330,15 +360,31 @@ def _signature(tree: Any) -> tuple:
     return structure, tuple(avals)
 
 
-def _mutable(layer: Layer) -> Mutable:
+def _described(tree: Any) -> str:
+    """A pytree in words: "a tuple of 1 array (float32[2, 4])"."""
+    leaves = jax.tree.leaves(tree)
+    shapes = ", ".join(f"{a.dtype}{list(a.shape)}" for a in leaves)
+    plural = "" if len(leaves) == 1 else "s"
+    return f"a {type(tree).__name__} of {len(leaves)} array{plural} ({shapes})"
+
+
+def _statistic(value: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """A leaf of the statistics. Integer state changes without statistics, see `counters`."""
+    if is_inexact(like):
+        return value.astype(like.dtype)
+    return jnp.zeros(like.shape, like.dtype)
+
+
+def _mutable(layer: Layer, update: IntegerUpdate | None) -> Mutable:
     leaves, tree = jax.tree.flatten(layer.state)
     if not leaves:
         return Mutable()
 
     def commit(state: Sequence, statistics: Sequence) -> list:
-        return jax.tree.leaves(
+        new = jax.tree.leaves(
             layer.commit(tree.unflatten(state), tree.unflatten(statistics))
         )
+        return new if update is None else update(list(state), new)
 
     return Mutable(tuple(leaves), commit)
 

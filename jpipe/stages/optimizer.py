@@ -230,10 +230,14 @@ def _stage_update(
         weights + gradients + state_leaves,
         weights + state_leaves + hooked,
     )
-    # Scalars are read by every part.
-    small = [i for i, v in enumerate(equations.inputs) if v.aval.size == 1]
-    groups = _grouped(equations.parts(small), len(small), inputs, outputs)
-    shared = [_slots([inputs[i]]) for i in small if i < len(inputs)]
+    # Every part may read scalars and extra arguments.
+    common = [
+        i
+        for i, v in enumerate(equations.inputs)
+        if v.aval.size == 1 or i >= len(inputs)
+    ]
+    groups = _grouped(equations.parts(common), len(common), inputs, outputs)
+    shared = [_slots([inputs[i]]) for i in common if i < len(inputs)]
     return StageUpdate(groups, shared, param_hooks, parameters, state)
 
 
