@@ -280,10 +280,10 @@ def test_a_configuration_is_read_back_from_json(tmp_path):
         ({"num_steps": "3"}, "`num_steps` must be int, got '3'."),
         ({"num_steps": True}, "`num_steps` must be int, got True."),
         ({"eval_every": 1.5}, "`eval_every` must be int or none, got 1.5."),
-        ({"data": {"type": "MNST"}}, "`data.type` must be MNIST, MNISTPixels, Text or"),
+        ({"data": {"type": "MNST"}}, "`data.type` must be MNIST, MNISTPixels, Text, M"),
         (
             {"data": None},
-            "`data.type` must be MNIST, MNISTPixels, Text or Pairs, got N",
+            "MNISTPixels, Text, MaskedText or Pairs, got None",
         ),
         ({"model": {"type": "MLP", "widths": [8, "9"]}}, "`model.widths` must be int,"),
         (

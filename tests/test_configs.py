@@ -26,6 +26,12 @@ SHRUNKEN = {
         "model.num_blocks=1",
         "data.seq_len=16",
     ],
+    "BERT": [
+        "model.dim=8",
+        "model.num_heads=2",
+        "model.num_blocks=1",
+        "data.seq_len=16",
+    ],
     "Translation": [
         "model.dim=8",
         "model.num_heads=2",
@@ -37,7 +43,13 @@ SHRUNKEN = {
 }
 
 # Like those that stay, but for the data, the size or the schedule.
-SLOW = ("gpt_2bw", "mnist_pipemare", "mnist_pipedream", "mnist_resnet50_gpipe")
+SLOW = (
+    "bert_1f1b",
+    "gpt_2bw",
+    "mnist_pipemare",
+    "mnist_pipedream",
+    "mnist_resnet50_gpipe",
+)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

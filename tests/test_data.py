@@ -14,7 +14,7 @@ from train import mnist
 from train.data import in_order, num_labels, shuffled
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import BEGIN, END, FIRST_BYTE, VOCAB_SIZE, Pairs
-from train.text import Text, Windows
+from train.text import MaskedText, MaskedWindows, Text, Windows
 
 
 class Numbers:
@@ -321,6 +321,45 @@ def test_a_python_without_its_reference(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(FileNotFoundError, match="Name a text file as `data.path`"):
         Text().load()
+
+
+def test_masked_bytes_are_replaced_and_counted(tmp_path):
+    text = bytes(np.random.default_rng(0).integers(256, size=40_000, dtype=np.uint8))
+    (tmp_path / "a.txt").write_bytes(text)
+    data = MaskedText(path=str(tmp_path / "a.txt"), seq_len=50).load()
+    plain = Text(path=str(tmp_path / "a.txt"), seq_len=50).load()
+    assert "masked text, 36,000 training and 4,000 held-out" in data.source
+    numbers = np.arange(len(data.train))
+    for rng in (None, np.random.default_rng(3)):
+        batch = data.train.batch(numbers, rng)
+        tokens, labels = batch["inputs"]["tokens"], batch["labels"]
+        chosen = batch["weights"] == 1
+        assert chosen.mean() == pytest.approx(0.15, abs=0.01)
+        assert num_labels(batch) == chosen.sum()
+        np.testing.assert_array_equal(tokens[~chosen], labels[~chosen])
+        masked = tokens[chosen] == MaskedWindows.MASK
+        assert masked.mean() == pytest.approx(0.8, abs=0.02)
+        same = tokens[chosen][~masked] == labels[chosen][~masked]
+        assert same.mean() == pytest.approx(0.5, abs=0.05)
+        others = tokens[chosen][~masked][~same]
+        assert len(set(others)) > 150 and others.max() < 256
+        assert batch["inputs"]["mask"].all() and not batch["inputs"]["segments"].any()
+    # The labels are the bytes themselves; held-out masks stay, others are drawn anew.
+    still = data.test.batch(np.arange(9), None)
+    np.testing.assert_array_equal(
+        still["labels"], plain.test.batch(np.arange(9), None)["inputs"]
+    )
+    np.testing.assert_array_equal(
+        data.test.batch(np.array([7]), None)["weights"][0], still["weights"][7]
+    )
+    first, second = (
+        data.train.batch(numbers, np.random.default_rng(k))["weights"] for k in (0, 1)
+    )
+    assert not np.array_equal(first, second)
+    with pytest.raises(
+        ValueError, match=r"`mask_fraction` must lie in \(0, 1\], got 0"
+    ):
+        MaskedText(mask_fraction=0)
 
 
 # -- Sentence pairs ---------------------------------------------------------------------

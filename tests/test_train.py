@@ -425,7 +425,10 @@ def test_a_run_that_cannot_write_says_so_in_one_line(
         assert log_of(run_dir)[-1]["step"] == 9
         assert not (run_dir / "run.png").exists()
         return
-    assert "Training stopped, because the log is all that a run saves." in error and len(calls) <= 4
+    assert (
+        "Training stopped, because the log is all that a run saves." in error
+        and len(calls) <= 4
+    )
     if fault == "full disk":
         assert f"cannot write the log `{run_dir / 'log.jsonl'}`: File too" in error
         assert f"The log up to here is in {run_dir}." in error
