@@ -2,7 +2,10 @@
 
     python train/train.py --config configs/bert_1f1b.py
 
-RECORD
+36.85 % of the masked bytes are right on the 46,619 bytes held out, after 400 steps (3.9
+epochs); the loss is 2.640 nats per masked byte. That took 90 s, 24 s of it compilation,
+on a 2-core x86-64 CPU that was shared with other work (2026-11-23, JAX 0.10.2, Python
+3.11, whose reference is the text).
 
 The usual things to change: --config.data.path=FILE for a text of your own,
 --config.data.mask_fraction=0.3, --config.pipeline.num_stages=2. In a hurry:
