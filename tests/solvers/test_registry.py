@@ -61,10 +61,6 @@ def test_the_page_lists_every_solver():
     assert [row for row in rows if row[0] in solvers.SOLVERS] == wanted
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="`import jpipe` loads everything until `jpipe/__init__.py` is lazy.",
-)
 def test_solvers_load_no_jax():
     run = python("import sys; import jpipe.solvers; assert 'jax' not in sys.modules")
     assert run.returncode == 0, run.stderr
