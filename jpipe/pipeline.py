@@ -199,7 +199,7 @@ class Pipeline:
           starts: the cut of a state that comes from elsewhere, which counts if there is none yet.
         """
         if key_impl is None:
-            key_impl = jax.config.jax_default_prng_impl  # type: ignore[attr-defined]
+            key_impl = jax.config.jax_default_prng_impl
         leaves, tree = jax.tree.flatten(microbatch)
         shapes = tuple((a.shape, a.dtype) for a in leaves)
         key: tuple = (tree, shapes, str(key_impl))
@@ -229,7 +229,7 @@ class Pipeline:
         """
         checks.check_state(state)
         program = state.program
-        if not any(program is own for own in self._programs.values()):
+        if program.settings is not self._settings:
             checks.check_same_parts(program.settings.parts, self._settings.parts)
             starts = list(program.stages.starts)
             own = self._program_of(program.microbatch, program.engine.key_impl, starts)
@@ -385,7 +385,10 @@ class Pipeline:
         """
         checks.check_not_traced("step", state, batch)
         checks.check_state(state)
-        microbatch, wanted = self._settings.microbatch(batch), state.program.microbatch
+        theirs, wanted = state.program.settings, state.program.microbatch
+        if theirs is not self._settings:
+            checks.check_same_parts(theirs.parts, self._settings.parts)
+        microbatch = self._settings.microbatch(batch)
         if not same_shapes(microbatch, wanted):
             raise ValueError(
                 f"`state` was made for microbatches of {shapes_text(wanted)}, got a batch whose "

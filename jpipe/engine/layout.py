@@ -10,7 +10,7 @@ microbatches.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -111,11 +111,11 @@ class StateLayout:
         """Replicas of each stage, along the axis "data"."""
         return self.mesh.shape.get(DATA, 1)
 
-    def local_shapes(self, names: Sequence[str]) -> dict[str, Any]:
+    def local_shapes(self, names: Iterable[str]) -> dict[str, Any]:
         """Local shapes of groups, by name."""
         return {name: self.groups[name].shapes for name in names}
 
-    def global_shapes(self, names: Sequence[str]) -> dict[str, Any]:
+    def global_shapes(self, names: Iterable[str]) -> dict[str, Any]:
         """Global shapes of groups, with their shardings, by name."""
         groups = [self.groups[name] for name in names]
         return {g.name: self.globally(g.shapes, g.spec, g.memory_kind) for g in groups}
@@ -186,7 +186,9 @@ def training_layout(
     """
     assert packings.optimizer_state is not None
     R, V = lowered.num_chunks, lowered.num_versions
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl)[None])
+    key = jax.eval_shape(
+        lambda: jax.random.key_data(jax.random.key(0, impl=key_impl))[None]
+    )
     counter = jax.ShapeDtypeStruct((1,), np.int32)
     parameters = packed_shapes(mesh, packings.parameters, V, R)
     buffers = buffer_shapes(mesh, lowered, packings, microbatch)
