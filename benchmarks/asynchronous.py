@@ -172,7 +172,6 @@ def table_facts(task: dict, name: str, always: dict) -> dict:
     from train.config import TrainConfig
     from train.data import shuffled
     from train.devices import prepare_cpu
-    from train.train import loss_fn
 
     words = overrides_of(task, name, 0, always)
     if name == "synchronous":  # as it would be on as many stages as the others
@@ -183,7 +182,7 @@ def table_facts(task: dict, name: str, always: dict) -> dict:
     prepare_cpu(config.pipeline.num_stages)
     pipe = jpipe.Pipeline(
         config.model.layers(),
-        loss=loss_fn,
+        loss=config.model.loss(),
         has_aux=True,
         optimizer=config.optimizer.transform(config.num_steps),
         schedule=config.pipeline.table(),

@@ -8,7 +8,7 @@ was shared with other work (2026-11-21, JAX 0.10.2, Python 3.11, whose reference
 text).
 
 The usual things to change: --config.data.path=FILE for a text of your own,
---config.pipeline.options.ticks=unit for half of the activations in flight. In a hurry:
+--config.pipeline.options.ticks=unit for half as many activations in flight. In a hurry:
 --config.num_steps=100.
 """
 

@@ -1,4 +1,5 @@
-"""A byte-level GPT on the Python language reference by PipeDream-2BW: no bubble, a delay of one update on all stages.
+"""A byte-level GPT on the Python language reference by PipeDream-2BW: no bubble, all
+stages delayed by one update.
 
     python train/train.py --config configs/gpt_2bw.py
 

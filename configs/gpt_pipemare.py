@@ -1,4 +1,4 @@
-"""A byte-level GPT on the Python language reference by PipeMare: asynchronous, every layer a stage.
+"""A byte-level GPT on the Python language reference by PipeMare: asynchronous, one stage per layer.
 
     python train/train.py --config configs/gpt_pipemare.py
 
@@ -10,7 +10,7 @@ The usual things to change: --config.data.path=FILE for a text of your own,
 --config.pipeline.synchronous_steps=0 to begin asynchronously,
 --config.pipeline.options.ticks=paired for the delays of PipeMare's paper. In a hurry:
 --config.num_steps=200 --config.pipeline.synchronous_steps=50. `docs/asynchronous.md`
-compares what there is to choose.
+compares the choices.
 """
 
 from models import Transformer

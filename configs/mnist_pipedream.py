@@ -1,4 +1,4 @@
-"""A small ResNet on handwritten digits by PipeDream: no bubble, backwards read the weights that their forwards read.
+"""A small ResNet on handwritten digits by PipeDream: no bubble, weight stashing.
 
     python train/train.py --config configs/mnist_pipedream.py
 
@@ -6,8 +6,8 @@
 loss is 0.1110. That took 4.5 min, 44 s of it compilation, on a 2-core x86-64 CPU that was
 shared with other work (2026-11-21, Python 3.11, JAX 0.10.2).
 
-The usual things to change: --config.pipeline.options.vertical_sync=true for one version of
-a microbatch on all stages, --config.pipeline.schedule=gpipe for the synchronous run,
+The usual things to change: --config.pipeline.options.vertical_sync=true, so that all
+stages use one weight version per microbatch, --config.pipeline.schedule=gpipe for the synchronous run,
 --config.data.dir=DIRECTORY for all of MNIST.
 """
 

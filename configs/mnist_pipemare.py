@@ -1,4 +1,4 @@
-"""A small ResNet on handwritten digits by PipeMare: asynchronous, every layer a stage, an update a microbatch.
+"""A small ResNet on handwritten digits by PipeMare: one stage per layer, one update per microbatch.
 
     python train/train.py --config configs/mnist_pipemare.py
 
@@ -8,8 +8,8 @@ that was shared with other work (2026-11-21, Python 3.11, JAX 0.10.2).
 
 The usual things to change: --config.pipeline.synchronous_steps=0 to begin asynchronously,
 with --config.optimizer.annealing_steps=none and --config.optimizer.discrepancy_decay=none
-for asynchrony without remedies; --config.data.dir=DIRECTORY for all of MNIST.
-`docs/asynchronous.md` compares what there is to choose. In a hurry: --config.num_steps=200
+to train without corrections; --config.data.dir=DIRECTORY for all of MNIST.
+`docs/asynchronous.md` compares the choices. In a hurry: --config.num_steps=200
 --config.pipeline.synchronous_steps=50.
 """
 
@@ -30,7 +30,7 @@ def get_config() -> TrainConfig:
             num_microbatches=1,
             synchronous_steps=1125,
         ),
-        # Without momentum, whose memory of late gradients makes them later still.
+        # No momentum: it would add older gradients to gradients that are late already.
         optimizer=OptimizerConfig(
             name="sgd",
             learning_rate=0.6,

@@ -4,7 +4,11 @@
 
 `FILE.tsv` (or .tsv.gz) holds one pair per line: a sentence, a tab, its translation.
 
-RECORD
+1.980 nats per token (44.61 % of the tokens right, given those before) on 367 held-out
+pairs after 400 steps, 0.9 epochs of 14,381 pairs of English and German software help with
+at most 95 bytes per sentence. That took 199 s, 49 s of it compilation, on a
+2-core x86-64 CPU that was shared with other work (2026-11-23, Python 3.11, JAX 0.10.2).
+Useful translations need far more pairs and far longer training.
 
 The usual things to change: --config.data.test_path=FILE.tsv for held-out pairs of their
 own, --config.data.seq_len=64 for short sentences, --config.pipeline.num_stages=2. In a
@@ -39,8 +43,8 @@ def get_config() -> TrainConfig:
             b2=0.98,
             clip_norm=1.0,
         ),
-        batch_size=64,
-        num_steps=600,
+        batch_size=32,
+        num_steps=400,
         log_every=50,
         eval_every=200,
         eval_batches=4,

@@ -1,6 +1,5 @@
 """Checks of arguments: each raises a `ValueError` with a remedy before anything is compiled."""
 
-import difflib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ from jpipe.mesh import STAGE
 from jpipe.schedule import Schedule
 from jpipe.stages.cut import Stages
 from jpipe.state import PipelineState
+from jpipe.suggest import did_you_mean
 
 # -- Arguments of `Pipeline`
 
@@ -71,9 +71,7 @@ def check_recompute(recompute: Any) -> Any:
         remedy = f" Call it to get a policy: `jax.checkpoint_policies.{policy_makers[0]}(...)`."
     elif isinstance(recompute, str):
         name = recompute.rpartition(".")[2]
-        for close in difflib.get_close_matches(name, ["none", "full", *policies], n=1):
-            known = f"jax.checkpoint_policies.{close}" if close in policies else close
-            remedy = f" Did you mean `{known}`?"
+        remedy = did_you_mean(name, ["none", "full", *policies])
     raise ValueError(
         '`recompute` must be "none", "full" or a policy of `jax.checkpoint_policies`, got '
         f"{recompute!r}.{remedy}"

@@ -86,38 +86,33 @@ def memory(program: Program, batch: Any) -> Memory:
     """Bytes per device for a minibatch. Compiles the step if it has not been."""
     engine, settings = program.engine, program.settings
     stages, updates = engine.stages, engine.updates
-    platform = settings.mesh.devices.flat[0].platform
-
-    def size(shapes: Any) -> int:
-        return sum(
-            packing.array_bytes(
-                a.sharding.shard_shape(a.shape) if a.sharding else a.shape,
-                a.dtype,
-                platform,
-            )
-            for a in jax.tree.leaves(shapes)
-        )
-
-    reads, optimizer = engine.read_shapes(), size(engine.optimizer_shapes())
-    weights = size(engine.parameter_shapes()) + size(reads)
-    gradients = size(engine.gradient_shapes())
+    layout, platform = engine.layout, settings.mesh.devices.flat[0].platform
+    num_bytes = {n: group.num_bytes(platform) for n, group in layout.groups.items()}
+    weights = num_bytes["parameters"] + num_bytes["read_parameters"]
+    optimizer, gradients = num_bytes["optimizer_state"], num_bytes["gradients"]
     used = sum(
-        engine.device_bytes(run.parameters, stages.parameters.arrays)
+        layout.leaf_bytes(run.parameters, stages.parameters.arrays)
         for s in range(stages.num_stages)
         for _, run, _ in stages.layer_runs(s)
     )
     used_state = sum(
-        engine.device_bytes(updates.programs[u].state, updates.state.arrays)
+        layout.leaf_bytes(updates.programs[u].state, updates.state.arrays)
         for u in updates.program_of_stage
     )
-    copies = engine.lowered.num_versions * (1 + len(reads)) + 1
+    copies = (
+        engine.lowered.num_versions * (1 + len(layout["read_parameters"].shapes)) + 1
+    )
     compiled = program.lower(batch).compile()
     return Memory(
         weights=weights,
         optimizer=optimizer,
         gradients=gradients,
-        activations=size(engine.buffer_shapes()),
-        batch=size(jax.tree.map(abstract, dict(batch))) // settings.num_replicas,
+        activations=num_bytes["buffers"],
+        batch=sum(
+            packing.array_bytes(a.shape, abstract(a).dtype, platform)
+            for a in jax.tree.leaves(dict(batch))
+        )
+        // settings.num_replicas,
         temporaries=int(compiled.memory_analysis().temp_size_in_bytes),
         padding=round(
             weights

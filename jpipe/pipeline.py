@@ -229,7 +229,7 @@ class Pipeline:
         """
         checks.check_state(state)
         program = state.program
-        if not any(program is own for own in self._programs.values()):
+        if program.settings is not self._settings:
             checks.check_same_parts(program.settings.parts, self._settings.parts)
             starts = list(program.stages.starts)
             own = self._program_of(program.microbatch, program.engine.key_impl, starts)
@@ -385,7 +385,10 @@ class Pipeline:
         """
         checks.check_not_traced("step", state, batch)
         checks.check_state(state)
-        microbatch, wanted = self._settings.microbatch(batch), state.program.microbatch
+        theirs, wanted = state.program.settings, state.program.microbatch
+        if theirs is not self._settings:
+            checks.check_same_parts(theirs.parts, self._settings.parts)
+        microbatch = self._settings.microbatch(batch)
         if not same_shapes(microbatch, wanted):
             raise ValueError(
                 f"`state` was made for microbatches of {shapes_text(wanted)}, got a batch whose "

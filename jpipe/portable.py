@@ -15,6 +15,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from jpipe.checks import check_fit
+from jpipe.engine.layout import REPLICATED
 from jpipe.layers.trace import shared_jit
 from jpipe.mesh import STAGE
 from jpipe.packing import Place
@@ -223,17 +224,12 @@ def new_state(
     """
     engine = program.engine
     num_devices = program.settings.schedule.num_devices
-    zeros = {
-        **engine.globally(engine.per_device_shapes(), engine.per_device_spec),
-        "round": engine.globally(
-            jax.ShapeDtypeStruct((1,), jnp.int32), engine.replicated_spec
-        ),
-    }
+    zeros = engine.layout.global_shapes(["gradients", "buffers", "round"])
     empty = jax.jit(
         lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), zeros),
         out_shardings=jax.tree.map(lambda a: a.sharding, zeros),
     )
-    everywhere = NamedSharding(program.settings.mesh, engine.replicated_spec)
+    everywhere = NamedSharding(program.settings.mesh, REPLICATED)
     key_data = jnp.asarray(key_data)
     started = jnp.full(num_devices, started, jnp.int32)
     return PipelineState(
@@ -247,12 +243,23 @@ def new_state(
     )
 
 
+_PACKED = (
+    "parameters",
+    "read_parameters",
+    "optimizer_state",
+    "mutable_state",
+    "loss_scale",
+)
+"""The groups of a state that `_pack` fills."""
+
+
 def _pack(
     program: Program, of_stage: OfStage, loss_scale: Mapping | None
 ) -> dict[str, Any]:
     """The replicated arrays of a state, each stage's on the stage's devices."""
     engine, stages = program.engine, program.stages
-    shapes, mesh = engine.replicated_shapes(), program.settings.mesh
+    layout, mesh = engine.layout, program.settings.mesh
+    shapes = layout.local_shapes(_PACKED)
     local = [
         jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
         for _ in range(program.settings.schedule.num_devices)
@@ -298,8 +305,7 @@ def _pack(
 
         return jax.make_array_from_callback(want.shape, want.sharding, shard)
 
-    wanted = engine.globally(shapes, engine.replicated_spec)
-    return jax.tree.map(global_array, wanted, *local)
+    return jax.tree.map(global_array, layout.global_shapes(_PACKED), *local)
 
 
 # -- From a state to layers

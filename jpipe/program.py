@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jpipe import in_flight
 from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
-from jpipe.layers.avals import shapes_text
+from jpipe.engine.layout import REPLICATED, batch_spec, per_device_spec
+from jpipe.layers.avals import check_nans, shapes_text
 from jpipe.layers.trace import Traced
 from jpipe.mesh import DATA
 from jpipe.optim import check_hooks
@@ -69,11 +70,7 @@ class Program:
             key_impl=key_impl,
             overlap=settings.overlap,
         )
-        specs = (
-            self.engine.replicated_spec,
-            self.engine.per_device_spec,
-            PartitionSpec(),
-        )
+        specs = REPLICATED, per_device_spec(settings.mesh), PartitionSpec()
         replicated, per_device, everywhere = (
             NamedSharding(settings.mesh, spec) for spec in specs
         )
@@ -162,20 +159,8 @@ class Program:
     @functools.cached_property
     def abstract_state(self) -> PipelineState:
         """The training state as abstract arrays, each with its sharding."""
-        engine, scalar = self.engine, jax.ShapeDtypeStruct((1,), jnp.int32)
-        impl = engine.key_impl
-        key = jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=impl)))
-        replicated = {
-            **engine.replicated_shapes(),
-            "round": scalar,
-            "started": scalar,
-            "key": jax.ShapeDtypeStruct((1, *key.shape), key.dtype),
-        }
-        return PipelineState(
-            **engine.globally(replicated, engine.replicated_spec),
-            **engine.globally(engine.per_device_shapes(), engine.per_device_spec),
-            program=self,
-        )
+        layout = self.engine.layout
+        return PipelineState(**layout.global_shapes(layout.groups), program=self)
 
     def place_state(self, state: PipelineState) -> PipelineState:
         """The state as one of this program, its arrays moved where they belong if they are elsewhere."""
@@ -191,6 +176,7 @@ class Program:
 
     def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict]:
         """One pass over the table, with a minibatch that enters."""
+        check_nans(state.parameters, "the state's parameters")
         return self._restore(
             state, *self._call(self._step, state, self._place(dict(batch)))
         )
@@ -240,7 +226,7 @@ class Program:
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The step, traced and lowered but not compiled."""
-        sharding = NamedSharding(self.settings.mesh, self.engine.batch_spec)
+        sharding = NamedSharding(self.settings.mesh, batch_spec(self.settings.mesh))
 
         def placed(a):
             a = abstract(a)
@@ -264,6 +250,7 @@ class Program:
 
     def _place(self, batch: Any) -> Any:
         """The batch, each replica's rows on the replica's devices."""
+        check_nans(batch, "batch")
         if self.settings.num_replicas == 1:
             return self._on_mesh(batch)
         sharding = NamedSharding(self.settings.mesh, PartitionSpec(DATA))
@@ -432,18 +419,17 @@ class Program:
         """The outputs, and a small array for `_call`."""
         engine = self._forward_engine(self.settings.microbatch(batch))
         schedule, stages = self.settings.schedule, engine.stages
-        shapes = engine.globally(engine.buffer_shapes(), engine.per_device_spec)
         buffers = jax.tree.map(
             lambda a: jax.lax.with_sharding_constraint(
                 jnp.zeros(a.shape, a.dtype), a.sharding
             ),
-            shapes,
+            engine.layout.global_shapes(["buffers"]),
         )
         N = schedule.num_microbatches
         num_entered = (state.round + 1) * N
         outputs = engine.run(
             {"parameters": state.parameters, "mutable_state": state.mutable_state},
-            {"buffers": buffers},
+            buffers,
             self._counters(state),
             num_entered,
             self._cut_batch(batch),

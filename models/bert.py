@@ -1,12 +1,12 @@
-"""BERT, an encoder of tokens that sees both ways.
+"""BERT, an encoder of tokens that attends in both directions.
 
-Devlin et al., NAACL 2019, arXiv:1810.04805. As in the paper: token, segment and
-learned position embeddings, the norm after each residual, GELU, an MLP of four times
-the width, dropout after embedding, attention and MLP, and the head that predicts
-masked words from the token embedding's own matrix. As in its program, where the paper
-is silent: norm before the embedding's dropout, epsilon 1e-12, weights of standard
-deviation 0.02, and the linear layer, GELU and norm in the head. Left out: dropout of
-the attention weights, and the head that tells whether one sentence follows another.
+Devlin et al., NAACL 2019, arXiv:1810.04805. As in the paper: token, segment and learned
+position embeddings, the norm after each residual, GELU, an MLP of four times the width,
+dropout after embedding, attention and MLP, and a head that predicts masked words with
+the matrix of the token embedding. As in the authors' program, where the paper says
+nothing: norm before the embedding's dropout, epsilon 1e-12, weights of standard deviation
+0.02, and the linear layer, GELU and norm in the head. Left out: dropout of the attention
+weights, and the head that predicts whether one sentence follows another.
 
 Inputs are a dict of `tokens` [B, T], `segments` [B, T], both integers, and `mask`
 [B, T], which is False at padding. Letters: B batch, T positions, D `dim`, V vocabulary.
@@ -16,6 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -26,8 +27,10 @@ from models.sublayers import Attention, FeedForward, Residual, dropout
 _KERNEL = nnx.initializers.truncated_normal(0.02)
 _EPSILON = 1e-12
 
+Activation = dict[str, jax.Array]  # x [B, T, D], mask [B, T]
 
-def _gelu(x):
+
+def _gelu(x: jax.Array) -> jax.Array:
     return nnx.gelu(x, approximate=False)
 
 
@@ -51,7 +54,7 @@ class Embedding(nnx.Module):
         self.norm = nnx.LayerNorm(dim, epsilon=_EPSILON, rngs=rngs)
         self.dropout = dropout(rate, rngs)
 
-    def __call__(self, inputs):  # -> {"x": [B, T, D], "mask": [B, T]}
+    def __call__(self, inputs: dict[str, jax.Array]) -> Activation:
         tokens, segments, mask = checks.entries_of(inputs, "tokens", "segments", "mask")
         if mask.dtype != bool:
             raise ValueError(
@@ -65,7 +68,7 @@ class Embedding(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Self-attention to all but padding, then an MLP, a norm after each."""
+    """Self-attention to all positions but padding, then an MLP; a norm follows each."""
 
     def __init__(self, dim: int, num_heads: int, rate: float, *, rngs: nnx.Rngs):
         residual = functools.partial(Residual, dim, rate, epsilon=_EPSILON, rngs=rngs)
@@ -76,14 +79,14 @@ class Block(nnx.Module):
         self.mlp = FeedForward(dim, 4 * dim, _gelu, kernel_init=_KERNEL, rngs=rngs)
         self.mlp_residual = residual()
 
-    def __call__(self, activation):
+    def __call__(self, activation: Activation) -> Activation:
         x, mask = activation["x"], activation["mask"]
         x = self.attention_residual(x, lambda x: self.attention(x, x, mask))
         return {"x": self.mlp_residual(x, self.mlp), "mask": mask}
 
 
 class Head(nnx.Module):
-    """Logits of the word at each position, of which the loss takes the masked ones."""
+    """Logits of the word at each position; the loss counts the masked positions."""
 
     def __init__(self, dim: int, vocab_size: int, *, rngs: nnx.Rngs):
         self.linear = nnx.Linear(dim, dim, kernel_init=_KERNEL, rngs=rngs)
@@ -93,7 +96,7 @@ class Head(nnx.Module):
         )
         self.bias = nnx.Param(jnp.zeros(vocab_size, jnp.float32))
 
-    def __call__(self, activation):  # -> [B, T, V]
+    def __call__(self, activation: Activation) -> jax.Array:  # [B, T, V]
         x = self.norm(_gelu(self.linear(activation["x"])))
         return x @ self.embedding.T + self.bias[None, None]
 
@@ -105,9 +108,9 @@ class BERT:
     vocab_size: int = 30522
     """Number of tokens V."""
     seq_len: int = 512
-    """The most positions T that it can read."""
+    """The largest number of positions T."""
     num_segments: int = 2
-    """Kinds of segments: 2 for pairs of sentences."""
+    """Number of segments: 2 for pairs of sentences."""
     dim: int = 768
     """Width D of the residual stream."""
     num_heads: int = 12
@@ -115,14 +118,14 @@ class BERT:
     num_blocks: int = 12
     """Blocks after the embedding."""
     dropout: float = 0.1
-    """Share of the activations that is dropped in training."""
+    """Fraction of the activations that is dropped in training."""
     mlm_head: bool = True
-    """Whether the last layer predicts masked words. Without it the outputs are those of
-    the last block: a dict of `x` [B, T, D] and `mask` [B, T]."""
+    """Whether there is a last layer that predicts masked words. Without it the model
+    returns the outputs of the last block: a dict of `x` [B, T, D] and `mask` [B, T]."""
     tie_embeddings: bool = True
-    """Whether that layer's matrix is the token embedding's."""
+    """Whether the head shares the matrix of the token embedding."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.at_least_one(
             self,
             "vocab_size",
@@ -164,7 +167,7 @@ class BERT:
         return CrossEntropy()
 
     def ties(self) -> list[tuple[tuple[int, str], ...]]:
-        """The parameters that are one: `(layer, path)` of each, the owner first."""
+        """The shared parameters: `(layer, path)` of each copy, the owner first."""
         if not (self.mlm_head and self.tie_embeddings):
             return []
         return [((0, "token.embedding"), (-1, "embedding"))]

@@ -1,4 +1,4 @@
-"""Checks of a model's options and inputs, with the messages that they give."""
+"""Checks of the options and inputs of models; all raise `ValueError`."""
 
 import typing
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def at_least_one(options: Any, *names: str) -> None:
-    """Each of these fields is at least 1."""
+    """Checks that each of these fields is at least 1."""
     for name in names:
         if getattr(options, name) < 1:
             raise ValueError(
@@ -15,7 +15,7 @@ def at_least_one(options: Any, *names: str) -> None:
 
 
 def all_at_least_one(options: Any, *names: str) -> None:
-    """Every entry of each of these fields is at least 1."""
+    """Checks that every entry of each of these fields is at least 1."""
     for name in names:
         if any(entry < 1 for entry in getattr(options, name)):
             raise ValueError(
@@ -24,17 +24,17 @@ def all_at_least_one(options: Any, *names: str) -> None:
 
 
 def one_entry_each(options: Any, name: str, of: str) -> None:
-    """Field `name` has an entry for each entry of field `of`, and at least one."""
-    entries, those = getattr(options, name), getattr(options, of)
-    if len(entries) != len(those) or not those:
+    """Checks that field `name` has one entry per entry of field `of`, and at least one."""
+    entries, others = getattr(options, name), getattr(options, of)
+    if len(entries) != len(others) or not others:
         raise ValueError(
-            f"`{name}` needs one entry for each of `{of}`, got {entries} for {those}. "
+            f"`{name}` needs one entry for each of `{of}`, got {entries} for {others}. "
             "Give both the same length, at least 1."
         )
 
 
 def one_of(options: Any, *names: str) -> None:
-    """Each of these fields is one of those that its `Literal` annotation lists."""
+    """Checks that each of these fields is a value that its `Literal` annotation lists."""
     for name in names:
         allowed = typing.get_args(typing.get_type_hints(type(options))[name])
         if getattr(options, name) not in allowed:
@@ -45,13 +45,13 @@ def one_of(options: Any, *names: str) -> None:
 
 
 def rate(options: Any, name: str) -> None:
-    """The field is a rate of dropout."""
+    """Checks that the field is a rate of dropout."""
     if not 0 <= getattr(options, name) < 1:
         raise ValueError(f"`{name}` must lie in [0, 1), got {getattr(options, name)}.")
 
 
 def heads_divide_dim(options: Any) -> None:
-    """The width can be shared out among the attention heads."""
+    """Checks that the number of attention heads divides the width."""
     if options.dim % options.num_heads:
         raise ValueError(
             f"`num_heads` must divide `dim` ({options.dim}), got {options.num_heads}. "
@@ -60,7 +60,7 @@ def heads_divide_dim(options: Any) -> None:
 
 
 def entries_of(inputs: Any, *names: str) -> list[Any]:
-    """The arrays of these names in `inputs`, which is a dict of just them."""
+    """Returns the arrays of these names, and checks that `inputs` has no others."""
     if isinstance(inputs, Mapping):
         got = sorted(inputs)
     else:
@@ -68,15 +68,15 @@ def entries_of(inputs: Any, *names: str) -> list[Any]:
     if got != sorted(names):
         raise ValueError(
             f"the inputs must be a dict of {', '.join(names)}, got {got}. "
-            "Give each of these, and nothing else."
+            "Give exactly these entries."
         )
     return [inputs[name] for name in names]
 
 
 def fits(num_positions: int, seq_len: int) -> None:
-    """The model has a vector for every position of its input."""
+    """Checks that the model has a vector for every position of its input."""
     if num_positions > seq_len:
         raise ValueError(
-            f"{num_positions} positions, but `seq_len` of the model is {seq_len}. "
-            "Shorten the input or build a longer model."
+            f"the input has {num_positions} positions, but `seq_len` of the model is "
+            f"{seq_len}. Shorten the input or use a larger `seq_len`."
         )

@@ -4,18 +4,19 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
 from flax import nnx
 
 from models import checks
 from models.losses import CrossEntropy
 
-# Named once: layers that are meant to be equal must hold the same function.
+# Equal layers must hold the same function, so each initializer is made once.
 _HE_NORMAL = nnx.initializers.he_normal()
 _LOGITS = nnx.initializers.normal(0.01)
 
 
 class Hidden(nnx.Module):
-    """Linear layer and ReLU; an image is flattened on the way in.
+    """Linear layer and ReLU; an image is flattened first.
 
     He initialisation keeps the variance through any number of ReLU layers
     (He et al., ICCV 2015, arXiv:1502.01852).
@@ -26,7 +27,7 @@ class Hidden(nnx.Module):
             num_inputs, num_outputs, kernel_init=_HE_NORMAL, rngs=rngs
         )
 
-    def __call__(self, x):  # [B, ...] -> [B, num_outputs]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, ...] -> [B, num_outputs]
         return nnx.relu(self.linear(x.reshape(x.shape[0], -1)))
 
 
@@ -38,7 +39,7 @@ class Output(nnx.Module):
             num_inputs, num_outputs, kernel_init=_LOGITS, rngs=rngs
         )
 
-    def __call__(self, x):  # [B, D] -> [B, K]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, K]
         return self.linear(x.reshape(x.shape[0], -1))
 
 
@@ -47,13 +48,13 @@ class MLP:
     """A multilayer perceptron with ReLU, `len(widths) + 1` layers."""
 
     num_inputs: int = 784
-    """Numbers in one example: 28 * 28 for MNIST."""
+    """Number of values in one example: 28 * 28 for MNIST."""
     widths: tuple[int, ...] = (256, 256, 256, 256, 256, 256, 256)
-    """Width of each hidden layer. Equal neighbours are structurally equal layers."""
+    """Width of each hidden layer. Neighbours of equal width are structurally equal."""
     num_outputs: int = 10
     """Number of classes K."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.at_least_one(self, "num_inputs", "num_outputs")
         checks.all_at_least_one(self, "widths")
 

@@ -1,9 +1,9 @@
 """Residual networks (He et al., CVPR 2016, arXiv:1512.03385) for images [B, H, W, C].
 
-Basic blocks (ResNet-18 and 34) or bottlenecks (50), behind the stem of CIFAR (one
-3x3 convolution, no pooling) or that of ImageNet. Batch norm is the paper's; it mixes
-the examples of a microbatch, so the result depends on how a minibatch is cut. Group
-norm (Wu and He, ECCV 2018, arXiv:1803.08494) does not.
+Basic blocks (ResNet-18 and 34) or bottlenecks (50), after the stem for CIFAR (one 3x3
+convolution, no pooling) or the stem for ImageNet. The paper uses batch norm, which mixes
+the examples of a microbatch, so the result depends on the number of microbatches. Group
+norm (Wu and He, ECCV 2018, arXiv:1803.08494) does not mix examples.
 """
 
 import dataclasses
@@ -11,22 +11,28 @@ import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
+import jax
 from flax import nnx
 
 from models import checks
 from models.convolution import Conv
 from models.losses import CrossEntropy
 
-# He initialisation over the fan out, and a last scale of zero in every residual
-# branch so that each block starts as the identity and depth does not change the
-# scale; logits near zero (Goyal et al., 2017, arXiv:1706.02677, section 5.1).
+# He initialisation over the fan out. The last scale of every residual branch is zero, so
+# that each block starts as the identity and depth does not change the scale. Logits start
+# near zero (Goyal et al., 2017, arXiv:1706.02677, section 5.1).
 _KERNEL = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
 _LOGITS = nnx.initializers.normal(0.01)
 _ZEROS = nnx.initializers.zeros
 _ONES = nnx.initializers.ones
 
 
-def _norm(width, group_size, rngs, scale_init=_ONES):
+def _norm(
+    width: int,
+    group_size: int | None,
+    rngs: nnx.Rngs,
+    scale_init: nnx.Initializer = _ONES,
+) -> nnx.Module:
     if group_size is None:
         return nnx.BatchNorm(
             width, momentum=0.9, epsilon=1e-5, scale_init=scale_init, rngs=rngs
@@ -53,12 +59,12 @@ class Stem(nnx.Module):
         )
         self.norm = _norm(width, group_size, rngs)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         return nnx.relu(self.norm(self.conv(x)))
 
 
 class ImageNetStem(nnx.Module):
-    """7x7 convolution, norm, ReLU and 3x3 max pooling: a quarter of the image's size."""
+    """7x7 convolution, norm, ReLU and 3x3 max pooling; divides the image's sides by 4."""
 
     def __init__(
         self, num_channels: int, width: int, group_size: int | None, *, rngs: nnx.Rngs
@@ -68,15 +74,22 @@ class ImageNetStem(nnx.Module):
         )
         self.norm = _norm(width, group_size, rngs)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         x = nnx.relu(self.norm(self.conv(x)))
         return nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
 
 
 class _Block(nnx.Module):
-    """What both kinds have: a shortcut, which is a projection where the shape changes."""
+    """The shortcut of both kinds of blocks: a projection where the shape changes."""
 
-    def _make_shortcut(self, num_inputs, num_outputs, stride, group_size, rngs):
+    def _make_shortcut(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        stride: int,
+        group_size: int | None,
+        rngs: nnx.Rngs,
+    ) -> None:
         self.projects = stride != 1 or num_inputs != num_outputs
         if self.projects:
             self.projection = Conv(
@@ -89,12 +102,12 @@ class _Block(nnx.Module):
             )
             self.projection_norm = _norm(num_outputs, group_size, rngs)
 
-    def _shortcut(self, x):
+    def _shortcut(self, x: jax.Array) -> jax.Array:
         return self.projection_norm(self.projection(x)) if self.projects else x
 
 
 class BasicBlock(_Block):
-    """Two 3x3 convolutions beside a shortcut, a projection where the shape changes."""
+    """Two 3x3 convolutions and a shortcut."""
 
     expansion = 1
 
@@ -114,17 +127,18 @@ class BasicBlock(_Block):
         self.norm2 = _norm(width, group_size, rngs, scale_init=_ZEROS)
         self._make_shortcut(num_inputs, width, stride, group_size, rngs)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         shortcut = self._shortcut(x)
         x = nnx.relu(self.norm1(self.conv1(x)))
         return nnx.relu(self.norm2(self.conv2(x)) + shortcut)
 
 
 class BottleneckBlock(_Block):
-    """A 3x3 convolution between two 1x1, the last of which widens by 4; a shortcut.
+    """A 3x3 convolution between two 1x1 convolutions, and a shortcut.
 
-    The 3x3 convolution has the stride, as in torchvision's v1.5; in the paper the first
-    1x1 has it, and skips three quarters of its input.
+    The last convolution has 4 times the channels. The 3x3 convolution has the stride, as in
+    torchvision's v1.5. In the paper the first 1x1 convolution has it, which ignores three
+    quarters of its input.
     """
 
     expansion = 4
@@ -148,7 +162,7 @@ class BottleneckBlock(_Block):
         self.norm3 = _norm(num_outputs, group_size, rngs, scale_init=_ZEROS)
         self._make_shortcut(num_inputs, num_outputs, stride, group_size, rngs)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         shortcut = self._shortcut(x)
         x = nnx.relu(self.norm1(self.conv1(x)))
         x = nnx.relu(self.norm2(self.conv2(x)))
@@ -161,7 +175,7 @@ class Head(nnx.Module):
     def __init__(self, width: int, num_classes: int, *, rngs: nnx.Rngs):
         self.linear = nnx.Linear(width, num_classes, kernel_init=_LOGITS, rngs=rngs)
 
-    def __call__(self, x):  # [B, H, W, C] -> [B, K]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, H, W, C] -> [B, K]
         return self.linear(x.mean(axis=(1, 2)))
 
 
@@ -175,24 +189,26 @@ class ResNet:
     num_channels: int = 3
     """Channels of the image: 1 for MNIST, 3 for CIFAR."""
     widths: tuple[int, ...] = (64, 128, 256, 512)
-    """Channels of each group of blocks, a quarter of what bottlenecks put out. The image
-    halves between groups."""
+    """Channels of each group of blocks; bottlenecks return 4 times as many. The image is
+    halved between groups."""
     num_blocks: tuple[int, ...] = (2, 2, 2, 2)
-    """Blocks in each group, one entry per width."""
+    """Number of blocks in each group, one entry per width."""
     block: Literal["basic", "bottleneck"] = "basic"
-    """Two 3x3 convolutions, or a 3x3 between two 1x1."""
+    """"basic": two 3x3 convolutions; "bottleneck": a 3x3 between two 1x1."""
     stem: Literal["small", "imagenet"] = "small"
-    """One 3x3 convolution, or a 7x7 of stride 2 and 3x3 max pooling of stride 2."""
+    """"small": one 3x3 convolution; "imagenet": a 7x7 convolution and a 3x3 max pooling,
+    both of stride 2."""
     stem_stride: int = 1
-    """Stride of the small stem: 2 makes everything after it 4 times cheaper."""
+    """Stride of the small stem: 2 makes all later layers 4 times cheaper."""
     norm: Literal["group", "batch"] = "group"
-    """Over groups of channels of an example, or over the examples of a microbatch."""
+    """"group": over groups of channels of an example; "batch": over the examples of a
+    microbatch."""
     group_size: int = 8
-    """Channels that group norm takes together. Must divide every width."""
+    """Channels per group of group norm. Must divide every width."""
     num_classes: int = 10
     """Number of classes K."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.one_entry_each(self, "num_blocks", of="widths")
         checks.one_of(self, "block", "stem", "norm")
         checks.at_least_one(
@@ -207,20 +223,20 @@ class ResNet:
                 )
         if self.stem == "imagenet" and self.stem_stride != 1:
             raise ValueError(
-                f"`stem_stride` is that of the small stem, got {self.stem_stride} with "
-                'stem="imagenet", which has strides of its own. Leave it at 1.'
+                f"`stem_stride` is for the small stem, got {self.stem_stride} with "
+                'stem="imagenet", whose strides are fixed. Leave it at 1.'
             )
 
     @classmethod
     def of_depth(cls, depth: int, **fields: Any) -> "ResNet":
         """ResNet-18, 34 or 50 as in the paper: batch norm, 1000 classes of ImageNet.
 
-        The convolutions and the pooling of stride 2 are padded as XLA's "SAME": for an
-        image of even size one pixel further right and down than in torchvision.
+        Convolutions and pooling of stride 2 use XLA's "SAME" padding: for an image of even
+        size, one pixel further right and down than in torchvision.
 
         Args:
           depth: 18, 34 or 50.
-          **fields: other values for any fields, such as `stem="small"`.
+          **fields: values of other fields, such as `stem="small"`.
 
         Raises:
           ValueError: for any other depth.
@@ -232,8 +248,8 @@ class ResNet:
         }
         if depth not in known:
             raise ValueError(
-                f"`depth` must be 18, 34 or 50, got {depth}. For another, give "
-                "`ResNet` its `block` and `num_blocks`."
+                f"`depth` must be 18, 34 or 50, got {depth}. For another depth, set "
+                "`block` and `num_blocks` of `ResNet`."
             )
         block, num_blocks = known[depth]
         paper = {"stem": "imagenet", "norm": "batch", "num_classes": 1000}

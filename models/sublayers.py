@@ -1,4 +1,4 @@
-"""What transformers are made of: attention, the MLP, and the residual around either.
+"""The parts of transformers: attention, the MLP, and the residual around either.
 
 Letters: B batch, T positions, D width, H heads.
 """
@@ -9,20 +9,20 @@ import jax
 from flax import nnx
 
 
-def _identity(x):
+def _identity(x: jax.Array) -> jax.Array:
     return x
 
 
 def dropout(rate: float, rngs: nnx.Rngs) -> Callable:
-    """Dropout, or at rate 0 the identity, which needs no random numbers."""
+    """Dropout; at rate 0 the identity, which needs no random numbers."""
     return nnx.Dropout(rate, rngs=rngs) if rate else _identity
 
 
 class Attention(nnx.Module):
     """Multi-head attention (Vaswani et al., 2017, section 3.2).
 
-    A position may attend to those memories that `mask` marks, with `is_causal` to none
-    after its own. One that may attend to nothing gets the plain mean of all.
+    A position attends to the positions of the memory that `mask` marks; with `is_causal`
+    only up to its own position. A position without any gets the mean of all.
     """
 
     def __init__(
@@ -42,9 +42,16 @@ class Attention(nnx.Module):
         self.num_heads = num_heads
         self.query, self.key, self.value, self.out = (linear() for _ in range(4))
 
-    def __call__(self, x, memory, mask, *, is_causal: bool = False):
+    def __call__(
+        self,
+        x: jax.Array,
+        memory: jax.Array,
+        mask: jax.Array,
+        *,
+        is_causal: bool = False,
+    ) -> jax.Array:
         # [B, T, D], [B, M, D], [B, M] booleans -> [B, T, D]
-        def heads(x):  # [B, T, H, D / H]
+        def heads(x: jax.Array) -> jax.Array:  # [B, T, H, D / H]
             return x.reshape(*x.shape[:2], self.num_heads, -1)
 
         attended = jax.nn.dot_product_attention(
@@ -58,7 +65,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """Two linear layers with a nonlinearity between, at every position alike."""
+    """Two linear layers with a nonlinearity between, the same at every position."""
 
     def __init__(
         self,
@@ -73,12 +80,12 @@ class FeedForward(nnx.Module):
         self.linear_out = nnx.Linear(hidden, dim, kernel_init=kernel_init, rngs=rngs)
         self.activation = activation
 
-    def __call__(self, x):  # [B, T, D] -> [B, T, D]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
         return self.linear_out(self.activation(self.linear_in(x)))
 
 
 class Residual(nnx.Module):
-    """`norm(x + dropout(f(x)))`, or `x + dropout(f(norm(x)))` with the norm first."""
+    """`norm(x + dropout(f(x)))`; with `norm_first`, `x + dropout(f(norm(x)))`."""
 
     def __init__(
         self,
@@ -93,7 +100,7 @@ class Residual(nnx.Module):
         self.dropout = dropout(rate, rngs)
         self.norm_first = norm_first
 
-    def __call__(self, x, f: Callable):
+    def __call__(self, x: jax.Array, f: Callable[[jax.Array], jax.Array]) -> jax.Array:
         if self.norm_first:
             return x + self.dropout(f(self.norm(x)))
         return self.norm(x + self.dropout(f(x)))

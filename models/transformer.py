@@ -1,10 +1,10 @@
 """A decoder-only transformer over bytes, or any tokens.
 
-GPT-2 (Radford et al., 2019): learned positions, norms before attention and MLP,
-GELU, initialised as its section 2.3 says. It departs from GPT-2 in having no dropout
-of the attention weights, and by default none at all, and a head of its own. All blocks
-are structurally equal, so a stage can run its blocks as one loop. Letters: B batch,
-T positions, D `dim`, H heads, V vocabulary.
+GPT-2 (Radford et al., 2019): learned positions, norms before attention and MLP, GELU,
+initial weights as in its section 2.3. Differences from GPT-2: no dropout of the attention
+weights, by default no dropout at all, and by default a head with a matrix that is not
+shared. All blocks are structurally equal, so a stage can run its blocks as one loop.
+Letters: B batch, T positions, D `dim`, H heads, V vocabulary.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ from models.sublayers import dropout
 _KERNEL = nnx.initializers.normal(0.02)
 
 
-@functools.cache  # the same function each time: blocks stay structurally equal
-def _residual_kernel(num_blocks: int):
-    """0.02 / sqrt(2 L): two branches a block add up over L blocks to one scale."""
+@functools.cache  # returns the same function again, so blocks stay structurally equal
+def _residual_kernel(num_blocks: int) -> nnx.Initializer:
+    """0.02 / sqrt(2 L): the sum of the 2 L branches has the scale of one."""
     return nnx.initializers.normal(0.02 / (2 * num_blocks) ** 0.5)
 
 
 @functools.cache
 def _split(init: Callable, *axes: str | None) -> Callable:
-    """`init`, whose array's dims are split over these axes of the mesh, if any."""
+    """`init` for an array whose dims are split over these axes of the mesh, if any."""
     if not any(axes):
         return init
     return nnx.with_partitioning(init, axes, eager_sharding=False)
@@ -52,7 +52,7 @@ class Embedding(nnx.Module):
         self.position = nnx.Embed(seq_len, dim, embedding_init=_KERNEL, rngs=rngs)
         self.dropout = dropout(rate, rngs)
 
-    def __call__(self, tokens):  # [B, T] integers -> [B, T, D]
+    def __call__(self, tokens: jax.Array) -> jax.Array:  # [B, T] integers -> [B, T, D]
         checks.fits(tokens.shape[1], self.position.num_embeddings)
         positions = self.position(jnp.arange(tokens.shape[1]))
         return self.dropout(self.token(tokens) + positions[None])
@@ -61,10 +61,12 @@ class Embedding(nnx.Module):
 class Block(nnx.Module):
     """Causal self-attention, then an MLP of four times the width, both residual.
 
-    With a `model_axis` the first matrix of each is split by columns and the second by rows (Shoeybi et al., 2019), so
-    that a branch needs one sum over the axis. The MLP's hidden units stay apart. The columns of `qkv` are gathered
-    before attention, which every device computes whole: query, key and value follow each other there, so equal parts
-    of the columns are not whole heads.
+    With a `model_axis`, the first matrix of each branch is split by columns and the second
+    one by rows (Shoeybi et al., 2019), so that a branch needs one sum over the axis. In the
+    MLP each device computes its own hidden units. Attention is different: query, key and
+    value stand one after the other in the columns of `qkv`, so an equal part of the columns
+    is not a whole head. The columns are therefore gathered, and every device computes the
+    whole attention.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class Block(nnx.Module):
         self.mlp_out = linear(4 * dim, dim, kernel_init=residual)
         self.dropout = dropout(rate, rngs)
 
-    def __call__(self, x):  # [B, T, D] -> [B, T, D]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
         qkv = self.qkv(self.attention_norm(x))
         qkv = qkv.reshape(*x.shape[:2], 3, self.num_heads, -1)  # [B, T, 3, H, D / H]
         query, key, value = jnp.moveaxis(qkv, 2, 0)
@@ -104,7 +106,7 @@ class Block(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Final norm and the logits of the next token; its weights are its own."""
+    """Final norm and the logits of the next token, with a matrix that is not shared."""
 
     def __init__(self, dim: int, vocab_size: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(dim, epsilon=1e-5, rngs=rngs)
@@ -112,12 +114,12 @@ class Head(nnx.Module):
             dim, vocab_size, use_bias=False, kernel_init=_KERNEL, rngs=rngs
         )
 
-    def __call__(self, x):  # [B, T, D] -> [B, T, V]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, V]
         return self.linear(self.norm(x))
 
 
 class TiedHead(nnx.Module):
-    """The same with a matrix of the shape of the token embedding's, which it shares."""
+    """Final norm and the logits of the next token, with the token embedding's matrix."""
 
     def __init__(self, dim: int, vocab_size: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(dim, epsilon=1e-5, rngs=rngs)
@@ -125,7 +127,7 @@ class TiedHead(nnx.Module):
             _KERNEL(rngs.params(), (vocab_size, dim), jnp.float32)
         )
 
-    def __call__(self, x):  # [B, T, D] -> [B, T, V]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, V]
         return self.norm(x) @ self.embedding.T
 
 
@@ -136,7 +138,7 @@ class Transformer:
     vocab_size: int = 256
     """Number of tokens V: 256 for bytes."""
     seq_len: int = 128
-    """The most positions T that it can read; at least `data.seq_len`."""
+    """The largest number of positions T; at least `data.seq_len`."""
     dim: int = 128
     """Width D of the residual stream."""
     num_heads: int = 4
@@ -144,14 +146,15 @@ class Transformer:
     num_blocks: int = 8
     """Blocks between the embedding and the head."""
     dropout: float = 0.0
-    """Share of the activations that is dropped in training, after the embedding and
+    """Fraction of the activations that is dropped in training, after the embedding and
     after each attention and MLP."""
     tie_embeddings: bool = False
-    """Whether the head's matrix is the token embedding's."""
+    """Whether the head shares the matrix of the token embedding."""
     model_axis: str | None = None
-    """The axis of the mesh that the blocks' matrices are split over; None splits nothing."""
+    """The mesh axis over which the matrices of blocks are split. None: no split, unless
+    `pipeline.model` sets it."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.at_least_one(
             self, "vocab_size", "seq_len", "dim", "num_heads", "num_blocks"
         )
@@ -183,7 +186,7 @@ class Transformer:
         return CrossEntropy()
 
     def ties(self) -> list[tuple[tuple[int, str], ...]]:
-        """The parameters that are one: `(layer, path)` of each, the owner first."""
+        """The shared parameters: `(layer, path)` of each copy, the owner first."""
         if not self.tie_embeddings:
             return []
         return [((0, "token.embedding"), (-1, "embedding"))]

@@ -1,18 +1,19 @@
-"""The transformer of encoder and decoder, for translation.
+"""A transformer with encoder and decoder, for translation.
 
 Vaswani et al., NeurIPS 2017, arXiv:1706.03762. As in the paper: sinusoidal positions,
-embeddings scaled by sqrt(D), the norm after each residual (or before, as most do
-since), ReLU, dropout of every sublayer's output and of the embedding, and one matrix
-for both embeddings and the head (section 3.4). As in its formulas, attention has no
+embeddings scaled by sqrt(D), the norm after each residual (or before, which is common
+today), ReLU, dropout of every sublayer's output and of the embedding, and one matrix for
+both embeddings and the head (section 3.4). As in the paper's formulas, attention has no
 biases and the MLP has. The paper does not give initial weights: here they are Glorot's,
-and 1 / sqrt(D) for the embedding, so that what enters the first block is of size 1.
+and have standard deviation 1 / sqrt(D) in the embedding, so that the input of the first
+block has standard deviation 1.
 
-Inputs are a dict of `source` [B, S] and `target` [B, T], integers, 0 being padding.
-`target` is what the decoder reads, so shifted right: it begins with a token that means
-begin, and the logits at each position are for the token after. Letters: B batch,
-S and T positions, D `dim`, V vocabulary of the target.
+Inputs are a dict of `source` [B, S] and `target` [B, T], integers; 0 is padding. `target`
+is the input of the decoder: the translation shifted right by a token that marks its
+begin. The logits at a position are for the next token. Letters: B batch, S and T
+positions, D `dim`, V vocabulary of the target.
 
-The layers hand on one dict:
+The layers pass on one dict:
 
     source       [B, S, D]  the encoder's stream, then its result, the decoder's memory
     source_mask  [B, S]     False at padding
@@ -25,6 +26,7 @@ import functools
 from collections.abc import Callable
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -35,11 +37,15 @@ from models.sublayers import Attention, FeedForward, Residual, dropout
 _KERNEL = nnx.initializers.glorot_uniform()
 _EPSILON = 1e-6
 
+Activation = dict[str, jax.Array]
 
-def positions(num_positions: int, dim: int):
-    """The vectors of positions, [T, D]: sin(t r^i) at 2 i, cos(t r^i) at 2 i + 1.
 
-    r is 10000^(-2 / D): wavelengths from 2 pi to 10000 * 2 pi (section 3.5).
+def positions(num_positions: int, dim: int) -> jax.Array:
+    """The vectors of positions (section 3.5).
+
+    Returns:
+      `[T, D]`: sin(t r^i) at 2 i and cos(t r^i) at 2 i + 1, where r is 10000^(-2 / D).
+      Wavelengths go from 2 pi to 10000 * 2 pi.
     """
     rates = 10000.0 ** (-jnp.arange(0, dim, 2) / dim)
     times = jnp.arange(num_positions, dtype=rates.dtype)
@@ -49,12 +55,12 @@ def positions(num_positions: int, dim: int):
 
 
 @functools.cache  # the same function each time
-def _embedding_init(dim: int):
+def _embedding_init(dim: int) -> nnx.Initializer:
     return nnx.initializers.normal(dim**-0.5)
 
 
 class Embedding(nnx.Module):
-    """Vectors of the tokens and of their positions, of source and target."""
+    """Sum of the vectors of tokens and positions, for source and target."""
 
     def __init__(
         self,
@@ -74,7 +80,7 @@ class Embedding(nnx.Module):
             self.target_token = embed(target_vocab_size)
         self.dropout = dropout(rate, rngs)
 
-    def __call__(self, inputs):
+    def __call__(self, inputs: dict[str, jax.Array]) -> Activation:
         source, target = checks.entries_of(inputs, "source", "target")
         target_token = self.token if self.shares else self.target_token
         return {
@@ -84,7 +90,9 @@ class Embedding(nnx.Module):
             "target_mask": target != 0,
         }
 
-    def _embedded(self, token, tokens):  # [B, T] -> [B, T, D]
+    def _embedded(
+        self, token: nnx.Embed, tokens: jax.Array
+    ) -> jax.Array:  # [B, T] -> [B, T, D]
         x = token(tokens) * token.features**0.5
         waves = positions(tokens.shape[1], token.features)
         return self.dropout(x + waves[None].astype(x.dtype))
@@ -113,19 +121,19 @@ class EncoderBlock(nnx.Module):
         self.mlp = FeedForward(dim, mlp_dim, nnx.relu, kernel_init=_KERNEL, rngs=rngs)
         self.mlp_residual = residual()
 
-    def __call__(self, activation):
+    def __call__(self, activation: Activation) -> Activation:
         x, mask = activation["source"], activation["source_mask"]
         x = self.attention_residual(x, lambda x: self.attention(x, x, mask))
         return activation | {"source": self.mlp_residual(x, self.mlp)}
 
 
 class EncoderNorm(nnx.Module):
-    """The norm of the encoder's result, where blocks begin with their norms."""
+    """The norm of the encoder's result, for `norm="pre"`."""
 
     def __init__(self, dim: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(dim, epsilon=_EPSILON, rngs=rngs)
 
-    def __call__(self, activation):
+    def __call__(self, activation: Activation) -> Activation:
         return activation | {"source": self.norm(activation["source"])}
 
 
@@ -155,7 +163,7 @@ class DecoderBlock(nnx.Module):
         self.mlp = FeedForward(dim, mlp_dim, nnx.relu, kernel_init=_KERNEL, rngs=rngs)
         self.mlp_residual = residual()
 
-    def __call__(self, activation):
+    def __call__(self, activation: Activation) -> Activation:
         memory, memory_mask = activation["source"], activation["source_mask"]
         x, mask = activation["target"], activation["target_mask"]
         x = self.attention_residual(
@@ -168,7 +176,7 @@ class DecoderBlock(nnx.Module):
 
 
 class Head(nnx.Module):
-    """Logits of the next token of the target; a norm where blocks begin with theirs."""
+    """Logits of the next token of the target; with a norm first for `norm="pre"`."""
 
     def __init__(self, dim: int, vocab_size: int, normed: bool, *, rngs: nnx.Rngs):
         self.normed = normed
@@ -177,7 +185,7 @@ class Head(nnx.Module):
         init = _embedding_init(dim)
         self.embedding = nnx.Param(init(rngs.params(), (vocab_size, dim), jnp.float32))
 
-    def __call__(self, activation):  # -> [B, T, V]
+    def __call__(self, activation: Activation) -> jax.Array:  # [B, T, V]
         x = activation["target"]
         return (self.norm(x) if self.normed else x) @ self.embedding.T
 
@@ -187,11 +195,12 @@ class Translation:
     """An encoder and a decoder of equal blocks; the defaults are the paper's base."""
 
     vocab_size: int = 37000
-    """Number of tokens of the source, 0 being padding."""
+    """Number of tokens of the source; token 0 is padding."""
     target_vocab_size: int | None = None
-    """Number of tokens V of the target. None: the source's, and one embedding for both."""
+    """Number of tokens V of the target. None: source and target share one vocabulary and
+    one embedding."""
     dim: int = 512
-    """Width D of both residual streams. Even: half sines, half cosines."""
+    """Width D of both residual streams. Must be even."""
     num_heads: int = 8
     """Attention heads H. Must divide `dim`."""
     mlp_dim: int = 2048
@@ -201,13 +210,13 @@ class Translation:
     num_decoder_blocks: int = 6
     """Blocks of the decoder."""
     norm: Literal["post", "pre"] = "post"
-    """Whether the norm follows each residual, or begins each branch."""
+    """"post": the norm follows each residual; "pre": it begins each branch."""
     dropout: float = 0.1
-    """Share of the activations that is dropped in training."""
+    """Fraction of the activations that is dropped in training."""
     tie_embeddings: bool = True
-    """Whether the head's matrix is that of the target's embedding."""
+    """Whether the head shares the matrix of the target's embedding."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.at_least_one(
             self,
             "vocab_size",
@@ -229,8 +238,10 @@ class Translation:
         checks.rate(self, "dropout")
 
     def layers(self) -> list[Callable[..., nnx.Module]]:
-        """One factory per layer: the embedding, each block of the encoder, with "pre" its
-        norm, each block of the decoder, the head."""
+        """One factory per layer: embedding, encoder blocks, decoder blocks, head.
+
+        For `norm="pre"` a layer with the encoder's last norm follows its blocks.
+        """
         sizes = (self.dim, self.num_heads, self.mlp_dim, self.dropout)
         norm_first = self.norm == "pre"
         vocab_size = self.target_vocab_size or self.vocab_size
@@ -252,7 +263,7 @@ class Translation:
         return CrossEntropy()
 
     def ties(self) -> list[tuple[tuple[int, str], ...]]:
-        """The parameters that are one: `(layer, path)` of each, the owner first."""
+        """The shared parameters: `(layer, path)` of each copy, the owner first."""
         if not self.tie_embeddings:
             return []
         owner = "token" if self.target_vocab_size is None else "target_token"

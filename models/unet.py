@@ -1,10 +1,10 @@
-"""A U-Net: an image in, the classes of its pixels out.
+"""A U-Net: it classifies every pixel of an image.
 
-Ronneberger et al., MICCAI 2015, arXiv:1505.04597: 3x3 convolutions with ReLU, in pairs;
-2x2 max pooling down, 2x2 up-convolutions back; twice the channels at each level; He
-initialisation. It departs from the paper in that convolutions are zero padded, so that
-what is kept on the way down fits what comes up without cropping, in its smaller
-default size, and in having no dropout. Images are [B, H, W, C].
+Ronneberger et al., MICCAI 2015, arXiv:1505.04597: pairs of 3x3 convolutions with ReLU;
+2x2 max pooling on the way down, 2x2 up-convolutions on the way up; twice the channels at
+each level; He initialisation. Differences from the paper: convolutions are zero padded,
+so that skip connections need no cropping; the default size is smaller; there is no
+dropout. Images are [B, H, W, C].
 
     Down 0 ────────────── level0 ──────────────> Up 0, Head
       Down 1 ──────────── level1 ────────────> Up 1
@@ -16,6 +16,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -39,17 +40,18 @@ class Bottom(nnx.Module):
         self.conv1 = conv(num_inputs, num_outputs)
         self.conv2 = conv(num_outputs, num_outputs)
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         return nnx.relu(self.conv2(nnx.relu(self.conv1(x))))
 
 
 class Down(nnx.Module):
-    """Two convolutions; their result is kept for the way up, and halved for the way down."""
+    """Two convolutions; returns their result halved, and whole for the skip connection."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, rngs: nnx.Rngs):
         self.convs = Bottom(num_inputs, num_outputs, rngs=rngs)
 
-    def __call__(self, x):  # [B, H, W, I] -> [B, H / 2, W / 2, O], [B, H, W, O]
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # [B, H, W, I] -> [B, H / 2, W / 2, O], [B, H, W, O]
         height, width = x.shape[1:3]
         if height % 2 or width % 2:
             raise ValueError(
@@ -61,9 +63,9 @@ class Down(nnx.Module):
 
 
 class UpConvolution(nnx.Module):
-    """2x2 convolution transposed, of stride 2: each pixel becomes four.
+    """Transposed 2x2 convolution of stride 2: each pixel becomes four.
 
-    The windows do not overlap, so it is one product, and the pixels put in their places.
+    The windows do not overlap, so one matrix product computes all pixels.
     """
 
     def __init__(self, num_inputs: int, num_outputs: int, *, rngs: nnx.Rngs):
@@ -71,7 +73,7 @@ class UpConvolution(nnx.Module):
         self.kernel = nnx.Param(_UP_KERNEL(rngs.params(), shape, jnp.float32))
         self.bias = nnx.Param(jnp.zeros(num_outputs, jnp.float32))
 
-    def __call__(self, x):  # [B, H, W, I] -> [B, 2 H, 2 W, O]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, H, W, I] -> [B, 2 H, 2 W, O]
         batch, height, width, _ = x.shape
         y = jnp.einsum("bhwi,uvio->bhuwvo", x, self.kernel[...])
         y = y.reshape(batch, 2 * height, 2 * width, -1)
@@ -79,13 +81,14 @@ class UpConvolution(nnx.Module):
 
 
 class Up(nnx.Module):
-    """Up-convolution, beside it what was kept on the way down, then two convolutions."""
+    """Up-convolution, concatenation with the skip connection, two convolutions."""
 
     def __init__(self, num_inputs: int, num_outputs: int, *, rngs: nnx.Rngs):
         self.up = UpConvolution(num_inputs, num_outputs, rngs=rngs)
         self.convs = Bottom(2 * num_outputs, num_outputs, rngs=rngs)
 
-    def __call__(self, x, kept):  # [B, H, W, I], [B, 2 H, 2 W, O] -> [B, 2 H, 2 W, O]
+    def __call__(self, x: jax.Array, kept: jax.Array) -> jax.Array:
+        # [B, H, W, I], [B, 2 H, 2 W, O] -> [B, 2 H, 2 W, O]
         return self.convs(jnp.concatenate([kept, self.up(x)], axis=-1))
 
 
@@ -95,7 +98,7 @@ class Head(nnx.Module):
     def __init__(self, width: int, num_classes: int, *, rngs: nnx.Rngs):
         self.linear = nnx.Linear(width, num_classes, kernel_init=_LOGITS, rngs=rngs)
 
-    def __call__(self, x):  # [B, H, W, C] -> [B, H, W, K]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, H, W, C] -> [B, H, W, K]
         return self.linear(x)
 
 
@@ -108,18 +111,19 @@ class UNet:
     width: int = 16
     """Channels of the first level, doubled at each one below."""
     num_levels: int = 3
-    """How many times the image is halved: its sides must be multiples of 2 to this."""
+    """Number of times that the image is halved. Its sides must be multiples of
+    2 ** `num_levels`."""
     num_classes: int = 2
     """Number of classes K of a pixel."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.at_least_one(self, "num_channels", "width", "num_levels", "num_classes")
 
     def parts(self) -> list[tuple[Callable[..., nnx.Module], dict[str, str]]]:
-        """A factory for each layer, and the names of what it stashes or pops.
+        """One factory per layer, with the names of its skip connections.
 
-        With `{"stash": name}` the layer returns its output and what is kept under that
-        name; with `{"pop": name}` it takes its input and what was kept.
+        A layer with `{"stash": name}` returns its output and an array that is kept under
+        the name. A layer with `{"pop": name}` takes its input and the array of that name.
         """
         widths = [self.width * 2**level for level in range(self.num_levels + 1)]
         levels = range(self.num_levels)
@@ -137,8 +141,8 @@ class UNet:
         return [*down, (bottom, {}), *up, (head, {})]
 
     def layers(self) -> list:
-        """One entry per layer: a factory, or a `jpipe.skip` of one, as `parts` says."""
-        import jpipe  # here alone: the other models do without
+        """One factory per layer, in a `jpipe.skip` where `parts` names a connection."""
+        import jpipe  # only here: the other models do not need it
 
         return [
             jpipe.skip(factory, **names) if names else factory

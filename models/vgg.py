@@ -1,14 +1,15 @@
 """VGG-16, the deep stack of 3x3 convolutions (configuration D of the paper).
 
 Simonyan and Zisserman, ICLR 2015, arXiv:1409.1556. Images are [B, H, W, C]. Most
-weights are in one layer, the first after the convolutions, and most of the work is in
-the first convolutions: a model that no cut balances in both.
+weights are in one layer, the first after the convolutions, and most of the computation is
+in the first convolutions. So no cut into stages balances both.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
 from flax import nnx
 
 from models import checks
@@ -16,13 +17,13 @@ from models.convolution import Conv, halve
 from models.losses import CrossEntropy
 from models.sublayers import dropout
 
-# He initialisation, where the paper first trains a shallower net to start from.
+# He initialisation. The paper starts from the weights of a shallower network instead.
 _HE_NORMAL = nnx.initializers.he_normal()
 _LOGITS = nnx.initializers.normal(0.01)
 
 
 class Convolution(nnx.Module):
-    """3x3 convolution and ReLU, batch norm between them if asked for; may halve the image."""
+    """3x3 convolution, optional batch norm, ReLU, optional halving of the image."""
 
     def __init__(
         self,
@@ -33,7 +34,7 @@ class Convolution(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        # The norm takes the mean away, and has a bias of its own.
+        # Batch norm removes the mean and adds its own bias.
         self.conv = Conv(
             num_inputs,
             num_outputs,
@@ -49,14 +50,14 @@ class Convolution(nnx.Module):
             )
         self.halves = halves
 
-    def __call__(self, x):
+    def __call__(self, x: jax.Array) -> jax.Array:
         x = self.conv(x)
         x = nnx.relu(self.norm(x) if self.normed else x)
         return halve(x) if self.halves else x
 
 
 class Hidden(nnx.Module):
-    """Linear layer, ReLU and dropout; an image is flattened on the way in."""
+    """Linear layer, ReLU and dropout; an image is flattened first."""
 
     def __init__(
         self, num_inputs: int, num_outputs: int, rate: float, *, rngs: nnx.Rngs
@@ -66,13 +67,13 @@ class Hidden(nnx.Module):
         )
         self.dropout = dropout(rate, rngs)
 
-    def __call__(self, x):  # [B, ...] -> [B, num_outputs]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, ...] -> [B, num_outputs]
         x = x.reshape(x.shape[0], -1)
         if x.shape[1] != self.linear.in_features:
             raise ValueError(
-                f"{x.shape[1]} numbers are left of each image, but `image_size` of the model "
-                f"leaves {self.linear.in_features}. Set `image_size` to the side of the images, "
-                "which must be square."
+                f"the convolutions leave {x.shape[1]} numbers per image, but "
+                f"{self.linear.in_features} for `image_size` of the model. Set "
+                "`image_size` to the side of the images, which must be square."
             )
         return self.dropout(nnx.relu(self.linear(x)))
 
@@ -85,7 +86,7 @@ class Output(nnx.Module):
             num_inputs, num_classes, kernel_init=_LOGITS, rngs=rngs
         )
 
-    def __call__(self, x):  # [B, D] -> [B, K]
+    def __call__(self, x: jax.Array) -> jax.Array:  # [B, D] -> [B, K]
         return self.linear(x)
 
 
@@ -102,15 +103,15 @@ class VGG:
     num_convolutions: tuple[int, ...] = (2, 2, 3, 3, 3)
     """Convolutions in each group, one entry per width."""
     batch_norm: bool = False
-    """Whether batch norm follows each convolution. The paper is older."""
+    """Whether batch norm follows each convolution, which the paper does not have."""
     hidden_width: int = 4096
     """Width of the two hidden linear layers."""
     dropout: float = 0.5
-    """Share of the hidden units that are dropped in training."""
+    """Fraction of the hidden units that is dropped in training."""
     num_classes: int = 1000
     """Number of classes K."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         checks.one_entry_each(self, "num_convolutions", of="widths")
         checks.all_at_least_one(self, "widths", "num_convolutions")
         checks.at_least_one(self, "num_channels", "hidden_width", "num_classes")
@@ -127,8 +128,9 @@ class VGG:
         return self.image_size // 2 ** len(self.widths)
 
     def layers(self) -> list[Callable[..., nnx.Module]]:
-        """One factory per layer: each convolution, with the pooling that follows it, and
-        each of the three linear layers."""
+        """One factory per layer: each convolution, with its pooling if there is one, and
+        each of the three linear layers.
+        """
         layers, num_inputs = [], self.num_channels
         for width, num_convolutions in zip(self.widths, self.num_convolutions):
             for i in range(num_convolutions):

@@ -176,7 +176,7 @@ def test_adopt_keeps_a_loss_scale_that_moves():
     adopted = two.adopt(state)
     batches = [batch_of(4, seed) for seed in (3, 4)]
     _, _, metrics, others = goes_on_alike(one, state, two, adopted, batches[:1])
-    assert metrics["loss_scale"] == others["loss_scale"] == 16
+    assert float(metrics["loss_scale"]) == float(others["loss_scale"]) == 16
     small = jpipe.LossScale(initial=2.0, growth_interval=2, largest=4.0)
     three = make(SCHEDULES.gpipe(2, 2), optimizer=optax.sgd(0.1), loss_scale=small)
     assert three.adopt(adopted := two.init(jax.random.key(0), batch_of(4)))

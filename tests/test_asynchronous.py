@@ -177,16 +177,17 @@ def test_equals_the_definition(case):
 
         state = pipe.init(jax.random.key(0), batches[0], params=plain.params)
         state = with_nan_buffers(state, all_but="squared_norm")
-        total, count, traces = 0.0, 0, set()
+        steps, traces = [], set()
         for batch in batches:
             state, metrics = pipe.step(state, batch)
             traces.add(len(traced))
             assert len(traces) == 1, "traced again"
-            total += float(metrics["loss"]) * int(metrics["num_microbatches"])
-            count += int(metrics["num_microbatches"])
+            steps.append((float(metrics["loss"]), int(metrics["num_microbatches"])))
         state, metrics = pipe.flush(state)
-        total += float(metrics["loss"]) * int(metrics["num_microbatches"])
-        count += int(metrics["num_microbatches"])
+        steps.append((float(metrics["loss"]), int(metrics["num_microbatches"])))
+        assert all(np.isnan(mean) == (n == 0) for mean, n in steps)
+        total = sum(mean * n for mean, n in steps if n)
+        count = sum(n for _, n in steps)
         assert count == ROUNDS * N
         np.testing.assert_allclose(total / count, np.mean(losses), rtol=tolerance)
         assert_close(pipe.get_params(state), params, dtype)

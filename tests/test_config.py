@@ -138,8 +138,8 @@ def test_the_name_is_that_of_the_file(tmp_path):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--config.cuont=1"], "`--config.cuont`. Did you mean `count`? Options has: "),
-        (["--config.inner.hihg=1"], "`--config.inner.hihg`. Did you mean `high`?"),
+        (["--config.cuont=1"], "`--config.cuont`. Did you mean 'count'? Options has: "),
+        (["--config.inner.hihg=1"], "`--config.inner.hihg`. Did you mean 'high'?"),
         (["--config.count=many"], "`--config.count` must be int, got 'many'. Write it"),
         (["--config.count=1.5"], "must be int, got '1.5'. Write it like"),
         (["--config.rate=fast"], "must be float, got 'fast'"),
@@ -150,7 +150,7 @@ def test_the_name_is_that_of_the_file(tmp_path):
         (["--config.inner=3"], "is a section, got '3'. Set its fields"),
         (
             ["--config.choice=Outer"],
-            "Inner or Other, got 'Outer'. Did you mean `Other`?",
+            "Inner or Other, got 'Outer'. Did you mean 'Other'?",
         ),
         (["--config.choice.name=x"], "unknown option `--config.choice.name`"),
         (["--config.count.x=3"], "`--config.count` has no fields, got"),
@@ -160,8 +160,8 @@ def test_the_name_is_that_of_the_file(tmp_path):
         ),
         (["--config.inner.low=5"], "--config.inner: `high` must be above `low` (5)"),
         (["--config.count"], "`--config.count` needs a value"),
-        (["--cfg.count=3"], "unknown argument `--cfg.count=3`. Did you mean `--config"),
-        (["count=3"], "unknown argument `count=3`. Did you mean `--config.count`?"),
+        (["--cfg.count=3"], "unknown argument `--cfg.count=3`. Did you mean '--config"),
+        (["count=3"], "unknown argument `count=3`. Did you mean '--config.count'?"),
     ],
 )
 def test_messages(tmp_path, words, message):
@@ -275,20 +275,20 @@ def test_a_configuration_is_read_back_from_json(tmp_path):
     "change, message",
     [
         ({"type": "Profile"}, "must hold the options of a TrainConfig, as training"),
-        ({"num_step": 3}, "unknown option `num_step`. Did you mean `num_steps`?"),
+        ({"num_step": 3}, "unknown option `num_step`. Did you mean 'num_steps'?"),
         ({"num_steps": 0}, "`num_steps` must be at least 1, got 0."),
         ({"num_steps": "3"}, "`num_steps` must be int, got '3'."),
         ({"num_steps": True}, "`num_steps` must be int, got True."),
         ({"eval_every": 1.5}, "`eval_every` must be int or none, got 1.5."),
-        ({"data": {"type": "MNST"}}, "`data.type` must be MNIST, MNISTPixels, Text or"),
+        ({"data": {"type": "MNST"}}, "`data.type` must be MNIST, MNISTPixels, Text, M"),
         (
             {"data": None},
-            "`data.type` must be MNIST, MNISTPixels, Text or Pairs, got N",
+            "MNISTPixels, Text, MaskedText or Pairs, got None",
         ),
         ({"model": {"type": "MLP", "widths": [8, "9"]}}, "`model.widths` must be int,"),
         (
             {"model": {"type": "MLP", "width": 8}},
-            "option `model.width`. Did you mean `w",
+            "option `model.width`. Did you mean 'w",
         ),
         ({"pipeline": {"type": "PipelineConfig", "balance": "x"}}, "must be flops, ti"),
         ({"pipeline": {"type": "PipelineConfig", "options": 3}}, "be KEY=VALUE, got 3"),
@@ -345,11 +345,11 @@ def test_json_that_is_no_configuration(tmp_path, change, message):
         (lambda: PipelineConfig(schedule="gpip").table(), "Did you mean 'gpipe'?"),
         (
             lambda: PipelineConfig("one_f_one_b", options={"tick": "unit"}).table(),
-            "has no option `tick`. Did you mean `ticks`? It takes: ticks.",
+            "has no option 'tick'. Did you mean 'ticks'? It takes: ticks.",
         ),
         (
             lambda: PipelineConfig("gpipe", options={"ticks": "unit"}).table(),
-            "'gpipe' has no option `ticks`. It takes: none.",
+            "gpipe has no option 'ticks'. It takes: none.",
         ),
     ],
 )

@@ -26,6 +26,12 @@ SHRUNKEN = {
         "model.num_blocks=1",
         "data.seq_len=16",
     ],
+    "BERT": [
+        "model.dim=8",
+        "model.num_heads=2",
+        "model.num_blocks=1",
+        "data.seq_len=16",
+    ],
     "Translation": [
         "model.dim=8",
         "model.num_heads=2",
@@ -37,16 +43,13 @@ SHRUNKEN = {
 }
 
 # Like those that stay, but for the data, the size or the schedule.
-SLOW = ("gpt_2bw", "mnist_pipemare", "mnist_pipedream", "mnist_resnet50_gpipe")
-# `jpipe.Pipeline` does not take a loss that returns (sum, weight) yet.
-WEIGHTED = ("translation_1f1b",)
-
-
-def marked(path):
-    if path.stem in WEIGHTED:
-        skip = pytest.mark.skip(reason="needs weighted losses")
-        return pytest.param(path, marks=skip)
-    return slow(path) if path.stem in SLOW else path
+SLOW = (
+    "bert_1f1b",
+    "gpt_2bw",
+    "mnist_pipemare",
+    "mnist_pipedream",
+    "mnist_resnet50_gpipe",
+)
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -63,7 +66,11 @@ def test_docstring_is_the_record_of_a_run(path):
     assert "2-core x86-64 CPU" in doc and "2026" in doc
 
 
-@pytest.mark.parametrize("path", map(marked, CONFIGS), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [slow(path) if path.stem in SLOW else path for path in CONFIGS],
+    ids=lambda path: path.stem,
+)
 def test_one_shrunken_step(path, tmp_path, capsys, monkeypatch):
     # Restored afterwards: the run adds to it.
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))

@@ -14,7 +14,7 @@ from train import mnist
 from train.data import in_order, num_labels, shuffled
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import BEGIN, END, FIRST_BYTE, VOCAB_SIZE, Pairs
-from train.text import Text, Windows
+from train.text import MaskedText, MaskedWindows, Text, Windows
 
 
 class Numbers:
@@ -189,22 +189,20 @@ def test_a_shift_out_of_the_image_is_refused():
         MNIST(max_shift=28)
 
 
-def test_pixels_are_labelled_by_their_digit_or_as_background():
+def test_pixels_are_labelled_as_digit_or_background():
     data = MNISTPixels(noise=0.0, max_shift=2).load()
     assert data.unit == "pixels" and "pixels of MNIST, 8,572" in data.source
     plain = MNIST().load()
-    batch, digits = data.test.batch(np.arange(50), None), plain.test.labels[:50]
+    batch = data.test.batch(np.arange(50), None)
     assert batch["inputs"].shape == (50, 28, 28, 1)
     assert batch["labels"].shape == (50, 28, 28) and batch["labels"].dtype == np.int32
     np.testing.assert_array_equal(
         batch["inputs"], plain.test.batch(np.arange(50), None)["inputs"]
     )
-    ink = plain.test.images[:50] >= 128
-    for labels, digit, drawn in zip(batch["labels"], digits, ink):
-        assert set(labels[drawn]) == {digit} and set(labels[~drawn]) == {10}
+    np.testing.assert_array_equal(batch["labels"], plain.test.images[:50] >= 128)
     # Labels move with their images.
     batch = data.train.batch(np.arange(50), np.random.default_rng(0))
-    np.testing.assert_array_equal(batch["labels"] != 10, batch["inputs"][..., 0] > 1.2)
+    np.testing.assert_array_equal(batch["labels"] == 1, batch["inputs"][..., 0] > 1.2)
 
 
 def test_noise_of_pixels_is_drawn_anew_but_for_held_out_images():
@@ -323,6 +321,45 @@ def test_a_python_without_its_reference(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(FileNotFoundError, match="Name a text file as `data.path`"):
         Text().load()
+
+
+def test_masked_bytes_are_replaced_and_counted(tmp_path):
+    text = bytes(np.random.default_rng(0).integers(256, size=40_000, dtype=np.uint8))
+    (tmp_path / "a.txt").write_bytes(text)
+    data = MaskedText(path=str(tmp_path / "a.txt"), seq_len=50).load()
+    plain = Text(path=str(tmp_path / "a.txt"), seq_len=50).load()
+    assert "masked text, 36,000 training and 4,000 held-out" in data.source
+    numbers = np.arange(len(data.train))
+    for rng in (None, np.random.default_rng(3)):
+        batch = data.train.batch(numbers, rng)
+        tokens, labels = batch["inputs"]["tokens"], batch["labels"]
+        chosen = batch["weights"] == 1
+        assert chosen.mean() == pytest.approx(0.15, abs=0.01)
+        assert num_labels(batch) == chosen.sum()
+        np.testing.assert_array_equal(tokens[~chosen], labels[~chosen])
+        masked = tokens[chosen] == MaskedWindows.MASK
+        assert masked.mean() == pytest.approx(0.8, abs=0.02)
+        same = tokens[chosen][~masked] == labels[chosen][~masked]
+        assert same.mean() == pytest.approx(0.5, abs=0.05)
+        others = tokens[chosen][~masked][~same]
+        assert len(set(others)) > 150 and others.max() < 256
+        assert batch["inputs"]["mask"].all() and not batch["inputs"]["segments"].any()
+    # The labels are the bytes themselves; held-out masks stay, others are drawn anew.
+    still = data.test.batch(np.arange(9), None)
+    np.testing.assert_array_equal(
+        still["labels"], plain.test.batch(np.arange(9), None)["inputs"]
+    )
+    np.testing.assert_array_equal(
+        data.test.batch(np.array([7]), None)["weights"][0], still["weights"][7]
+    )
+    first, second = (
+        data.train.batch(numbers, np.random.default_rng(k))["weights"] for k in (0, 1)
+    )
+    assert not np.array_equal(first, second)
+    with pytest.raises(
+        ValueError, match=r"`mask_fraction` must lie in \(0, 1\], got 0"
+    ):
+        MaskedText(mask_fraction=0)
 
 
 # -- Sentence pairs ---------------------------------------------------------------------

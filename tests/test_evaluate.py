@@ -116,7 +116,7 @@ WRONG = {
     "scalar with has_aux": (
         lambda y, batch: y.mean(),
         True,
-        r"must return `\(scalar, aux\)` with `has_aux=True`, got float32\[\]",
+        r"must return `\(loss, aux\)` with `has_aux=True`, got float32\[\]",
     ),
     "aux of keys": (
         lambda y, batch: (y.mean(), {"key": jax.random.key(0)}),

@@ -165,7 +165,7 @@ WRONG_ARGUMENTS = {
     ),
     "layers one module": (
         lambda: dict(layers=linear()),
-        "`layers` must be a sequence of layers, got Linear",
+        "`layers` must be a sequence of layers, got a whole model .Linear.",
     ),
     "layers a generator": (
         lambda: dict(layers=(x for x in [LINEAR] * 4)),
@@ -179,13 +179,9 @@ WRONG_ARGUMENTS = {
         lambda: dict(layers=[LINEAR, None]),
         "layer 1 must be a Flax module, a factory .*got NoneType",
     ),
-    "layer a function": (
-        lambda: dict(layers=[LINEAR, jnp.tanh]),
-        "layer 1 could not be built by `factory.rngs=....",
-    ),
     "layer a class": (
         lambda: dict(layers=[LINEAR, nnx.Linear]),
-        "layer 1 could not be built by .*in_features",
+        "layer 1: `nnx.Linear` needs `in_features`",
     ),
     "factory that fails": (
         lambda: dict(layers=[LINEAR, fails]),
@@ -328,7 +324,7 @@ def test_a_layer_that_cannot_take_its_input_is_named():
         ),
         (lambda y, b: (jnp.mean(y), y), "floating-point scalar.*got "),
         (lambda y, b: (jnp.mean(y),), "floating-point scalar.*got "),
-        (lambda y, b: jnp.sum(y > 0), r"floating-point scalar.*got int32\[\]"),
+        (lambda y, b: jnp.sum(y > 0), "floating-point number, got dtype int32"),
         (lambda y, b: None, "floating-point scalar.*got None"),
         (lambda y, b: jnp.mean((y - b["labels"]) ** 2), "`loss.*microbatch.*labels"),
         (lambda y: jnp.mean(y), "`loss.*positional argument"),

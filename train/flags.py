@@ -1,6 +1,6 @@
 """Reads `--config FILE` and `--config.section.field=value` into frozen dataclasses.
 
-Standard library only. The annotation of a field says how its value is read:
+The annotation of a field says how its value is read:
 
     int, float, bool, str     12, 3e-4, true, any text
     Literal["a", "b"]         one of these
@@ -12,7 +12,6 @@ Standard library only. The annotation of a field says how its value is read:
 
 import ast
 import dataclasses
-import difflib
 import functools
 import importlib.util
 import inspect
@@ -25,6 +24,8 @@ import types
 import typing
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
+
+from jpipe.suggest import did_you_mean
 
 _EXAMPLES = {int: "12", float: "3e-4", bool: "true or false", str: "text"}
 _UNIONS = (typing.Union, types.UnionType)
@@ -45,7 +46,8 @@ def parse(arguments: Sequence[str], config_class: type) -> tuple[str, Any]:
       ValueError: if the command line or the file is wrong; says what.
       OSError: if the file cannot be read.
     """
-    path, overrides = None, {}
+    path: str | None = None
+    overrides: dict[str, Any] = {}
     words = iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
@@ -57,9 +59,10 @@ def parse(arguments: Sequence[str], config_class: type) -> tuple[str, Any]:
                 "`--config FILE` and `--config.FIELD=VALUE`; `--help` lists them."
             )
         if not equals:
-            value = next(words, None)
-            if value is None:
-                raise ValueError(f"`{flag}` needs a value: `{flag}=VALUE`.")
+            try:
+                value = next(words)
+            except StopIteration:
+                raise ValueError(f"`{flag}` needs a value: `{flag}=VALUE`.") from None
         if flag == "--config":
             path = value
         else:
@@ -112,6 +115,7 @@ def _load(path: str, config_class: type) -> tuple[str, Any]:
 def _load_python(path: str, config_class: type) -> Any:
     """The result of `get_config()` in a Python file."""
     spec = importlib.util.spec_from_file_location(pathlib.Path(path).stem, path)
+    assert spec is not None and spec.loader is not None  # as the suffix is .py
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -310,12 +314,6 @@ def usage(config_class: type, config: Any = None, flag: str = "--config") -> str
                 + textwrap.indent(textwrap.fill(docs[field.name], 80), " " * 6)
             )
     return "\n".join(parts)
-
-
-def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """ " Did you mean `x`?" for the most similar word of `known`, or an empty text."""
-    near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f" Did you mean `{near[0]}`?" if near else ""
 
 
 def _insert(overrides: dict, flag: str, value: str) -> None:

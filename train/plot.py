@@ -88,13 +88,14 @@ def figure(records: list[dict], title: str) -> "Figure | None":
         return None
 
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
     from matplotlib.ticker import MaxNLocator, StrMethodFormatter
 
     # Inches. The loss is the panel that readers look at first.
     heights = [2.4] + [1.1] * (len(panels) - 1)
     size = (7, sum(heights) + 0.35 * len(panels) + 0.9)
-    fig = Figure(figsize=size, facecolor="white", layout="constrained")
-    fig.get_layout_engine().set(h_pad=0.06, w_pad=0.12)
+    layout = ConstrainedLayoutEngine(h_pad=0.06, w_pad=0.12)
+    fig = Figure(figsize=size, facecolor="white", layout=layout)
     fig.suptitle(
         "\n".join([title, *_summary(records)]), fontsize=9, x=0.02, ha="left", wrap=True
     )
@@ -183,7 +184,7 @@ def _means(records: list[dict], name: str) -> _Curve:
 
 def _of_steps(records: list[dict], name: str) -> list[tuple[float, float]]:
     """(step, value) of every step that has a finite value."""
-    points = []
+    points: list[tuple[float, float]] = []
     for record in records:
         values = record.get("each_step", {}).get(name, [])
         first = record["step"] - len(values) + 1

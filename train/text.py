@@ -1,4 +1,8 @@
-"""Text as bytes: each byte is a token, predicted from the bytes before it."""
+"""Text as bytes: each byte is a token.
+
+A model predicts each byte from the bytes before it (`Text`), or bytes that are masked
+from the bytes on both sides (`MaskedText`).
+"""
 
 import dataclasses
 import pathlib
@@ -31,7 +35,7 @@ class Text:
                 f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}."
             )
 
-    def load(self) -> Dataset:
+    def _parts(self) -> tuple[bytes, bytes, str]:
         """Reads the text and splits off the held-out part.
 
         Raises:
@@ -55,13 +59,53 @@ class Text:
                     f"bytes, got {len(part)} from {source}. Use a longer text, another "
                     "`test_fraction` or a smaller `seq_len`."
                 )
+        source = f"{len(train):,} training and {len(test):,} held-out bytes ({source})"
+        return train, test, source
+
+    def load(self) -> Dataset:
+        """Reads the text. The label of a byte is the next byte.
+
+        Raises:
+          FileNotFoundError: if the file does not exist, or a directory has no text.
+          ValueError: if a file is damaged, or the text is shorter than one window.
+        """
+        train, test, source = self._parts()
         return Dataset(
             train=Windows(train, self.seq_len),
             test=Windows(test, self.seq_len),
-            source=f"text, {len(train):,} training and {len(test):,} held-out bytes "
-            f"({source})",
+            source=f"text, {source}",
             unit="tokens",
             bytes_per_label=1.0,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class MaskedText(Text):
+    """Bytes of a text, some of them masked, for models that read in both directions.
+
+    Devlin et al., NAACL 2019, arXiv:1810.04805, section 3.1: of the chosen bytes 80 % are
+    replaced by token 256, 10 % by a random byte, and 10 % stay. The model predicts the
+    chosen bytes only. Its vocabulary has 257 tokens.
+    """
+
+    mask_fraction: float = 0.15
+    """Fraction of the bytes that the model has to predict."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.mask_fraction <= 1:
+            raise ValueError(
+                f"`mask_fraction` must lie in (0, 1], got {self.mask_fraction}."
+            )
+
+    def load(self) -> Dataset:
+        """Reads the text as `Text.load`; labels have weight 1 at the chosen bytes."""
+        train, test, source = self._parts()
+        return Dataset(
+            train=MaskedWindows(train, self.seq_len, self.mask_fraction),
+            test=MaskedWindows(test, self.seq_len, self.mask_fraction),
+            source=f"masked text, {source}",
+            unit="tokens",
         )
 
 
@@ -87,6 +131,45 @@ class Windows:
         windows = self.text[starts[:, None] + np.arange(self.seq_len + 1)[None]]
         windows = windows.astype(np.int32)
         return {"inputs": windows[:, :-1], "labels": windows[:, 1:]}
+
+
+class MaskedWindows(Windows):
+    """Windows of a text for `MaskedText`.
+
+    Training windows are masked anew each time. A held-out window always has the same
+    mask, drawn from its number.
+    """
+
+    MASK = 256
+
+    def __init__(self, text: bytes, seq_len: int, mask_fraction: float):
+        super().__init__(text, seq_len)
+        self.mask_fraction = mask_fraction
+
+    def batch(self, indices: np.ndarray, rng: np.random.Generator | None) -> Batch:
+        labels = super().batch(indices, rng)["inputs"]
+        if rng is None:
+            rows = [
+                np.random.default_rng(index).random((2, self.seq_len))
+                for index in indices
+            ]
+            draws = np.stack(rows, axis=1)
+        else:
+            draws = rng.random((2, *labels.shape))
+        chosen = draws[0] < self.mask_fraction
+        # The second draw says what becomes of a chosen byte, and which byte replaces it.
+        random_byte = (draws[1] * 2560).astype(np.int32) % 256
+        tokens = np.where(chosen & (draws[1] < 0.8), self.MASK, labels)
+        tokens = np.where(chosen & (draws[1] >= 0.9), random_byte, tokens)
+        return {
+            "inputs": {
+                "tokens": tokens.astype(np.int32),
+                "segments": np.zeros_like(labels),
+                "mask": np.ones(labels.shape, bool),
+            },
+            "labels": labels,
+            "weights": chosen.astype(np.float32),
+        }
 
 
 def _read(path: pathlib.Path) -> bytes:

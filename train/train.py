@@ -27,7 +27,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -97,9 +97,15 @@ def main(argv: list[str]) -> int:
         except (NonFiniteLossError, NonFiniteGradientsError) as error:
             code, message = 1, f"{error} Training stopped. {remedy(run.config)} "
         except LogError as error:
-            # The log is the only result of a run, as weights are not saved. Without it
+            # Weights are not saved, so the log is the only result of a run. Without it
             # every further step would be lost work.
-            code, message = 3, f"{error} Training stopped, as it needs its log. "
+            code, message = (
+                3,
+                (
+                    f"{error} Training stopped, because the log is all that a run saves. Make "
+                    "sure that the run folder stays and has space, and start again. "
+                ),
+            )
         except KeyboardInterrupt as error:
             code, message = interrupt.exit_code, f"{error} "
         return finish(run, code, message, start)
@@ -316,7 +322,7 @@ def evaluate(
     Returns:
       "loss" in nats, and the metrics of the loss, such as "accuracy".
     """
-    totals, count = None, 0
+    totals, count = None, np.float64(0)
     for batch in itertools.islice(in_order(examples, batch_size), num_batches):
         check()
         means = jax.device_get(pipe.evaluate(state, batch))
@@ -325,7 +331,7 @@ def evaluate(
         totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
         count += weight
     averages = jax.tree.map(lambda total: total / count, totals)
-    loss: Loss = pipe.loss
+    loss = cast(Loss, pipe.loss)
     return {"loss": float(averages["loss"]), **loss.metrics(averages["aux"])}
 
 

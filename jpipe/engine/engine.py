@@ -13,13 +13,11 @@ updates.py       norms, replicas, tied weights, optimizer
 loss_scale.py    loss scaling
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec
 
-from jpipe import packing
 from jpipe.engine import layout as layouts
 from jpipe.engine.device import run_pass
 from jpipe.engine.spec import PassSpec
@@ -75,55 +73,3 @@ class Engine(PassSpec):
             check_vma=False,
         )
         return body(replicated, per_device, counters, num_entered, batch)
-
-    # -- What `Pipeline` and its state still ask the engine for, and `layout` answers
-
-    replicated_spec = layouts.REPLICATED
-    per_device_spec_on = staticmethod(layouts.per_device_spec)
-
-    @property
-    def per_device_spec(self) -> PartitionSpec:
-        """See `layout.per_device_spec`."""
-        return layouts.per_device_spec(self.mesh)
-
-    @property
-    def batch_spec(self) -> PartitionSpec:
-        """See `layout.batch_spec`."""
-        return layouts.batch_spec(self.mesh)
-
-    def replicated_shapes(self) -> dict[str, Any]:
-        """Local shapes of replicated arrays, except the counters."""
-        names = ("parameters", "read_parameters", "optimizer_state", "mutable_state")
-        return self.layout.local_shapes([*names, "loss_scale"])
-
-    def per_device_shapes(self) -> dict[str, Any]:
-        """Local shapes of private arrays."""
-        return self.layout.local_shapes(["gradients", "buffers"])
-
-    def parameter_shapes(self) -> Any:
-        """Local shapes of the weights."""
-        return self.layout["parameters"].shapes
-
-    def read_shapes(self) -> Any:
-        """Local shapes of the weights that hooks give, by pass."""
-        return self.layout["read_parameters"].shapes
-
-    def gradient_shapes(self) -> Any:
-        """Local shapes of the gradient accumulators."""
-        return self.layout["gradients"].shapes
-
-    def optimizer_shapes(self) -> Any:
-        """Local shapes of the optimizer's state."""
-        return self.layout["optimizer_state"].shapes
-
-    def buffer_shapes(self) -> Any:
-        """Local shapes of everything in flight."""
-        return self.layout["buffers"].shapes
-
-    def globally(self, shapes: Any, spec: PartitionSpec) -> Any:
-        """See `StateLayout.globally`."""
-        return self.layout.globally(shapes, spec)
-
-    def device_bytes(self, places: Sequence[packing.Place], dtype_of: Mapping) -> int:
-        """See `StateLayout.leaf_bytes`."""
-        return self.layout.leaf_bytes(places, dtype_of)

@@ -185,7 +185,9 @@ def training_layout(
       key_impl: implementation of the random keys.
     """
     R, V = lowered.num_chunks, lowered.num_versions
-    key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl)[None])
+    key = jax.eval_shape(
+        lambda: jax.random.key_data(jax.random.key(0, impl=key_impl))[None]
+    )
     counter = jax.ShapeDtypeStruct((1,), np.int32)
     parameters = packed_shapes(mesh, packings.parameters, V, R)
     buffers = buffer_shapes(mesh, lowered, packings, microbatch)

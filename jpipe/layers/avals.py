@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -26,6 +27,25 @@ def cast(tree: Any, dtype: Any) -> Any:
     if dtype is None:
         return tree
     return jax.tree.map(lambda a: a.astype(dtype) if is_inexact(a) else a, tree)
+
+
+def check_nans(tree: Any, name: str) -> None:
+    """Raises `FloatingPointError` if an array holds NaN while `jax_debug_nans` is set.
+
+    JAX looks for the source of a NaN by running the program again without `jit`. If a `shard_map`
+    gets the NaN as an argument, JAX calls itself until it raises `RecursionError`.
+
+    Args:
+      tree: pytree of arrays.
+      name: the name of the pytree in the message.
+    """
+    if not jax.config.jax_debug_nans:
+        return
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if is_inexact(leaf) and np.isnan(np.asarray(leaf)).any():
+            raise FloatingPointError(
+                f"{name}{jax.tree_util.keystr(path)} has NaN, and `jax_debug_nans` is set."
+            )
 
 
 def shapes_text(tree: Any) -> str:

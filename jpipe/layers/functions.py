@@ -1,6 +1,7 @@
 """Layers given as plain functions: `Function` and `InitApply`."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,8 +12,11 @@ from jpipe.layers.layer import Function, InitApply, Layer, check_leaves
 
 def from_function(layer: Function) -> Layer:
     """The `Layer` of a function without parameters."""
+    function = layer.function
+    while isinstance(function, functools.partial):
+        function = function.func
     return Layer(
-        getattr(layer.function, "__name__", "function"),
+        getattr(function, "__name__", type(function).__name__),
         {},
         {},
         train=lambda parameters, state, key, args: (layer.function(*args), {}),

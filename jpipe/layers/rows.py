@@ -48,11 +48,14 @@ def row_mixing(traced: Traced) -> list[str]:
     for i, layer in enumerate(traced.layers):
         dims += tuple(itertools.chain(*(stashed.pop(name) for name in layer.pop)))
         program = traced.layer_kinds[traced.kind_of_layer[i]]
-        output_dims, operations = analyse(_ById(program), dims)
+        # A number that a layer reports to the loss may be a mean over rows.
+        num_outputs = len(traced.outputs[i])
+        reported = range(num_outputs - len(traced.reported), num_outputs)
+        output_dims, operations = analyse(_ById(program), dims, reported)
         if operations and not layer.has_batch_norm:
             sentences.append(f"layer {i} ({layer.name}) {' and '.join(operations)}")
         leaves = iter(output_dims)
-        dims = tuple(itertools.islice(leaves, len(traced.outputs[i])))
+        dims = tuple(itertools.islice(leaves, num_outputs))
         for name in layer.stash:
             _, _, avals = traced.skips[name]
             stashed[name] = tuple(itertools.islice(leaves, len(avals)))
@@ -73,19 +76,29 @@ class _ById:
 
 
 def _analyse(
-    layer: _ById, input_dims: tuple[RowDims, ...], *, num_rows: int
+    layer: _ById, input_dims: tuple[RowDims, ...], reported: range, *, num_rows: int
 ) -> tuple[tuple[RowDims, ...], tuple[str, ...]]:
-    """The row dims of a layer's outputs, and the operations that combine rows."""
+    """The row dims of a layer's outputs, and the operations that combine rows.
+
+    Args:
+      layer: the layer's programs.
+      input_dims: the row dims of its inputs.
+      reported: positions of the outputs that are numbers for the loss, which are not analysed.
+      num_rows: the number of rows of a microbatch.
+    """
     program = layer.program
     whole = program.forward_equations
     outputs = whole.outputs[: len(program.outputs)]
-    equations = whole.slice(whole.inputs, outputs)
+    analysed = [v for i, v in enumerate(outputs) if i not in reported]
+    equations = whole.slice(whole.inputs, analysed)
     start = len(program.parameters)
     dims_of: dict[Any, RowDims] = {v: NO_ROWS for v in equations.constants}
     dims_of |= {v: NO_ROWS for v in equations.inputs}
     dims_of |= dict(zip(equations.inputs[start:], input_dims))
     operations = _follow(equations, dims_of, num_rows)
-    results = tuple(_dims(dims_of, v) for v in outputs)
+    results = tuple(
+        NO_ROWS if i in reported else _dims(dims_of, v) for i, v in enumerate(outputs)
+    )
     if any(dims is not None and len(dims) > 1 for dims in results):
         operations.append("returns an array with a row per pair of rows")
     return results, tuple(dict.fromkeys(operations))

@@ -121,7 +121,7 @@ def lower(
         )
     if routes is None:
         routes = neighbours(schedule.num_stages)
-    columns, chunk = column_of_stage(schedule), _chunks(schedule)
+    columns, chunk = schedule.column_of_stage, _chunks(schedule)
     position = _positions(schedule)
     operations = _all_operations(schedule, chunk, position)
     depth = _depths(schedule, columns, position, recompute, routes)
@@ -156,11 +156,6 @@ def lower(
         drain_rounds=last_tick // schedule.num_ticks,
         guard=guard,
     )
-
-
-def column_of_stage(schedule: Schedule) -> np.ndarray:
-    """int `[S]`: the column of each stage, in tables with one column per stage."""
-    return np.argsort(schedule.stage)
 
 
 # -- Versions and minibatches

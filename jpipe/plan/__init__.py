@@ -3,10 +3,10 @@
 The names of `jpipe.solvers` are here too.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+from jpipe.plan._choose import Candidate, Ranking, Skipped, choose, size_text
 from jpipe.plan._loops import PROGRAMS, Seconds
+from jpipe.plan._machine import measure_machine
+from jpipe.plan._predict import Prediction, predict
 from jpipe.plan._profile import (
     LayerProfile,
     Profile,
@@ -32,34 +32,6 @@ from jpipe.solvers import (
     throughput_ip,
     two_bw,
 )
-
-if TYPE_CHECKING:
-    from jpipe.plan._choose import Candidate, Ranking, Skipped, choose, size_text
-    from jpipe.plan._machine import measure_machine
-    from jpipe.plan._predict import Prediction, predict
-
-# These modules import `jpipe.pipeline`, which imports this package's profiles: they load on first use.
-_LAZY = {
-    "Candidate": "_choose",
-    "Prediction": "_predict",
-    "Ranking": "_choose",
-    "Skipped": "_choose",
-    "choose": "_choose",
-    "measure_machine": "_machine",
-    "predict": "_predict",
-    "size_text": "_choose",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
-
 
 __all__ = [
     "PROGRAMS",

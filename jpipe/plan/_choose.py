@@ -265,13 +265,12 @@ def _price(
     skipped: list[Skipped],
 ) -> None:
     """Appends a plan's candidates, one per kind of recomputation, or the reason to skip it."""
-    try:
-        schedule = _build(
-            plan.schedule, plan.num_stages, plan.num_microbatches, plan.options
-        )
-    except ValueError as error:
-        skipped.append(Skipped(*plan, why=str(error)))
+    counts = plan.num_stages, plan.num_microbatches
+    refusal = schedules.refusal(plan.schedule, *counts, **plan.options)
+    if refusal is not None:
+        skipped.append(Skipped(*plan, why=refusal))
         return
+    schedule = _build(plan.schedule, *counts, plan.options)
     if profile.recompute not in _SAME_PROGRAMS:
         recompute = [profile.recompute]
     for value in recompute:

@@ -236,17 +236,17 @@ class _Subject:
         return self._read(reads, "parameters", row), reads["inputs"], extra
 
     def _forward(self, reads: dict, carry: dict, slot, row) -> dict:
-        outputs, told = self.kind.forward(*self._arguments(reads, row))
-        return {"outputs": outputs, "aux": _added(carry["aux"], told)}
+        outputs, aux = self.kind.forward(*self._arguments(reads, row))
+        return {"outputs": outputs, "aux": _added(carry["aux"], aux)}
 
     def _forward_and_stash(self, reads: dict, carry: dict, slot, row) -> dict:
         given = self._arguments(reads, row)
-        outputs, kept, told = self.kind.forward_and_stash(*given)
+        outputs, kept, aux = self.kind.forward_and_stash(*given)
         rings: dict = {}
         for name in _STASHES:
             values = [kept[j] for j in getattr(self.kind, name)]
             rings |= self._write(carry, name, values, slot)
-        return {"outputs": outputs, "aux": _added(carry["aux"], told), **rings}
+        return {"outputs": outputs, "aux": _added(carry["aux"], aux), **rings}
 
     def _stash(self, reads: dict, slot) -> list:
         stash: list = [None] * len(self.kind.stash)

@@ -27,14 +27,14 @@ from jpipe.plan._loops import (
     random_like,
     zeros,
 )
-from jpipe.stages.optimizer import GIVEN
+from jpipe.stages.extra_args import EXTRA_ARGS
 
 
 class LayerUpdate(NamedTuple):
     """The optimizer's update of one layer.
 
     `equations` computes `(*parameters, *gradients, *state, *extra) -> [*parameters, *state]`, where
-    `extra` are the arguments that `jpipe.update.GIVEN` names.
+    `extra` are the arguments that `jpipe.stages.extra_args.EXTRA_ARGS` names.
     """
 
     equations: Equations
@@ -69,9 +69,9 @@ def trace_updates(traced: Traced, optimizer) -> tuple[list[LayerUpdate], list[in
             )
             changes, state = optimizer.update(
                 gradients,
-                state_tree.unflatten(args[2 * n : -len(GIVEN)]),
+                state_tree.unflatten(args[2 * n : -len(EXTRA_ARGS)]),
                 weights,
-                **dict(zip(GIVEN, args[-len(GIVEN) :])),
+                **dict(zip((arg.name for arg in EXTRA_ARGS), args[-len(EXTRA_ARGS) :])),
             )
             return jax.tree.leaves((optax.apply_updates(weights, changes), state))
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from jpipe.costs import Memory
-from jpipe.lowering.lower import STASHES, Route, lower
+from jpipe.lowering.channels import Route
+from jpipe.lowering.lower import STASHES, lower
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule

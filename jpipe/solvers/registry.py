@@ -4,7 +4,6 @@ A new solver is a file beside this one and an entry in `SOLVERS`.
 """
 
 import dataclasses
-import difflib
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from jpipe.solvers._pipedream import pipedream
 from jpipe.solvers._throughput_ip import throughput_ip
 from jpipe.solvers.chain import split_chain
 from jpipe.solvers.graph import Solution
+from jpipe.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +94,5 @@ def get(name: str) -> Solver:
     """
     if name in SOLVERS:
         return SOLVERS[name]
-    near = difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
+    guess = did_you_mean(name, names(), cutoff=0.4)
     raise ValueError(f"unknown solver {name!r}.{guess} Known: {', '.join(names())}.")

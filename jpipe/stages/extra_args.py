@@ -1,7 +1,9 @@
 """What an optimizer and parameter hooks may ask for beside gradients, state and parameters.
 
 A new extra argument is one entry of `EXTRA_ARGS`. If no field of `UpdateFacts` has its value, it
-needs a field there too, which `jpipe.engine.updates` fills in.
+needs a field there too, which `jpipe.engine.updates` fills in. Every part of an update may read the
+whole value, so the arguments are small. Arguments with one array per weight are packed like the
+weights instead, as the results of parameter hooks are.
 """
 
 from collections.abc import Callable

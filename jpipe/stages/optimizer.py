@@ -33,7 +33,6 @@ from jpipe.stages.flat_update import (
 
 __all__ = [
     "EXTRA_ARGS",
-    "GIVEN",
     "PASSES",
     "LeafSlots",
     "StageUpdate",
@@ -43,9 +42,6 @@ __all__ = [
     "read_delays",
     "stage_tree",
 ]
-
-GIVEN = tuple(arg.name for arg in EXTRA_ARGS)
-"""The names of `EXTRA_ARGS`."""
 
 
 class LeafSlots(NamedTuple):
@@ -100,11 +96,6 @@ class StageUpdate:
     param_hooks: Mapping[str, Callable]
     parameters: Sequence[Sequence[tuple[Place, int]]]
     state: Sequence[Place]
-
-    @property
-    def reads(self) -> Mapping[str, Callable]:
-        """The same as `param_hooks`."""
-        return self.param_hooks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,10 +221,14 @@ def _stage_update(
         weights + gradients + state_leaves,
         weights + state_leaves + hooked,
     )
-    # Scalars are read by every part.
-    small = [i for i, v in enumerate(equations.inputs) if v.aval.size == 1]
-    groups = _grouped(equations.parts(small), len(small), inputs, outputs)
-    shared = [_slots([inputs[i]]) for i in small if i < len(inputs)]
+    # Every part may read scalars and extra arguments.
+    common = [
+        i
+        for i, v in enumerate(equations.inputs)
+        if v.aval.size == 1 or i >= len(inputs)
+    ]
+    groups = _grouped(equations.parts(common), len(common), inputs, outputs)
+    shared = [_slots([inputs[i]]) for i in common if i < len(inputs)]
     return StageUpdate(groups, shared, param_hooks, parameters, state)
 
 

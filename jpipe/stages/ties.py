@@ -1,11 +1,11 @@
 """Tied weights: which leaves of which layers are one parameter."""
 
-import difflib
 from collections.abc import Sequence
 
 import jax
 
 from jpipe.layers.layer import Layer
+from jpipe.suggest import did_you_mean
 
 
 def resolve_ties(
@@ -38,8 +38,7 @@ def resolve_ties(
                 for keys, leaf in jax.tree.leaves_with_path(layers[layer].parameters)
             }
             if path not in leaves:
-                close = difflib.get_close_matches(path, leaves, 1, cutoff=0)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
+                hint = did_you_mean(path, leaves, cutoff=0)
                 raise ValueError(
                     f"{name} ({layers[layer].name}) has no parameter {path!r}, only {', '.join(leaves) or 'none'}.{hint}"
                 )

@@ -129,7 +129,7 @@ def test_no_ring_is_copied(model, ticks):
             family.batches(1, 12)[0],
         )
     text = pipe.compile(batch).as_text()
-    rings = pipe._program(batch).engine.buffer_shapes()["rings"]
+    rings = pipe._program(batch).engine.layout["buffers"].shapes["rings"]
     assert not copies(text, {a.shape for a in jax.tree.leaves(rings)})
 
 

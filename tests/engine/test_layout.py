@@ -69,10 +69,10 @@ def pipelines():
 @pytest.mark.parametrize("case", range(3), ids=["data axis", "asynchronous", "skips"])
 def test_groups_are_the_arrays_of_a_state(case):
     pipe, batch = list(pipelines())[case]
-    layout = pipe._plan(pipe._microbatch(batch)).engine.layout
+    layout = pipe._program(batch).engine.layout
     assert tuple(layout.groups) == GROUPS
     state = pipe.init(jax.random.key(0), batch)
-    fields = {f.name for f in dataclasses.fields(state)} - {"plan"}
+    fields = {f.name for f in dataclasses.fields(state)} - {"program"}
     assert fields == set(GROUPS)
     device = pipe.mesh.devices.flat[0]
     for name, whole in layout.global_shapes(GROUPS).items():
@@ -95,7 +95,7 @@ def test_groups_are_the_arrays_of_a_state(case):
 
 def test_a_group_may_be_in_another_memory():
     pipe, batch = next(iter(pipelines()))
-    layout = pipe._plan(pipe._microbatch(batch)).engine.layout
+    layout = pipe._program(batch).engine.layout
     group = dataclasses.replace(layout["optimizer_state"], memory_kind="pinned_host")
     moved = dataclasses.replace(layout, groups={**layout.groups, group.name: group})
     shapes = moved.global_shapes(["parameters", "optimizer_state"])

@@ -1,6 +1,7 @@
 """Linen modules, `(init, apply)` pairs and NNX modules train alike, and each computes what its own library computes."""
 
 import functools
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -9,10 +10,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from flax.core import FrozenDict
 from helpers import assert_close
 
 import jpipe
 from jpipe.layers.as_layers import as_layers
+from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
 
 KEY = jax.random.key(1)
 
@@ -164,11 +167,27 @@ def test_statistics_that_are_not_finite_move_nothing():
 
 
 class Counter(nnx.Module):
-    def __init__(self, *, rngs):
-        self.count = nnx.Variable(jnp.zeros((), jnp.int32))
+    """Counts its calls in training, and the positive numbers that it saw if `data` is set."""
+
+    def __init__(self, data=False, *, rngs):
+        self.linear = nnx.Linear(2, 2, rngs=rngs)
+        self.count = nnx.Variable(jnp.full((), 5, jnp.int32))
+        self.even = nnx.Variable(jnp.zeros((), bool))
+        self.mean = nnx.Variable(jnp.zeros(()))
+        self.data, self.training = data, True
+
+    def train(self, **attributes):
+        self.training = True
+
+    def eval(self, **attributes):
+        self.training = False
 
     def __call__(self, x):
-        return x
+        if self.training:
+            self.count[...] += (x > 0).sum() if self.data else 1
+            self.even[...] = self.count[...] % 2 == 0
+            self.mean[...] = x.mean()
+        return self.linear(x) + self.count[...].astype(x.dtype)
 
 
 class Power(nnx.Module):
@@ -194,11 +213,37 @@ def test_other_state_moves_to_the_mean_of_its_microbatches():
     )
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "one_f_one_b"])
+def test_integer_state_counts_minibatches(schedule):
+    """Its new value depends on the old state alone, so all microbatches leave the same."""
+    table = getattr(jpipe.schedules, schedule)(2, 4)
+    pipe = jpipe.Pipeline(
+        [Counter, Counter], loss=loss_fn, optimizer=optax.sgd(0.1), schedule=table
+    )
+    x = np.arange(16, dtype=np.float32).reshape(8, 2)
+    batch = {"inputs": x, "targets": x}
+    state = pipe.init(KEY, batch)
+    params = pipe.get_params(state)
+    state, metrics = pipe.step(state, batch)
+    y = x
+    for layer in params:  # the count as it is after its change
+        y = y @ layer["linear"]["kernel"] + layer["linear"]["bias"] + 6
+    np.testing.assert_allclose(metrics["loss"], np.mean((y - x) ** 2), rtol=1e-5)
+    for k in (1, 2, 3):
+        for layer in pipe.get_mutable_state(state):
+            assert layer["count"].dtype == np.int32 and layer["count"] == 5 + k
+            assert layer["even"].dtype == bool and layer["even"] == (k % 2 == 1)
+        first = pipe.get_mutable_state(state)[0]
+        np.testing.assert_allclose(first["mean"], x.mean(), rtol=1e-6)
+        state, _ = pipe.step(state, batch)
+
+
 WRONG = {
-    "integer state": (
-        [Counter],
+    "integer state of the data": (
+        [functools.partial(Counter, True)],
         {},
-        r"layer 0 \(Counter\): mutable state \['count'\] has dtype int32, and only",
+        r"layer 0 \(Counter\): mutable state \['count'\] has dtype int32, and its new value depends on "
+        r"more than the old state.*float32",
     ),
     "recomputed state": (
         [Power],
@@ -249,3 +294,175 @@ def test_layers_that_differ_in_momentum_are_two_kinds():
     batch = {k: np.ones((4, 2), np.float32) for k in ("inputs", "targets")}
     program = pipe._program(batch)
     assert program.stages.kind_of_layer == [0, 1, 0]
+
+
+# -- What may be given as a layer
+
+
+def scaled(x, *, by=2.0):
+    return by * x
+
+
+MODULE = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+FUNCTIONS = {
+    "ufunc": (jnp.tanh, "tanh"),
+    "jitted": (jax.nn.relu, "relu"),
+    "nnx": (nnx.relu, "relu"),
+    "lambda": (lambda x: 2 * x, "<lambda>"),
+    "keyword": (scaled, "scaled"),
+    "partial": (functools.partial(scaled, by=3.0), "scaled"),
+    "star": (lambda *args: args[0], "<lambda>"),
+}
+FACTORIES = {
+    "class": Power,
+    "partial": functools.partial(nnx.Linear, 2, 2),
+    "keywords": functools.partial(nnx.Linear, in_features=2, out_features=2),
+    "lambda": lambda rngs: nnx.Linear(2, 2, rngs=rngs),
+    "keyword only": lambda *, rngs: nnx.Linear(2, 2, rngs=rngs),
+    "any keywords": lambda **keywords: nnx.Linear(2, 2, **keywords),
+    "optional": lambda width=2, rngs=None: nnx.Linear(width, width, rngs=rngs),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_the_activation_is_a_layer(name):
+    function, known_as = FUNCTIONS[name]
+    (layer,) = as_layers([function])
+    assert layer.name == known_as and layer.parameters == {}
+    x = jnp.linspace(-1, 1, 6).reshape(3, 2)
+    np.testing.assert_array_equal(layer.evaluate({}, {}, (x,)), function(x))
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_a_callable_that_takes_rngs_is_a_factory(name):
+    (layer,) = as_layers([FACTORIES[name]])
+    assert "kernel" in layer.parameters and layer.init is not None
+
+
+def test_functions_in_a_pipeline():
+    batch = {k: np.ones((4, 2), np.float32) for k in ("inputs", "targets")}
+    layers = [MODULE, jnp.tanh, lambda x: x * 2, functools.partial(nnx.Linear, 2, 2)]
+    pipe = pipeline(2, 2, layers)
+    state = pipe.init(KEY, batch)
+    first, _, _, last = pipe.get_params(state)
+    x = 2 * np.tanh(batch["inputs"] @ first["kernel"] + first["bias"])
+    want = x @ last["kernel"] + last["bias"]
+    np.testing.assert_allclose(pipe.predict(state, batch), want, rtol=1e-5)
+
+
+def test_a_skip_may_be_around_a_function():
+    layers = [
+        jpipe.skip(lambda x: (x, x), stash="x"),
+        jpipe.skip(lambda y, x: x + y, pop="x"),
+    ]
+    assert [layer.pop for layer in as_layers(layers)] == [(), ("x",)]
+
+
+class Callable:
+    """A callable pytree with arrays, as Equinox has them."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, x):
+        return x @ self.weight
+
+
+jax.tree_util.register_pytree_node(
+    Callable, lambda c: ((c.weight,), None), lambda _, leaves: Callable(*leaves)
+)
+
+
+class Transformed(NamedTuple):
+    init: object
+    apply: object
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nnx.Linear, r"`functools.partial\(nnx.Linear, 64, 64\)`"),
+        (functools.partial(nnx.Linear, 64), r"partial\(nnx.Linear, 64, 64\)`"),
+        (functools.partial(nnx.Linear, out_features=8), "needs `in_features`, and"),
+        (nnx.Conv, "needs `in_features`, `out_features`, `kernel_size`, and the"),
+        (nn.Dense, r"the Linen class `Dense`. Give a module, such as `Dense\(...\)`"),
+        (Callable(np.ones((2, 2))), "a callable pytree .* Equinox .*InitApply"),
+        (Transformed(init, init), "has `init` and `apply`, as a Haiku .*InitApply"),
+        ((init, init), r"a pair of functions .*`jpipe.InitApply\(init, apply\)`"),
+        (lambda x: MODULE(x), "uses the NNX module `Linear`, whose weights would be"),
+        (MODULE.__call__, "uses the NNX module `Linear`, whose weights would be"),
+        (lambda: MODULE.bias, "cannot be called with|uses the NNX module"),
+        (lambda x, y: x, "has no parameter named `rngs`, so .* cannot be called with"),
+        (dict, "it is the class `dict`, not a layer"),
+        (3, "must be a Flax module, .* got int"),
+        (lambda rngs: 3, "the factory must return a Flax NNX module, got int"),
+    ],
+)
+def test_what_is_no_layer_says_what_to_write(layer, message):
+    with pytest.raises(ValueError, match=f"layer 1.*{message}"):
+        as_layers([MODULE, layer])
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (MODULE, r"a whole model \(Linear\).*Give its layers as a list"),
+        (nnx.Sequential(MODULE, nnx.relu), r"Give `layers=list\(model.layers\)`"),
+        (nn.Dense(2), r"a whole model \(Dense\)"),
+        (jnp.tanh, "must be a sequence of layers"),
+    ],
+)
+def test_a_whole_model_is_not_a_list_of_layers(model, message):
+    with pytest.raises(ValueError, match=message):
+        as_layers(model)
+
+
+class Tuple(nnx.Module):
+    def __init__(self, *, rngs):
+        pass
+
+    def __call__(self, x):
+        return (x,)
+
+
+@pytest.mark.parametrize("after", [nn.Dense(2), lambda x: jnp.tanh(x)])
+def test_a_tuple_where_an_array_is_expected(after):
+    batch = {k: np.ones((4, 2), np.float32) for k in ("inputs", "targets")}
+    message = (
+        r"layer 0 \(Tuple\) returned a tuple of 1 array \(float32\[2, 2\]\); layer 1 "
+    )
+    with pytest.raises(ValueError, match=message) as error:
+        pipeline(1, 2, [Tuple, after]).init(KEY, batch)
+    assert "jpipe.Linen" not in str(error.value)
+
+
+def test_a_factory_with_another_name_for_rngs():
+    batch = {k: np.ones((4, 2), np.float32) for k in ("inputs", "targets")}
+    with pytest.raises(ValueError, match="It has no parameter named `rngs`"):
+        pipeline(1, 2, [lambda r: nnx.Linear(2, 2, rngs=r)]).init(KEY, batch)
+
+
+def test_parameters_in_the_forms_of_flax():
+    """`nnx.state(module)`, a module and a frozen dict become the nested dicts of a layer."""
+
+    class Both(nnx.Module):
+        def __init__(self, *, rngs):
+            self.linear = nnx.Linear(2, 3, rngs=rngs)
+            self.norm = nnx.BatchNorm(3, rngs=rngs)
+            self.dropout = nnx.Dropout(0.1, rngs=rngs)
+
+    module = Both(rngs=nnx.Rngs(0))
+    (layer,) = as_layers([Both])
+    for values in (module, nnx.state(module), nnx.state(module, nnx.Param)):
+        got = as_parameters(values)
+        assert shapes(got) == shapes(layer.parameters)
+        np.testing.assert_array_equal(got["linear"]["kernel"], module.linear.kernel)
+    pure = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    assert shapes(as_parameters(pure)) == shapes(layer.parameters)
+    assert as_parameters(FrozenDict({"a": {"b": 1}})) == {"a": {"b": 1}}
+    assert type(as_parameters(FrozenDict(a=1))) is dict
+    assert shapes(as_mutable_state(nnx.state(module))) == shapes(layer.state)
+
+
+def shapes(tree):
+    return jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree)

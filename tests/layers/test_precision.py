@@ -13,6 +13,7 @@ from families import FAMILIES, cross_entropy, schedule_named, slow
 
 import jpipe
 from jpipe.layers.as_layers import as_layers
+from jpipe.layers.loss import Loss
 from jpipe.layers.trace import trace_layers
 
 KEY = jax.random.key(0)
@@ -87,7 +88,9 @@ def test_casts_are_not_stashed(family):
     microbatch = jax.eval_shape(lambda: family.batches(1, 2)[0])
     layers = as_layers(family.layers)
     plain, cast = (
-        trace_layers(layers, cross_entropy, microbatch, compute_dtype=dtype)
+        trace_layers(
+            layers, Loss.of(cross_entropy, False), microbatch, compute_dtype=dtype
+        )
         for dtype in (None, jnp.bfloat16)
     )
     assert plain.kind_of_layer == cast.kind_of_layer

@@ -10,6 +10,8 @@ from flax import linen, nnx
 
 import jpipe
 from jpipe.layers.as_layers import as_layers
+from jpipe.layers.loss import Loss
+from jpipe.layers.report import report
 from jpipe.layers.rows import NO_ROWS, _analyse, _ById, row_mixing
 from jpipe.layers.trace import trace_layers
 from models import BERT, MLP, VGG, ResNet, Transformer, Translation, UNet
@@ -30,9 +32,8 @@ def traced(layers, inputs, train=True, **options):
         leaves = [a for a in jax.tree.leaves(outputs) if a.dtype == np.float32]
         return sum(a.mean() for a in leaves)
 
-    return trace_layers(
-        as_layers(layers), loss if train else None, {"inputs": inputs}, **options
-    )
+    loss = Loss.of(loss, has_aux=False) if train else None
+    return trace_layers(as_layers(layers), loss, {"inputs": inputs}, **options)
 
 
 def contrastive(x):
@@ -232,6 +233,27 @@ def test_skips_carry_their_rows():
     assert sentence.startswith("layer 2 ") and "reduce_sum" in sentence
 
 
+def test_a_reported_number_may_be_a_mean_over_rows():
+    def penalised(x):
+        report("mean", x.mean())
+        return 2 * x
+
+    def loss(outputs, batch, *, reported):
+        return outputs.mean() + reported["mean"]
+
+    layers = [penalised, lambda x: x, penalised]
+    model = trace_layers(
+        as_layers(layers), Loss.of(loss, has_aux=False), {"inputs": floats(B, D)}
+    )
+    assert list(model.reported) == ["mean"] and row_mixing(model) == []
+    layers[1] = lambda x: x - x.mean(0, keepdims=True)
+    model = trace_layers(
+        as_layers(layers), Loss.of(loss, has_aux=False), {"inputs": floats(B, D)}
+    )
+    (sentence,) = row_mixing(model)
+    assert sentence.startswith("layer 1 ")
+
+
 def followed(layers):
     """Whether every output of every layer has known rows, on dim 0 or on none."""
     dims = tuple(frozenset([0]) for _ in layers.inputs)
@@ -240,7 +262,7 @@ def followed(layers):
         for name in layer.pop:
             dims += stashed.pop(name)
         program = layers.layer_kinds[layers.kind_of_layer[i]]
-        dims, _ = _analyse(_ById(program), dims, num_rows=B)
+        dims, _ = _analyse(_ById(program), dims, range(0), num_rows=B)
         if any(d not in (NO_ROWS, {0}) for d in dims):
             return False
         n = len(layers.outputs[i])
