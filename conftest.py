@@ -3,12 +3,9 @@
 XLA reads its flags when JAX first runs, so they are set while this file is imported.
 """
 
-import atexit
 import gc
 import importlib.metadata
 import os
-import shutil
-import tempfile
 
 import pytest
 
@@ -28,15 +25,6 @@ for _flag, _value in _WANTED.items():
     if _flag not in _FLAGS:
         _FLAGS += f" --{_flag}={_value}"
 os.environ["XLA_FLAGS"] = _FLAGS.strip()
-
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    # Compiling takes most of the time, and many tests compile the same small programs. Workers and the scripts that tests
-    # start inherit the folder.
-    _CACHE = tempfile.mkdtemp(prefix="jpipe-tests-")
-    atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 import jax  # noqa: E402
 
