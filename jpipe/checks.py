@@ -300,7 +300,8 @@ def check_state(state: Any) -> None:
     if any(isinstance(a, jax.Array) and a.is_deleted() for a in jax.tree.leaves(state)):
         raise ValueError(
             "`state` was donated to an earlier `step` and its arrays are gone. Keep the "
-            "state that step returned: `state, metrics = pipe.step(state, batch)`."
+            "state that step returned: `state, metrics = pipe.step(state, batch)`. To keep "
+            "old states usable, make the pipeline with `donate=False`."
         )
 
 

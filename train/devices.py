@@ -15,8 +15,8 @@ _TIMEOUT_SECONDS = {
 def prepare_cpu(num_devices: int) -> None:
     """Splits the CPU into `num_devices` devices, unless a number was already chosen.
 
-    The user chooses a number by `xla_force_host_platform_device_count` in XLA_FLAGS, by
-    JAX_NUM_CPU_DEVICES or by `jax.config`.
+    The user chooses a number by the option `jax_num_cpu_devices`, in `jax.config` or as
+    JAX_NUM_CPU_DEVICES, or by `xla_force_host_platform_device_count` in XLA_FLAGS.
 
     Call this before JAX runs anything. Other kinds of devices are not changed.
 
@@ -51,7 +51,7 @@ def check_devices(num_devices: int, num_replicas: int = 1, model: int = 1) -> No
     kind = devices[0].platform
     remedy = "Set JAX_PLATFORMS=cpu to run on CPU devices instead"
     if kind == "cpu":
-        remedy = "Remove the number of devices from XLA_FLAGS and JAX_NUM_CPU_DEVICES"
+        remedy = "Remove the number of devices from JAX_NUM_CPU_DEVICES and XLA_FLAGS"
     needed, fewer = f"{num_devices} devices", "stages"
     option = f"--config.pipeline.num_stages={len(devices)}"
     if model > 1:
