@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 from families import slow
-from runs import log_of, write_pairs
+from helpers import log_of, write_pairs
 
 from train import flags
 from train.config import TrainConfig

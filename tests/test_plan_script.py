@@ -16,7 +16,7 @@ import sys
 
 import numpy as np
 import pytest
-from profiles import timed
+from helpers import timed
 
 import jpipe
 from jpipe import solvers

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import events_of, file_size_limit, log_of
+from helpers import events_of, file_size_limit, log_of
 
 import jpipe
 from models import MLP, CrossEntropy
