@@ -3,7 +3,7 @@
 #
 #   make train          the quickstart: trains on real digits, about two minutes
 #   make train CONFIG=configs/gpt_1f1b.py ARGS=--config.num_steps=100
-#   make test           the tests without the slow ones, about 25 minutes on two cores
+#   make test           the tests without the slow ones, about 20 minutes on two cores
 #   make test-all       all tests
 #   make test-wheel     builds the package, installs it in an empty environment, runs the README
 #   make check          formatting, likely mistakes, types

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_MODULES = ("optim", "plan", "schedules")
+_MODULES = (
+    "draw",
+    "optim",
+    "plan",
+    "reference",
+    "schedules",
+    "simulate",
+    "solvers",
+)
 _MODULE_OF = {
     "Function": "jpipe.layers.layer",
     "IDLE": "jpipe.schedule",
@@ -29,9 +37,13 @@ _MODULE_OF = {
 __all__ = sorted([*_MODULES, *_MODULE_OF])  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from jpipe import draw as draw
     from jpipe import optim as optim
     from jpipe import plan as plan
+    from jpipe import reference as reference
     from jpipe import schedules as schedules
+    from jpipe import simulate as simulate
+    from jpipe import solvers as solvers
     from jpipe.costs import Memory as Memory
     from jpipe.costs import StageRecord as StageRecord
     from jpipe.engine.loss_scale import LossScale as LossScale

@@ -253,9 +253,9 @@ def check_fit(what: str, values: Any, layers: Sequence, attribute: str) -> None:
       attribute: the attribute of a layer that holds the abstract values.
     """
     if not isinstance(values, Sequence) or len(values) != len(layers):
-        got = len(values) if isinstance(values, Sequence) else type(values).__name__
+        size = len(values) if isinstance(values, Sequence) else type(values).__name__
         raise ValueError(
-            f"`{what}` must be a list with one entry per layer ({len(layers)}), got {got}."
+            f"`{what}` must be a list with one entry per layer ({len(layers)}), got {size}."
         )
 
     def texts(tree: Any) -> dict[str, str]:

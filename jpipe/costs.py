@@ -95,6 +95,7 @@ def memory(program: Program, batch: Any) -> Memory:
         for s in range(stages.num_stages)
         for _, run, _ in stages.layer_runs(s)
     )
+    assert updates is not None
     used_state = sum(
         layout.leaf_bytes(updates.programs[u].state, updates.state.arrays)
         for u in updates.program_of_stage
@@ -102,7 +103,7 @@ def memory(program: Program, batch: Any) -> Memory:
     copies = (
         engine.lowered.num_versions * (1 + len(layout["read_parameters"].shapes)) + 1
     )
-    compiled = program.lower(batch).compile()
+    analysis: Any = program.lower(batch).compile().memory_analysis()
     return Memory(
         weights=weights,
         optimizer=optimizer,
@@ -113,7 +114,7 @@ def memory(program: Program, batch: Any) -> Memory:
             for a in jax.tree.leaves(dict(batch))
         )
         // settings.num_replicas,
-        temporaries=int(compiled.memory_analysis().temp_size_in_bytes),
+        temporaries=int(analysis.temp_size_in_bytes),
         padding=round(
             weights
             + optimizer

@@ -202,7 +202,7 @@ class Pipeline:
             key_impl = jax.config.jax_default_prng_impl
         leaves, tree = jax.tree.flatten(microbatch)
         shapes = tuple((a.shape, a.dtype) for a in leaves)
-        key = tree, shapes, str(key_impl)
+        key: tuple = (tree, shapes, str(key_impl))
         if key not in self._traced:
             self._traced[key] = self._settings.trace(microbatch, key_impl)
         traced = self._traced[key]

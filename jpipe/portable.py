@@ -178,6 +178,7 @@ def initial(
         layer = layers[i]
         fresh = layer.given
         if fresh is None:
+            assert layer.init is not None
             fresh = init_layer(layer.init, jax.random.fold_in(key, i))
         return [
             a if tree is not None else b
@@ -231,11 +232,11 @@ def new_state(
     )
     everywhere = NamedSharding(program.settings.mesh, REPLICATED)
     key_data = jnp.asarray(key_data)
-    started = jnp.full(num_devices, started, jnp.int32)
+    all_started = jnp.full(num_devices, started, jnp.int32)
     return PipelineState(
         **_pack(program, of_stage, loss_scale),
         **empty(),
-        started=jax.device_put(started, everywhere),
+        started=jax.device_put(all_started, everywhere),
         key=jax.device_put(
             jnp.broadcast_to(key_data, (num_devices, *key_data.shape)), everywhere
         ),

@@ -71,9 +71,8 @@ class Program:
             overlap=settings.overlap,
         )
         specs = REPLICATED, per_device_spec(settings.mesh), PartitionSpec()
-        replicated, per_device, everywhere = (
-            NamedSharding(settings.mesh, spec) for spec in specs
-        )
+        shardings: list[Any] = [NamedSharding(settings.mesh, spec) for spec in specs]
+        replicated, per_device, everywhere = shardings
         if settings.automatic_mesh is not None:
             # Each array is split in its own way, which `_pack_outputs` states.
             replicated = per_device = None
@@ -347,10 +346,10 @@ class Program:
         replicated = {**state.replicated(), **state.counters()}
         per_device = state.per_device()
         if self.settings.automatic_mesh is not None:
-            wanted = self.abstract_state
+            state = self.abstract_state
             wanted = (
-                {**wanted.replicated(), **wanted.counters()},
-                wanted.per_device(),
+                {**state.replicated(), **state.counters()},
+                state.per_device(),
             )
             replicated, per_device = jax.tree.map(
                 lambda a, want: jax.lax.with_sharding_constraint(a, want.sharding),

@@ -65,13 +65,15 @@ class Reference:
         self.round = 0
         S = schedule.num_stages
         # (stage, version) -> one tree per layer, None for the layers of other stages
-        self.weights = {}
-        self.params, self.stages, self.batches = list(params), None, {}
+        self.weights: dict[tuple[int, int], Any] = {}
+        self.params = list(params)
+        self.stages: Any = None  # `Stages`, once the shapes of a batch are known
+        self.batches: dict[int, Any] = {}
         self.stash: dict = {}
         self.inbox: dict = {}
         self.split_residuals: dict = {}
-        self.gradients = [None] * S
-        self.optimizer_state = [None] * S
+        self.gradients: list[Any] = [None] * S
+        self.optimizer_state: list[Any] = [None] * S
 
     def _start(self, microbatch: Any) -> None:
         """Cuts the model and makes the first weights, once the shapes are known."""
@@ -138,7 +140,7 @@ class Reference:
         table, s = self.schedule, int(self.schedule.stage[c])
         N = table.num_microbatches
 
-        def cell(field: str) -> int | None:
+        def cell(field: str) -> Any:
             """The microbatch or version, counted from the start of training; None if idle."""
             value = int(getattr(table, field)[t, c])
             if value == IDLE:

@@ -69,7 +69,7 @@ class Costs:
     num_cores: float | None = None
     cores_per_device: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             cost = getattr(self, field.name)
             if cost is None and field.default is None:
@@ -232,7 +232,14 @@ def _ticks(schedule: Schedule) -> dict[str, np.ndarray]:
     return kinds
 
 
-def _timing(schedule, length, costs, makespan, start, end) -> Timing:
+def _timing(
+    schedule: Schedule,
+    length: Any,
+    costs: Costs,
+    makespan: float,
+    start: Any,
+    end: Any,
+) -> Timing:
     """A `Timing` from the makespan and the times of all operations."""
     D, N = schedule.num_devices, schedule.num_microbatches
     span = np.full(D, makespan, float)

@@ -1,6 +1,6 @@
 """The pages, README.md and docs/, as programs: what of them is code, and how it is run.
 
-    python tests/pages.py docs/checkpoints.md
+    python tests/pages.py docs/faq.md
 
 runs the Python blocks of a page in order, in one process, as a reader would who copies them. Three conventions:
 

@@ -189,8 +189,8 @@ def test_files_that_are_named_exist(page):
         r"`((?:jpipe|models|train|configs|docs|tests|benchmarks)/[\w/.]*)`",
         page.read_text(),
     )
-    missing = [name for name in names if not (ROOT / name).exists()]
-    assert missing == ["configs/planned.py"] * len(missing)  # a command writes it
+    missing = {name for name in names if not (ROOT / name).exists()}
+    assert missing <= {"configs/planned.py", "docs/_build/html"}  # commands write them
 
 
 def test_every_page_is_in_the_navigation():

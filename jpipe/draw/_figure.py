@@ -227,8 +227,8 @@ def _draw_panel(
             axes.vlines(start, row - 0.5, row + 0.42, color=_UPDATE, lw=1.5)
             axes.plot(start, row - 0.5, "v", color=_UPDATE, ms=5, clip_on=False)
         if word and start < last and start + length > first:
-            size = dict(width=length, height=0.84)
-            axes.add_patch(Rectangle((start, row - 0.42), **size, fc=fill, ec="white"))
+            corner = start, row - 0.42
+            axes.add_patch(Rectangle(corner, length, 0.84, fc=fill, ec="white"))
             dark = np.dot(fill, (0.299, 0.587, 0.114)) <= 0.5
             room = 0.85 * 72 * layout.unit * length  # points
             axes.text(
@@ -243,9 +243,9 @@ def _draw_panel(
             )
     ends = layout.ends[(layout.ends > first) & (layout.ends <= last)]
     axes.vlines(ends, -0.5, num_rows - 0.5, color="#dddddd", lw=0.5, zorder=0)
-    whole = dict(width=last - first, height=num_rows)
+    corner, width = (first, -0.5), last - first
     axes.add_patch(
-        Rectangle((first, -0.5), **whole, fc=_BACKGROUND, ec="none", zorder=-1)
+        Rectangle(corner, width, num_rows, fc=_BACKGROUND, ec="none", zorder=-1)
     )
     right = first + _PANEL / layout.unit
     axes.hlines(range(num_rows), last, right, color="#dddddd", lw=0.5, ls=":")

@@ -57,8 +57,8 @@ class _Uniform(NamedTuple):
       updates: bool `[]` (`[T]`), whether any device updates.
     """
 
-    sends: list[jax.Array]
-    updates: jax.Array
+    sends: list[Any]
+    updates: Any
 
 
 def run_pass(

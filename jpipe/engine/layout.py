@@ -10,7 +10,7 @@ microbatches.
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -111,11 +111,11 @@ class StateLayout:
         """Replicas of each stage, along the axis "data"."""
         return self.mesh.shape.get(DATA, 1)
 
-    def local_shapes(self, names: Sequence[str]) -> dict[str, Any]:
+    def local_shapes(self, names: Iterable[str]) -> dict[str, Any]:
         """Local shapes of groups, by name."""
         return {name: self.groups[name].shapes for name in names}
 
-    def global_shapes(self, names: Sequence[str]) -> dict[str, Any]:
+    def global_shapes(self, names: Iterable[str]) -> dict[str, Any]:
         """Global shapes of groups, with their shardings, by name."""
         groups = [self.groups[name] for name in names]
         return {g.name: self.globally(g.shapes, g.spec, g.memory_kind) for g in groups}
@@ -184,6 +184,7 @@ def training_layout(
       loss_scale: the loss scale, or None.
       key_impl: implementation of the random keys.
     """
+    assert packings.optimizer_state is not None
     R, V = lowered.num_chunks, lowered.num_versions
     key = jax.eval_shape(
         lambda: jax.random.key_data(jax.random.key(0, impl=key_impl))[None]
@@ -319,6 +320,7 @@ def packed_shapes(
         # for the same arrays.
         while dims[-1] is None:
             dims.pop()
+        assert mesh is not None
         sharding = NamedSharding(mesh, PartitionSpec(*dims))
         a = shapes[name]
         shapes[name] = jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)

@@ -6,7 +6,7 @@ of statistics over replicas.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -68,7 +68,7 @@ def _microbatch(stage: StageContext, leaves: tuple[jax.Array, ...]) -> list[jax.
 
 def _message_places(
     stage: StageContext, owner_offset: int, messages: Packing
-) -> tuple[Place, ...]:
+) -> Sequence[Place]:
     """Places of the message from the stage before (offset -1) or to the stage after (offset 0).
 
     Stages that share a program have messages of one shape, and the first of them gives the places.
@@ -225,7 +225,8 @@ def _commit_layer(
     sums = packing.read_all(statistics, run.state, column, i)
     mean = [a / np.asarray(num_microbatches, a.dtype) for a in sums]
     mean = stage.device.mean_over_replicas(mean)
-    new = stage.stages.mutable[run.kind].commit(old, mean)
+    commit: Any = stage.stages.mutable[run.kind].commit
+    new = commit(old, mean)
     finite = jnp.stack([jnp.isfinite(a).all() for a in new]).all()
     new = [jnp.where(finite, b, a) for a, b in zip(old, new)]
     zeros = [jnp.zeros_like(a) for a in old]

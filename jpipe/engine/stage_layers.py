@@ -6,7 +6,7 @@ measuring can run a layer as the engine does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import lax
@@ -30,7 +30,7 @@ SlotOf = Callable[[str], jax.Array]
 def for_each_layer(
     stage: StageContext,
     r: int,
-    body: Callable[[jax.Array, LoopState], LoopState],
+    body: Callable[[Any, LoopState], LoopState],
     state: LoopState,
 ) -> LoopState:
     """`state = body(i, state)` for each layer i of run r of the program, the first layer first."""
@@ -43,7 +43,7 @@ def for_each_layer(
 def for_each_layer_reversed(
     stage: StageContext,
     r: int,
-    body: Callable[[jax.Array, LoopState], LoopState],
+    body: Callable[[Any, LoopState], LoopState],
     state: LoopState,
 ) -> LoopState:
     """`state = body(i, state)` for each layer i of run r of the program, the last layer first."""

@@ -8,7 +8,7 @@ the gradient is not finite on any other column that applies the same minibatch i
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,8 @@ def _mean_over_replicas(
 def _sum_tied_gradients(
     device: Device, copies: Sequence[TiedCopy], arrays: TickArrays
 ) -> TickArrays:
-    gradients, total = arrays.gradients, 0
+    gradients = arrays.gradients
+    total: Any = 0
     for copy in copies:
         value = packing.read(gradients, copy.place, [copy.chunk], copy.row)
         total += jnp.where(device.position == copy.device, value, 0)
@@ -151,7 +152,7 @@ def _norms(
     num_chunks = device.spec.lowered.num_chunks
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
     dtype = device.spec.updates.norm_dtype
-    squares = [
+    squares: Any = [
         jnp.sum(jnp.square(a.astype(dtype)), axis=tuple(range(1, a.ndim)))
         for a in arrays.gradients.values()
     ]
@@ -277,9 +278,10 @@ class _Apply:
         versioned = slots.arrays not in ("gradients", "optimizer_state")
         lead = [version] if versioned else []
         lead += [self.scalars.chunk]
+        copies: Any = slots.copies  # from here on the base of a place is traced
         return [
             (dataclasses.replace(place, base=jnp.asarray(starts)[i]), lead)
-            for place, starts in slots.copies
+            for place, starts in copies
         ]
 
     def _load(

@@ -90,9 +90,9 @@ def shared_weights(layers: Sequence) -> list[list[tuple[int, str]]]:
     ties = {key: places for key, places in places_of.items() if len(places) > 1}
     for key, places in ties.items():
         if not isinstance(variable_of[key], nnx.Param):
-            (first, path), (second, _) = places[:2]
+            (first, shared), (second, _) = places[:2]
             raise ValueError(
-                f"layers {first} and {second} share {path!r}, a {type(variable_of[key]).__name__}: "
+                f"layers {first} and {second} share {shared!r}, a {type(variable_of[key]).__name__}: "
                 "only parameters can be shared between layers. Give each layer its own."
             )
     return list(ties.values())

@@ -138,11 +138,13 @@ def _unwrapped(layer: Any) -> Any:
 
 def _signature(layer: Callable[..., Any]) -> inspect.Signature | None:
     if _is_module_class(layer):  # its metaclass hides the arguments of `__init__`
-        args, keywords = (), {}
+        args: tuple = ()
+        keywords: dict[str, Any] = {}
         while isinstance(layer, functools.partial):
             args, keywords = layer.args + args, {**layer.keywords, **keywords}
             layer = layer.func
-        layer = functools.partial(layer.__init__, None, *args, **keywords)
+        init: Callable[..., Any] = layer.__init__
+        layer = functools.partial(init, None, *args, **keywords)
     try:
         return inspect.signature(layer)
     except (TypeError, ValueError):  # built-in functions have none

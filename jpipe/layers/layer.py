@@ -158,13 +158,13 @@ def skip(
 def _names(names: str | Sequence[str], argument: str) -> tuple[str, ...]:
     """One name or several as a tuple."""
     several = not isinstance(names, str) and hasattr(names, "__iter__")
-    names = tuple(names) if several else (names,)
-    for name in names:
+    result: tuple = tuple(names) if several else (names,)
+    for name in result:
         if not isinstance(name, str):
             raise ValueError(
-                f"`{argument}` must be a name or several, got {name!r} in {names}."
+                f"`{argument}` must be a name or several, got {name!r} in {result}."
             )
-    return names
+    return result
 
 
 @dataclasses.dataclass(frozen=True)

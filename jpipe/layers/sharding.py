@@ -47,8 +47,8 @@ def parameter_specs(
 def _parameter_spec(
     name: str, shape: tuple[int, ...], spec: Sequence, sizes: Mapping[str, int]
 ) -> tuple:
-    of_dim = [(names,) if isinstance(names, str) else names or () for names in spec]
-    of_dim = [tuple(axis for axis in names if axis in sizes) for names in of_dim]
+    axes_of_dim = [(n,) if isinstance(n, str) else n or () for n in spec]
+    of_dim = [tuple(axis for axis in names if axis in sizes) for names in axes_of_dim]
     while of_dim and not of_dim[-1]:
         of_dim.pop()
     problem = f"{name} of shape {list(shape)} cannot be split as {spec}"
@@ -65,7 +65,7 @@ def _parameter_spec(
                 f"its dim {dim}, {shape[dim]}. Make the dim a multiple of {parts}, make the axis of "
                 "the mesh smaller, or leave the axis out of the parameter's partition."
             )
-    named = [names[0] if len(names) == 1 else names or None for names in of_dim]
+    named = [n[0] if len(n) == 1 else n or None for n in of_dim]
     return tuple(named) + (None,) * (len(shape) - len(named))
 
 
@@ -95,7 +95,7 @@ def stash_specs(
     )
     # Only the result of the partitioner is read, so the compiler need not optimise.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
-    options = {"xla_backend_optimization_level": 0} if on_cpu else None
+    options: Any = {"xla_backend_optimization_level": 0} if on_cpu else None
     stash = jax.jit(lambda *args: program.forward_and_stash(*args)[1])
     compiled = stash.lower(parameters, inputs, extra).compile(options)
     return [

@@ -129,10 +129,12 @@ def check_hooks(
 `correct_discrepancy`, which the optimizer lacks. Add `correct_discrepancy` to the end of \
 the optimizer's chain, or leave `backward_params` out.
     """
-    hooks = {"forward": forward, "backward": backward}
-    hooks = {name: hook for name, hook in hooks.items() if hook is not None}
-    present = list(dict.fromkeys(type(s) for s in declared_states(optimizer_state)))
-    read = {name: _state_read(hook) for name, hook in hooks.items()}
+    named = {"forward": forward, "backward": backward}
+    hooks = {name: hook for name, hook in named.items() if hook is not None}
+    present: list[Any] = list(
+        dict.fromkeys(type(s) for s in declared_states(optimizer_state))
+    )
+    read: dict[str, Any] = {name: _state_read(hook) for name, hook in hooks.items()}
     for name, state_type in read.items():
         if state_type is not None and state_type not in present:
             transform = state_type.declaration.transform

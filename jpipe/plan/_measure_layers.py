@@ -105,13 +105,15 @@ def _subjects(
     kind_of_layer = [*traced.kind_of_layer]
     forward = [jax.jit(kind.forward) for kind in traced.layer_kinds]
     subjects: dict[int, _Subject] = {}
-    x, live = _values(microbatch["inputs"]), {}
+    live: dict[str, Any] = {}
+    x = _values(microbatch["inputs"])
     for i, (layer, k) in enumerate(zip(traced.layers, kind_of_layer)):
         kind = traced.layer_kinds[k]
         args = jax.tree.leaves((x, [live.pop(name) for name in layer.pop]))
         if k not in subjects:
             fresh = layer.given
             if fresh is None:
+                assert layer.init is not None
                 fresh = initialise(layer.init, jax.random.fold_in(key, i))
             weights, state = map(jax.tree.leaves, jax.device_get(fresh))
             extra = [jnp.zeros(a.shape, a.dtype) for a in kind.extra[:1]]
@@ -122,6 +124,7 @@ def _subjects(
         leaves, _ = forward[k](subject.weights, args, extra)
         x, *kept = outputs(kind, leaves)
         live |= dict(zip(layer.stash, kept, strict=True))
+    assert traced.loss is not None
     loss = _Subject(traced.loss, jax.tree.leaves(x), _values(microbatch))
     return [*(subjects[k] for k in range(len(traced.layer_kinds))), loss]
 
@@ -159,13 +162,15 @@ class _Subject:
         self.kind, self.num_rows = kind, num_rows
         self.inputs, self.extra = inputs, extra
         self.weights, self.state = weights, state
-        leaves = {n: [kind.stash[j] for j in getattr(kind, n)] for n in _STASHES}
+        leaves: dict[str, Sequence] = {
+            n: [kind.stash[j] for j in getattr(kind, n)] for n in _STASHES
+        }
         leaves |= {
             "parameters": weights,
             "state": state,
             "split_residuals": kind.split_residuals,
         }
-        self.packs = {n: Packing.of([map(Leaf, own)]) for n, own in leaves.items()}
+        self.packs = {n: Packing.of([[*map(Leaf, own)]]) for n, own in leaves.items()}
         self._output_grads = [y for y in kind.outputs if is_inexact(y)]
         lists = list(kind.parameters), list(kind.stash), self._output_grads
         _, self._input_grads = jax.eval_shape(kind.backward, *lists)

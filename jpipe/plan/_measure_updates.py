@@ -104,7 +104,8 @@ def measure_updates(
         u: num_rows_of(order.count(u), devices, updates[u].parameters) for u in distinct
     }
     sizes = [
-        num_rows[u] * num_bytes((*updates[u].parameters * 2, *updates[u].state))
+        num_rows[u]
+        * num_bytes((*updates[u].parameters, *updates[u].parameters, *updates[u].state))
         for u in distinct
     ]
     groups = groups_of(sizes)
@@ -121,7 +122,7 @@ def measure_updates(
 
 def _update(update: LayerUpdate, num_rows: int) -> Member:
     pack, state = (
-        Packing.of([map(Leaf, a)]) for a in (update.parameters, update.state)
+        Packing.of([[*map(Leaf, a)]]) for a in (update.parameters, update.state)
     )
     rng = np.random.default_rng(0)
     weights = [random_like(rng, a) for a in update.parameters]

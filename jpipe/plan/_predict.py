@@ -83,6 +83,7 @@ def predict(
         )
     S = schedule.num_stages
     starts = check_boundaries(list(boundaries), len(profile.layers), S)
+    assert starts is not None  # as it is for a list of boundaries
     costs = stage_costs(schedule, profile, starts, machine, num_replicas)
     timing = simulate(schedule, costs)
     return Prediction(

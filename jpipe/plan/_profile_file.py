@@ -37,6 +37,8 @@ def decode(kind: Any, value: Any, field: str) -> Any:
     if kind is jax.ShapeDtypeStruct:
         match = re.fullmatch(r"(\w+)\[((\d+, )*\d+)?\]", str(value))
         try:
+            if match is None:
+                raise TypeError
             dims = (match[2] or "").split(", ")
             shape = tuple(int(n) for n in dims if n)
             return jax.ShapeDtypeStruct(shape, jnp.dtype(match[1]))
@@ -44,7 +46,7 @@ def decode(kind: Any, value: Any, field: str) -> Any:
             raise WrongField(
                 field, "an array, such as 'float32[2, 3]'", value
             ) from None
-    if dataclasses.is_dataclass(kind):
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         if not isinstance(value, dict):
             raise WrongField(field, "an object", value)
         dot = f"{field}." if field else ""

@@ -127,9 +127,12 @@ def profile(
     )
     if "update" in programs:
         of_loss["update"] = Measured()
-    of_nothing = dict.fromkeys(("parameters", "optimizer_state", "state"), ())
+    of_nothing: dict[str, tuple] = dict.fromkeys(
+        ("parameters", "optimizer_state", "state"), ()
+    )
     of_nothing |= {"stash": (), "pop": ()}
     number = len(traced.layer_kinds)
+    assert traced.loss is not None
     loss = _record(traced.loss, of_loss, [()], name="loss", kind=number, **of_nothing)
     measured = Profile(layers, loss, **made_with)
     if cache is not None:
@@ -143,7 +146,9 @@ def _record(
     outputs: Sequence,
     **fields,
 ) -> LayerProfile:
-    seconds = {p: measured[p].seconds if p in measured else None for p in PROGRAMS}
+    seconds: dict[str, Any] = {
+        p: measured[p].seconds if p in measured else None for p in PROGRAMS
+    }
     activations, *skips = (_abstract(jax.tree.leaves(y)) for y in outputs)
     return LayerProfile(
         **seconds,

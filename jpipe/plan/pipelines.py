@@ -51,7 +51,8 @@ def profile_pipeline(
             f"{num_microbatches!r}."
         )
     microbatch = settings.microbatch(batch, num_microbatches)
-    traced = settings.trace(microbatch, jax.config.jax_default_prng_impl)
+    key_impl = jax.config.jax_default_prng_impl
+    traced = settings.trace(microbatch, key_impl)
 
     def first_rows(a: Any, want: jax.ShapeDtypeStruct) -> Any:
         if isinstance(a, jax.ShapeDtypeStruct):

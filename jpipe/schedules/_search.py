@@ -4,7 +4,7 @@ import itertools
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -155,7 +155,8 @@ def _memory(schedule: Schedule, activations: np.ndarray) -> np.ndarray:
     live = ((first <= ticks) & (ticks <= last)).sum(axis=1)  # [T, C]
     per_column = live * activations[schedule.stage]
     per_device = np.zeros((schedule.num_ticks, schedule.num_devices))
-    np.add.at(per_device, (slice(None), schedule.device), per_column)
+    columns: Any = (slice(None), schedule.device)
+    np.add.at(per_device, columns, per_column)
     return per_device.max(axis=0)
 
 
@@ -256,10 +257,9 @@ def _bound(costs: Costs, device: Sequence[int], N: int) -> float:
         for name in TRANSFERS.values()
     )
     input_arrives = np.cumsum([0, *(F[:-1] + sends_forward)])  # [S]
-    device = np.asarray(device)
+    on_device = [np.equal(device, d) for d in range(max(device) + 1)]
     per_device = [
-        input_arrives[device == d].min() + N * (F + B + W)[device == d].sum()
-        for d in range(device.max() + 1)
+        input_arrives[here].min() + N * (F + B + W)[here].sum() for here in on_device
     ]
     one_microbatch = F.sum() + B.sum() + sum(sends_forward) + sum(sends_back) + W[0]
     return float(max(*per_device, one_microbatch))

@@ -11,8 +11,8 @@ from jpipe.schedules.arguments import raise_refusal
 def refusal(
     num_stages: int,
     num_microbatches: int,
-    stage: Sequence[int] | None,
-    device: Sequence[int] | None,
+    stage: Sequence[int] | np.ndarray | None,
+    device: Sequence[int] | np.ndarray | None,
 ) -> str | None:
     """Why `forward_only` refuses these counts and stages; `Schedule` checks the devices."""
     del device
@@ -31,8 +31,8 @@ def refusal(
 def forward_only(
     num_stages: int,
     num_microbatches: int,
-    stage: Sequence[int] | None = None,
-    device: Sequence[int] | None = None,
+    stage: Sequence[int] | np.ndarray | None = None,
+    device: Sequence[int] | np.ndarray | None = None,
 ) -> Schedule:
     """Forward only: prediction. `Pipeline` refuses it as a schedule of training.
 

@@ -136,5 +136,5 @@ def interleaved(
         return next(due, None)
 
     return Schedule.from_ticks(
-        "interleaved", **list_schedule(d, num_microbatches, choose)
+        "interleaved", **list_schedule(d.tolist(), num_microbatches, choose)
     )

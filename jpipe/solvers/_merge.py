@@ -103,7 +103,7 @@ def merge(problem: Problem, *, ordered: bool = True, memory: str = "exact") -> P
     place = {v: p for p, v in enumerate(problem.graph.topological_order)}
     return dataclasses.replace(
         problem,
-        groups=tuple(tuple(sorted(members[g], key=place.get)) for g in kept),
+        groups=tuple(tuple(sorted(members[g], key=place.__getitem__)) for g in kept),
         device=device[kept],
         host=host[kept],
         memory=sizes[kept],

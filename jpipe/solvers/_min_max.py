@@ -29,9 +29,9 @@ def min_max(costs: Sequence[float], num_stages: int) -> list[int]:
       >>> min_max([1, 1, 1, 9, 1, 1], 3)
       [3, 4]
     """
-    costs = checked_costs(costs, num_stages)
-    num_layers = len(costs)
-    before = np.concatenate([[0.0], np.cumsum(costs)])
+    array = checked_costs(costs, num_stages)
+    num_layers = len(array)
+    before = np.concatenate([[0.0], np.cumsum(array)])
     stage_cost = before[None, :] - before[:, None]  # [i, j]: layers i..j-1
     stage_cost[np.tril_indices(num_layers + 1)] = np.inf  # no empty stage
 
@@ -55,13 +55,13 @@ def min_max(costs: Sequence[float], num_stages: int) -> list[int]:
 
 def checked_costs(costs: Sequence[float], num_stages: int) -> np.ndarray:
     """The costs as an array; raises ValueError if they cannot be cut into `num_stages`."""
-    costs = np.asarray(costs, np.float64)
-    if not 1 <= num_stages <= len(costs):
+    array = np.asarray(costs, np.float64)
+    if not 1 <= num_stages <= len(array):
         raise ValueError(
-            f"`num_stages` must be in 1..{len(costs)}, the number of layers, got {num_stages}."
+            f"`num_stages` must be in 1..{len(array)}, the number of layers, got {num_stages}."
         )
-    if not (np.isfinite(costs).all() and (costs >= 0).all()):
+    if not (np.isfinite(array).all() and (array >= 0).all()):
         raise ValueError(
-            f"`costs` must be finite and not negative, got {costs.tolist()}."
+            f"`costs` must be finite and not negative, got {array.tolist()}."
         )
-    return costs
+    return array

@@ -165,8 +165,9 @@ def _nodes(graph: Graph, chosen: np.ndarray) -> tuple:
 def _levels(
     num_devices: int | Sequence[int], bandwidth: float | Sequence[float]
 ) -> list[Level]:
-    several = isinstance(num_devices, Sequence)
-    sizes = list(num_devices) if several else [num_devices]
+    sizes: list = (
+        list(num_devices) if isinstance(num_devices, Sequence) else [num_devices]
+    )
     speeds = list(bandwidth) if isinstance(bandwidth, Sequence) else [bandwidth]
     if not sizes or len(sizes) != len(speeds):
         raise ValueError(

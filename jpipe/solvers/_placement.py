@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,7 @@ class Problem:
     def stage_load(self, groups: Iterable[int], on_host: bool) -> float:
         """Time of a stage, computed from the graph."""
         inside = {v for g in groups for v in self.groups[g]}
-        nodes = self.graph.nodes
+        nodes: Sequence[Any] = self.graph.nodes
         if on_host:
             return math.fsum(nodes[v].host for v in inside)
         crossing = {u for u, v in self.graph.edges if (u in inside) != (v in inside)}
@@ -110,7 +111,9 @@ class Problem:
         place = {v: p for p, v in enumerate(self.graph.topological_order)}
         loads, records = [], []
         for groups, on_host in stages:
-            nodes = sorted((v for g in groups for v in self.groups[g]), key=place.get)
+            nodes = sorted(
+                (v for g in groups for v in self.groups[g]), key=place.__getitem__
+            )
             if nodes:
                 ids = tuple(self.graph.nodes[v].id for v in nodes)
                 records.append(Stage(ids, on_host=bool(on_host)))
@@ -234,9 +237,9 @@ def placement(
     )
     for g, nodes in enumerate(problem.groups):
         if math.isinf(problem.device[g]) and math.isinf(problem.host[g]):
-            first, more = graph.nodes[nodes[0]].id, len(nodes) - 1
+            first_id, more = graph.nodes[nodes[0]].id, len(nodes) - 1
             raise ValueError(
-                f"node {first!r}{f' with {more} nodes that must be beside it' if more else ''} can be placed nowhere: "
+                f"node {first_id!r}{f' with {more} nodes that must be beside it' if more else ''} can be placed nowhere: "
                 f"{memory[g]:g} bytes, {num_devices} devices of {limit:g} bytes, {num_hosts} hosts. Raise "
                 "`memory_limit` or `num_hosts`, measure `host`, or split the node."
             )

@@ -169,7 +169,7 @@ class _SplitSearch:
                 some = columns[i : i + 64]
                 lacks = _words(~has[:, some])
                 is_stage &= (lacks[:, None] & _words(inside[:, some])[None, :]) == 0
-        kinds = []
+        kinds: list = []  # of the devices, of the hosts; None if there are none
         for on_host in range(2):
             if not (self.h if on_host else self.k):
                 kinds.append(None)

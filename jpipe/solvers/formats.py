@@ -160,9 +160,9 @@ class _Decoder(json.JSONDecoder):
 
             return parse_with_line
 
-        self.parse_object = with_lines(json.decoder.JSONObject, _Record)
-        self.parse_array = with_lines(json.decoder.JSONArray, _List)
-        self.scan_once = json.scanner.py_make_scanner(self)
+        self.parse_object = with_lines(json.decoder.JSONObject, _Record)  # type: ignore[attr-defined]
+        self.parse_array = with_lines(json.decoder.JSONArray, _List)  # type: ignore[attr-defined]
+        self.scan_once = json.scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
 
 def _read_json(path: str, text: str) -> tuple[_Record, list[_Record], _List]:

@@ -94,9 +94,8 @@ class LevelSearch:
 
     def _options(self, depth: int) -> range:
         """The possible m of a later stage."""
-        return range(
-            1, min(2 if self._straight else math.inf, self._levels[depth - 1].size)
-        )
+        size = self._levels[depth - 1].size
+        return range(1, min(2, size) if self._straight else size)
 
     def _later_stages(self, depth: int, behind: int, start: int, stop: int):
         """Seconds of the later stages that begin at the states from start to stop.

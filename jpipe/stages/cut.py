@@ -174,23 +174,21 @@ def check_boundaries(
         return None
     want = "the layer index at which each stage after the first begins"
     are_indices = not isinstance(boundaries, str) and hasattr(boundaries, "__iter__")
-    if are_indices:
-        boundaries = list(boundaries)
-        are_indices = all(hasattr(b, "__index__") for b in boundaries)
-    if not are_indices:
+    indices: list = [*boundaries] if are_indices else []
+    if not are_indices or not all(hasattr(b, "__index__") for b in indices):
         raise ValueError(
             f"`boundaries` must be a list of whole numbers ({want}), one of {', '.join(map(repr, BALANCES))} to balance "
-            f"by that, or None to balance by FLOPs, got {boundaries!r}."
+            f"by that, or None to balance by FLOPs, got {indices or boundaries!r}."
         )
-    starts = [0, *(int(b) for b in boundaries), num_layers]
+    starts = [0, *map(int, indices), num_layers]
     if len(starts) != num_stages + 1:
         raise ValueError(
-            f"`boundaries` must hold {num_stages - 1} numbers for {num_stages} stages ({want}), got {list(boundaries)}."
+            f"`boundaries` must hold {num_stages - 1} numbers for {num_stages} stages ({want}), got {indices}."
         )
     for s, (start, stop) in enumerate(itertools.pairwise(starts)):
         if start >= stop:
             raise ValueError(
-                f"`boundaries` must rise within 1..{num_layers - 1} ({want}), got {list(boundaries)}: "
+                f"`boundaries` must rise within 1..{num_layers - 1} ({want}), got {indices}: "
                 f"stage {s} would hold layers {start}..{stop - 1}, which is none. Give every stage at least one layer."
             )
     return starts
@@ -289,10 +287,11 @@ def cut(
     packings = {}
     for name in _LEAVES_OF:
         loss = traced.loss.stash if name == "input_stash" and traced.loss else ()
-        packings[name] = groups.pack(
-            lambda signature, name=name: _leaves(traced, name, signature.kind),
-            [traced.whole(a) for a in loss],
-        )
+
+        def leaves_of(signature: _Signature, name: str = name) -> list[Leaf]:
+            return _leaves(traced, name, signature.kind)
+
+        packings[name] = groups.pack(leaves_of, [traced.whole(a) for a in loss])
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     messages = [[traced.whole(a) for a in leaves] for leaves in outputs]
     activations, gradients = pack_messages(messages)

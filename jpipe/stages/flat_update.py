@@ -54,7 +54,8 @@ class FlatUpdate:
         after = self.update.expressions(names, numbers)
         first = self.init.expressions(weights, numbers)
         paths = [f"parameters{path}" for path in self.parameters] + list(self.state)
-        return dict(zip(paths, zip([None] * len(weights) + first, after), strict=True))
+        before = [*[None] * len(weights), *first]
+        return dict(zip(paths, zip(before, after), strict=True))
 
 
 def _extra_args(gradients: Any, *values: Any) -> dict[str, Any]:

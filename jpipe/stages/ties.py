@@ -25,7 +25,8 @@ def resolve_ties(
       ValueError: if a layer or a path does not exist, a parameter appears twice, or tied parameters
         differ in shape or dtype.
     """
-    resolved, owner = [], {}
+    resolved: list[tuple] = []
+    owner: dict[tuple, int] = {}
     for t, tie in enumerate(ties):
         copies = []
         for layer, path in tie:
