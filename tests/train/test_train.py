@@ -30,7 +30,7 @@ from train.devices import check_devices
 from train.mnist import MNIST
 from train.train import evaluate, main
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 QUICKSTART = ["--config", str(ROOT / "configs" / "quickstart.py")]
 TINY = [
     *QUICKSTART,

@@ -25,7 +25,7 @@ from models import Transformer
 from train import flags, plan
 from train.config import OptimizerConfig, PipelineConfig, TrainConfig
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 CHAIN = Graph(
     tuple(
         Node(name, forward=t, backward=t, activation_bytes=(1e6,), parameter_bytes=1e6)
