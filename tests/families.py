@@ -1,4 +1,4 @@
-"""Small models of three families with data and loss, as the pipeline's tests use them."""
+"""Small models with data and loss, and schedules by name, as the tests of pipelines use them."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from models import MLP, ResNet, Transformer
+from models import BERT, MLP, VGG, ResNet, Transformer, Translation, UNet
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 """Marks a case that only `make test-all` runs."""
@@ -87,6 +87,57 @@ FAMILIES = {
         num_tokens=11,
     ),
 }
+
+
+def tokens(rng, *shape):
+    return rng.integers(1, 7, shape, dtype=np.int32)
+
+
+def images(rng, *shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+# A batch has four rows, and a sequence five tokens.
+B, T = 4, 5
+
+MODELS = {
+    "resnet50": (
+        ResNet(num_channels=1, widths=(4, 8), num_blocks=(1, 1), block="bottleneck", norm="batch", num_classes=3),
+        lambda rng: images(rng, B, 8, 8, 1),
+    ),
+    "vgg": (
+        VGG(image_size=8, num_channels=1, widths=(4, 4), num_convolutions=(1, 2), hidden_width=8, num_classes=3, batch_norm=True),
+        lambda rng: images(rng, B, 8, 8, 1),
+    ),
+    "unet": (
+        UNet(num_channels=1, width=4, num_levels=2, num_classes=2),
+        lambda rng: images(rng, B, 8, 8, 1),
+    ),
+    "tied transformer": (
+        Transformer(vocab_size=7, seq_len=T, dim=8, num_heads=2, num_blocks=1, dropout=0.1, tie_embeddings=True),
+        lambda rng: tokens(rng, B, T),
+    ),
+    "bert": (
+        BERT(vocab_size=7, seq_len=T, dim=8, num_heads=2, num_blocks=1),
+        lambda rng: {
+            "tokens": tokens(rng, B, T),
+            "segments": np.zeros((B, T), np.int32),
+            "mask": np.arange(T)[None] < np.array([5, 4, 3, 5])[:, None],
+        },
+    ),
+    "translation": (
+        Translation(vocab_size=7, dim=8, num_heads=2, mlp_dim=8, num_encoder_blocks=2, num_decoder_blocks=2),
+        lambda rng: {"source": tokens(rng, B, T), "target": tokens(rng, B, T - 1)},
+    ),
+}  # fmt: skip
+"""A small model of every class in `models/`, and a function from a generator to inputs."""
+
+# Other tests cover these: `test_unet_equals_the_program_written_out` the U-Net, and `test_losses.py`
+# dicts and masks between layers.
+SLOW_MODELS = ("bert", "resnet50", "translation", "unet", "vgg")
+
+ASYNCHRONOUS = ("pipemare", "pipedream", "pipedream_2bw")
+"""The names of the asynchronous schedules."""
 
 HAND_WRITTEN = """
 # Three microbatches on two stages, the second stage in no hurry.

@@ -1,11 +1,22 @@
-"""What several test modules use: comparing trees, states full of NaN, errors before compiling."""
+"""What test modules share: comparisons, refusals, profiles by hand, and the files of training runs."""
 
 import contextlib
 import dataclasses
+import functools
+import json
+import pathlib
+import resource
+import struct
+from collections.abc import Iterator
 
 import jax
 import numpy as np
+import optax
 import pytest
+from families import FAMILIES, cross_entropy
+
+import jpipe
+from jpipe.plan import PROGRAMS, Profile, Seconds
 
 
 def with_nan_buffers(state, all_but: str | None = None):
@@ -52,3 +63,65 @@ def refused(message):
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert not compiled
+
+
+@functools.cache
+def profile_of(family: str, microbatch_size: int = 2) -> Profile:
+    """Of a family trained with Adam; nothing is measured."""
+    pipe = jpipe.Pipeline(
+        FAMILIES[family].layers,
+        loss=cross_entropy,
+        optimizer=optax.adam(0.1),
+        schedule=jpipe.schedules.gpipe(1, 1),
+    )
+    return pipe.profile(FAMILIES[family].batches(1, microbatch_size)[0], programs=())
+
+
+def timed(profile: Profile, **seconds: float) -> Profile:
+    """The profile with these seconds for every layer, by program; 0 for one that is not named, and for the loss."""
+
+    def of(layer, share=1.0):
+        times = {p: Seconds(share * seconds.get(p, 0.0)) for p in PROGRAMS}
+        return dataclasses.replace(layer, **times)
+
+    layers = tuple(map(of, profile.layers))
+    return dataclasses.replace(profile, layers=layers, loss=of(profile.loss, 0.0))
+
+
+def log_of(run_dir: pathlib.Path) -> list[dict]:
+    """The records of the JSON file."""
+    return [json.loads(line) for line in (run_dir / "log.jsonl").open()]
+
+
+def events_of(run_dir: pathlib.Path) -> list[tuple[int, dict[str, float]]]:
+    """The event file for TensorBoard: (step, {tag: value}), in order."""
+    from tensorboardX.proto.event_pb2 import (
+        Event,  # few tests need it, and it loads slowly
+    )
+
+    (path,) = run_dir.glob("events.out.tfevents.*")
+    content, events = path.read_bytes(), []
+    while content:
+        (length,) = struct.unpack("<Q", content[:8])  # then a checksum of 4 bytes
+        events.append(Event.FromString(content[12 : 12 + length]))
+        content = content[16 + length :]  # and another one
+    assert events.pop(0).file_version == "brain.Event:2"
+    return [(e.step, {v.tag: v.simple_value for v in e.summary.value}) for e in events]
+
+
+@contextlib.contextmanager
+def file_size_limit(num_bytes: int) -> Iterator[None]:
+    """No file of this process grows beyond this, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def write_pairs(path: pathlib.Path, count: int) -> pathlib.Path:
+    """Writes short sentence pairs, the number of each pair in both sentences."""
+    lines = [f"number {i}\tZahl {i}!" for i in range(count)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path

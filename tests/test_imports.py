@@ -150,3 +150,23 @@ def test_modules_are_imported_by_name_in_three_places_only():
         name for name, path in MODULES.items() if "import_module" in path.read_text()
     }
     assert by_name == {"", "entry_points", "solvers._scipy"}
+
+
+def test_no_test_module_imports_another():
+    """What test modules share lies in modules that hold no tests."""
+    names = {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    importing = []
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                targets = [f"{node.module or ''}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for target in targets:
+                if names & set(target.split(".")):
+                    importing.append(
+                        f"{path.relative_to(ROOT)}, line {node.lineno}: {target}"
+                    )
+    assert not importing, importing

@@ -9,7 +9,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from profiles import profile_of, timed
+from helpers import profile_of, timed
 
 import jpipe
 from jpipe.plan import Machine, choose, predict, size_text

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from families import FAMILIES, cross_entropy, schedule_named
-from profiles import profile_of, timed
+from helpers import profile_of, timed
 from skipping import LAYERS as SKIPPING
 from skipping import loss_fn as mean_squares
 

@@ -12,10 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import slow
+from families import MODELS as OTHERS
+from families import SLOW_MODELS, slow
 from flax import nnx
-from test_models_pipelined import MODELS as OTHERS
-from test_models_pipelined import SLOW
 
 import jpipe
 from jpipe.plan._profile import (
@@ -245,7 +244,7 @@ MODELS = OTHERS | {
 
 @pytest.mark.parametrize(
     "name",
-    [slow(name) if name in SLOW else name for name in MODELS],
+    [slow(name) if name in SLOW_MODELS else name for name in MODELS],
 )
 def test_models(name):
     model, inputs = MODELS[name]

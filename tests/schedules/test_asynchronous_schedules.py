@@ -5,12 +5,12 @@ import math
 
 import numpy as np
 import pytest
+from families import ASYNCHRONOUS
 
 from jpipe import schedules
 from jpipe.schedule import IDLE
 
 GRID = list(itertools.product(range(1, 9), (1, 2, 3, 4, 8, 16)))
-NAMES = ("pipemare", "pipedream", "pipedream_2bw")
 
 
 def paired_delay(S, N):
@@ -74,7 +74,7 @@ def test_one_f_one_b_trace_of_pipedream():
 
 
 @pytest.mark.parametrize("ticks", ["paired", "unit"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
 @pytest.mark.parametrize(("S", "N"), GRID)
 def test_there_is_no_bubble_and_every_table_is_legal(name, S, N, ticks):
     if name == "pipedream_2bw" and N < (2 * S - 1 if ticks == "paired" else S - 1):
@@ -88,7 +88,7 @@ def test_there_is_no_bubble_and_every_table_is_legal(name, S, N, ticks):
 
 
 def test_methods_differ_in_versions_alone():
-    tables = [schedules.get(name)(3, 8).to_dict() for name in NAMES]
+    tables = [schedules.get(name)(3, 8).to_dict() for name in ASYNCHRONOUS]
     for field in ("forward", "backward", "weight_grad", "update", "stage", "device"):
         assert tables[0][field] == tables[1][field] == tables[2][field]
 
@@ -100,7 +100,7 @@ def test_vertical_sync_reads_what_the_first_stage_read():
         assert facts.forward_delay.tolist() == [delay] * 4
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_the_default_is_the_layout_with_less_delay(name):
     unit = schedules.get(name)(4, 8, ticks="unit")
     paired = schedules.get(name)(4, 8, ticks="paired")
@@ -141,7 +141,7 @@ def test_2bw_versions_of_the_paper():
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_wrong_arguments(name):
     with pytest.raises(
         ValueError, match="`num_stages` must be an integer of at least 1, got 0"

@@ -8,7 +8,7 @@ import re
 import warnings
 
 import pytest
-from test_asynchronous_schedules import NAMES as ASYNCHRONOUS
+from families import ASYNCHRONOUS
 
 from jpipe import draw, schedules
 from jpipe.schedule import IDLE, Schedule

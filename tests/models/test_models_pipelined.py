@@ -5,54 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from families import slow
+from families import MODELS, SLOW_MODELS, slow
 from flax import nnx
 from helpers import assert_close
 
 import jpipe
-from models import BERT, VGG, ResNet, Transformer, Translation, UNet
 
-KEY, B, T = jax.random.key(3), 4, 5
-
-
-def tokens(rng, *shape):
-    return rng.integers(1, 7, shape, dtype=np.int32)
-
-
-def images(rng, *shape):
-    return rng.normal(size=shape).astype(np.float32)
-
-
-MODELS = {
-    "resnet50": (
-        ResNet(num_channels=1, widths=(4, 8), num_blocks=(1, 1), block="bottleneck", norm="batch", num_classes=3),
-        lambda rng: images(rng, B, 8, 8, 1),
-    ),
-    "vgg": (
-        VGG(image_size=8, num_channels=1, widths=(4, 4), num_convolutions=(1, 2), hidden_width=8, num_classes=3, batch_norm=True),
-        lambda rng: images(rng, B, 8, 8, 1),
-    ),
-    "unet": (
-        UNet(num_channels=1, width=4, num_levels=2, num_classes=2),
-        lambda rng: images(rng, B, 8, 8, 1),
-    ),
-    "tied transformer": (
-        Transformer(vocab_size=7, seq_len=T, dim=8, num_heads=2, num_blocks=1, dropout=0.1, tie_embeddings=True),
-        lambda rng: tokens(rng, B, T),
-    ),
-    "bert": (
-        BERT(vocab_size=7, seq_len=T, dim=8, num_heads=2, num_blocks=1),
-        lambda rng: {
-            "tokens": tokens(rng, B, T),
-            "segments": np.zeros((B, T), np.int32),
-            "mask": np.arange(T)[None] < np.array([5, 4, 3, 5])[:, None],
-        },
-    ),
-    "translation": (
-        Translation(vocab_size=7, dim=8, num_heads=2, mlp_dim=8, num_encoder_blocks=2, num_decoder_blocks=2),
-        lambda rng: {"source": tokens(rng, B, T), "target": tokens(rng, B, T - 1)},
-    ),
-}  # fmt: skip
+KEY = jax.random.key(3)
 
 
 def loss_fn(outputs, batch):
@@ -61,13 +20,9 @@ def loss_fn(outputs, batch):
     return -log_p[..., 0].mean()
 
 
-# The U-Net is covered by a test below, dicts and masks between layers by test_losses.py.
-SLOW = ("bert", "resnet50", "translation", "unet", "vgg")
-
-
 @pytest.mark.parametrize(
     "name",
-    [slow(name) if name in SLOW else name for name in MODELS],
+    [slow(name) if name in SLOW_MODELS else name for name in MODELS],
 )
 def test_stages_change_nothing(name):
     model, inputs = MODELS[name]

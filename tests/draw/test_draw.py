@@ -14,7 +14,7 @@ from jpipe import draw, schedules
 from jpipe.schedule import Schedule
 from jpipe.simulate import simulate
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PIPEMARE = Schedule.from_text(
     "0@0 1@1\nF0@-3,B-3@-3,U-2 F-1@-2,B-2@-2,U-1\n", name="pipemare"
 )

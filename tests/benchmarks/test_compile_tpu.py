@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "compile_tpu.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "compile_tpu.py"
 
 
 def load():

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import events_of, file_size_limit, log_of
+from helpers import events_of, file_size_limit, log_of
 
 import jpipe
 from models import MLP, CrossEntropy
@@ -30,7 +30,7 @@ from train.devices import check_devices
 from train.mnist import MNIST
 from train.train import evaluate, main
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 QUICKSTART = ["--config", str(ROOT / "configs" / "quickstart.py")]
 TINY = [
     *QUICKSTART,

@@ -1,4 +1,4 @@
-"""The README: short, with a table that is right. `tests/test_docs.py` runs its programs and commands."""
+"""The README: short, with a table that is right. `tests/docs/test_docs.py` runs its programs and commands."""
 
 import re
 

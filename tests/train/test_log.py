@@ -7,7 +7,7 @@ import types
 
 import numpy as np
 import pytest
-from runs import events_of, file_size_limit, log_of
+from helpers import events_of, file_size_limit, log_of
 
 from train import log as log_module
 from train.log import (

@@ -16,7 +16,7 @@ import sys
 
 import numpy as np
 import pytest
-from profiles import timed
+from helpers import timed
 
 import jpipe
 from jpipe import solvers
@@ -25,7 +25,7 @@ from models import Transformer
 from train import flags, plan
 from train.config import OptimizerConfig, PipelineConfig, TrainConfig
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 CHAIN = Graph(
     tuple(
         Node(name, forward=t, backward=t, activation_bytes=(1e6,), parameter_bytes=1e6)

@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from runs import write_pairs
+from helpers import write_pairs
 
 from train import mnist
 from train.data import in_order, num_labels, shuffled

@@ -185,7 +185,7 @@ def test_no_configuration_is_named():
         ("import os\nx = y", "some.py`, line 2: NameError: name 'y' is not defined"),
         ("from train import nope", "some.py`, line 1: ImportError: cannot import name"),
         (
-            "from test_config import Inner\ndef get_config():\n\n  return Inner(5, 2)",
+            f"from {__name__} import Inner\ndef get_config():\n\n  return Inner(5, 2)",
             "some.py`, line 4: `high` must be above `low` (5), got 2.",
         ),
         (

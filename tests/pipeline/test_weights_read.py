@@ -127,7 +127,7 @@ WRONG = [
     (dict(forward_params="predict"), r"`forward_params` must be a function .* got str"),
     (
         dict(optimizer=optax.sgd(0.1), backward_params=corrected_params),
-        r"`backward_params` cannot give the weights.*Put `jpipe.optim.correct_discrepancy`",
+        r"`backward_params=corrected_params` reads the state of `correct_discrepancy`.*Add",
     ),
     (
         dict(forward_params=lambda params, state, delay: params[:1]),

@@ -11,7 +11,7 @@ import pytest
 from train import interrupt
 from train.interrupt import Interrupt
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 # What would not let a KeyboardInterrupt go by in silence.
 BUSY = """

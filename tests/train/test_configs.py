@@ -6,14 +6,14 @@ import pathlib
 
 import pytest
 from families import slow
-from runs import log_of, write_pairs
+from helpers import log_of, write_pairs
 
 from train import flags
 from train.config import TrainConfig
 from train.data import in_order
 from train.train import main
 
-CONFIGS = sorted((pathlib.Path(__file__).parents[1] / "configs").glob("*.py"))
+CONFIGS = sorted((pathlib.Path(__file__).parents[2] / "configs").glob("*.py"))
 
 # What makes one step of each kind of model light.
 SHRUNKEN = {
