@@ -1,5 +1,6 @@
 """The log of a run: its lines, its records, and the same for TensorBoard."""
 
+import pathlib
 import subprocess
 import sys
 import time
@@ -252,7 +253,7 @@ def test_a_log_that_was_removed_is_an_error(tmp_path):
 
 def test_output_that_cannot_be_written_is_an_error(tmp_path):
     program = (
-        f"import sys; sys.path[:0] = {[path for path in sys.path]!r}\n"
+        f"import sys; sys.path[:0] = {[str(pathlib.Path(__file__).parent), *sys.path]!r}\n"
         "import pathlib, test_log\n"
         "try:\n"
         f"    test_log.make_log(pathlib.Path({str(tmp_path)!r})).print('a line')\n"
