@@ -1,12 +1,14 @@
-"""Predicted against measured: seconds and bytes of steps, as `train/plan.py` says and as training takes.
+"""Predicted against measured steps: the seconds and bytes that `train/plan.py` predicts, and those of training.
 
-    python benchmarks/predictions.py                       # everything: about half an hour on two cores
+    python benchmarks/predictions.py                       # all models: about half an hour on two cores
     python benchmarks/predictions.py --models MLP --stages 2
+    python benchmarks/predictions.py --redraw              # table and plot of the saved results, no measurement
 
-For each model and number of stages, runs `train/plan.py`, which profiles the layers and prices the schedules, then
-trains with each schedule in one process, a few steps of one after a few steps of the other, round after round; and all
-of that again in the next sitting, as a shared machine is faster or slower for minutes. Seconds are medians of the
-sittings' predictions, and of all timed steps. Writes `predictions.json`, `.md` and `.png` to `--out`, after every model.
+For each model and number of stages, one sitting runs `train/plan.py`, which profiles the layers and predicts every
+schedule. The sitting then trains with each schedule in one process: a few steps of one schedule, a few steps of the
+next, round after round. A shared machine is faster or slower for minutes, so there are several sittings. The predicted
+seconds are the median of the sittings' predictions. The measured seconds are the median of all timed steps. The script
+writes `predictions.json`, `.md` and `.png` to `--out` after every model.
 """
 
 import argparse
@@ -35,9 +37,12 @@ SCHEDULES = {
 }
 MICROBATCHES = 8
 
+# The bands of the plot, as fractions of the prediction. `docs/planning.md` states the same numbers.
+SECONDS_BAND, BYTES_BAND = 0.11, 0.04
+
 
 def predicted(model: str, stages: int, profiles: pathlib.Path) -> list[dict]:
-    """What `train/plan.py` says of each schedule, with no replicas and no recomputation."""
+    """The prediction of `train/plan.py` for each schedule, without replicas and recomputation."""
     command = [sys.executable, ROOT / "train" / "plan.py", *MODELS[model].split()]
     command += ["--devices", str(stages), "--microbatches", str(MICROBATCHES)]
     command += ["--asynchronous", "--json", "--profiles", profiles]
@@ -56,7 +61,10 @@ def predicted(model: str, stages: int, profiles: pathlib.Path) -> list[dict]:
 
 
 def measure(model: str, plans: list[dict], rounds: int, steps: int) -> list[dict]:
-    """Trains with each plan in turn; in a process of its own."""
+    """Trains with each plan in turn. Returns the seconds of every timed step and the bytes of each plan.
+
+    It runs in a separate process, because the number of CPU devices is fixed when JAX starts.
+    """
     import jax
 
     import jpipe
@@ -99,7 +107,7 @@ def measure(model: str, plans: list[dict], rounds: int, steps: int) -> list[dict
 
 
 def sitting(model: str, stages: int, args: argparse.Namespace) -> list[tuple]:
-    """For each schedule, what is predicted and what is measured now."""
+    """Predicts and measures once. Returns one pair (plan, measurement) per schedule."""
     with tempfile.TemporaryDirectory() as profiles:
         plans = predicted(model, stages, pathlib.Path(profiles))
     command = [sys.executable, __file__, "--measure", model]
@@ -115,20 +123,21 @@ def sitting(model: str, stages: int, args: argparse.Namespace) -> list[tuple]:
     return list(zip(plans, json.loads(output.stdout), strict=True))
 
 
-def result(model: str, stages: int, found: list[tuple]) -> dict:
-    """Of one schedule, over its sittings."""
-    plans, measured = zip(*found)
-    steps = [seconds for one in measured for seconds in one["seconds"]]
-    of_plans = [plan["seconds"] for plan in plans]
+def result(model: str, stages: int, pairs: list[tuple]) -> dict:
+    """Combines the pairs (plan, measurement) of one schedule, one pair per sitting."""
+    plans, measurements = zip(*pairs)
+    steps = [seconds for each in measurements for seconds in each["seconds"]]
     return {
         "model": model,
         "stages": stages,
         "schedule": plans[0]["schedule"],
         "sittings": [
-            [plan["seconds"], statistics.median(one["seconds"])] for plan, one in found
+            [plan["seconds"], statistics.median(measurement["seconds"])]
+            for plan, measurement in pairs
         ],
-        "predicted": plans[-1] | {"seconds": statistics.median(of_plans)},
-        "measured": measured[-1]
+        "predicted": plans[-1]
+        | {"seconds": statistics.median(plan["seconds"] for plan in plans)},
+        "measured": measurements[-1]
         | {
             "seconds": statistics.median(steps),
             "quartiles": statistics.quantiles(steps, n=4)[::2],
@@ -136,18 +145,25 @@ def result(model: str, stages: int, found: list[tuple]) -> dict:
     }
 
 
-def total(memory: dict) -> int:
+def num_bytes(memory: dict) -> int:
+    """All bytes of one device. `padding` is left out, because the other entries contain it.
+
+    Example:
+      >>> num_bytes({"weights": 100, "batch": 20, "padding": 8})
+      120
+    """
     return sum(value for name, value in memory.items() if name != "padding")
 
 
 def table(results: list[dict]) -> str:
+    """The results as Markdown. A ratio is the prediction divided by the measurement."""
     lines = [
         "| model | stages | schedule | predicted, ms | measured, ms | ratio | predicted, MB | compiled, MB | ratio |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         ms = r["predicted"]["seconds"] * 1e3, r["measured"]["seconds"] * 1e3
-        mb = [total(r[k]["memory_bytes"]) / 1e6 for k in ("predicted", "measured")]
+        mb = [num_bytes(r[k]["memory_bytes"]) / 1e6 for k in ("predicted", "measured")]
         lines.append(
             f"| {r['model']} | {r['stages']} | `{r['schedule']}` | {ms[0]:.1f} | {ms[1]:.1f} | {ms[0] / ms[1]:.2f} | "
             f"{mb[0]:.2f} | {mb[1]:.2f} | {mb[0] / mb[1]:.2f} |"
@@ -156,69 +172,107 @@ def table(results: list[dict]) -> str:
 
 
 def plot(results: list[dict], path: pathlib.Path) -> None:
+    """Measured / predicted, one row per result: seconds on the left, bytes on the right.
+
+    A marker is the ratio of the medians over all sittings, and a line is the range of the ratios of
+    single sittings. So a marker can lie outside its line.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import LogLocator, NullFormatter
 
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4.8))
     colours = dict(zip(MODELS, ("#1f6fb4", "#c0743a", "#2a9d6f")))
-    markers = dict(zip(SCHEDULES, "os^"))
+    fewest_stages = min(r["stages"] for r in results)
+    # The first result is the top row. A gap separates the models and the numbers of stages.
+    groups = [(r["model"], r["stages"]) for r in results]
+    num_gaps = [len(dict.fromkeys(groups[: i + 1])) - 1 for i in range(len(groups))]
+    heights = [-(i + 0.6 * gaps) for i, gaps in enumerate(num_gaps)]
+
+    figure, (left, right) = plt.subplots(
+        1,
+        2,
+        figsize=(10, 0.8 + 0.24 * (1 - heights[-1])),
+        sharey=True,
+        width_ratios=(3, 2),
+    )
     panels = (
-        ("milliseconds a step", lambda r: r["seconds"] * 1e3, 0.15),
-        ("megabytes a device", lambda r: total(r["memory_bytes"]) / 1e6, 0.10),
+        (left, "seconds per step", SECONDS_BAND, lambda part: part["seconds"]),
+        (
+            right,
+            "bytes per device",
+            BYTES_BAND,
+            lambda part: num_bytes(part["memory_bytes"]),
+        ),
     )
-    for axis, (what, value, band) in zip(axes, panels):
-        points = [(value(r["predicted"]), value(r["measured"]), r) for r in results]
-        ends = [
-            min(min(p[:2]) for p in points) / 1.3,
-            1.3 * max(max(p[:2]) for p in points),
-        ]
-        axis.fill_between(
-            ends,
-            [e * (1 - band) for e in ends],
-            [e * (1 + band) for e in ends],
-            color="#dddddd",
-            label=f"within {band:.0%} of the prediction",
-        )
-        axis.plot(ends, ends, color="#888888", lw=0.8)
-        for x, y, r in points:
+    for axis, title, band, value in panels:
+        axis.axvspan(1 - band, 1 + band, color="#e4e4e4", lw=0, zorder=0)
+        axis.axvline(1, color="#888888", lw=0.8, zorder=1)
+        for r, y in zip(results, heights):
+            colour = colours[r["model"]]
+            if axis is left:
+                ratios = [measured / predicted for predicted, measured in r["sittings"]]
+                axis.plot(
+                    [min(ratios), max(ratios)], [y, y], color=colour, lw=1.2, alpha=0.5
+                )
             axis.scatter(
-                x,
+                value(r["measured"]) / value(r["predicted"]),
                 y,
-                s=36 if r["stages"] == 2 else 80,
-                marker=markers[r["schedule"]],
-                facecolor="none" if r["stages"] == 4 else colours[r["model"]],
-                edgecolor=colours[r["model"]],
+                s=34,
+                facecolor=colour if r["stages"] == fewest_stages else "white",
+                edgecolor=colour,
+                zorder=3,
             )
-        axis.set(xscale="log", yscale="log", xlim=ends, ylim=ends)
-        for side in (axis.xaxis, axis.yaxis):
-            side.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            side.set_major_formatter("{x:g}")
-            side.set_minor_formatter(NullFormatter())
-        axis.set_xlabel(f"predicted {what}")
-        axis.set_ylabel(f"measured {what}")
-        axis.spines[["top", "right"]].set_visible(False)
-    keys = [
-        plt.Line2D([], [], ls="", marker="o", color=c, label=m)
-        for m, c in colours.items()
-    ]
-    keys += [
-        plt.Line2D([], [], ls="", marker=m, color="#444444", label=s)
-        for s, m in markers.items()
-    ]
-    keys.append(
-        plt.Line2D(
-            [], [], ls="", marker="o", mfc="none", color="#444444", label="4 stages"
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel(
+            "measured / predicted" if axis is left else "compiled / predicted"
         )
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.plot(
+            [], [], color="#e4e4e4", lw=8, label=f"within {band:.0%} of the prediction"
+        )
+    names = [f"{r['model']}, {r['stages']} stages, {r['schedule']}" for r in results]
+    left.set_yticks(heights, names, fontsize=8)
+    left.set_ylim(heights[-1] - 0.8, 0.8)
+    right.tick_params(axis="y", length=0)
+    # The axis of the bytes is wider than its band, also where all points lie inside the band.
+    low, high = right.get_xlim()
+    right.set_xlim(min(low, 1 - 2.5 * BYTES_BAND), max(high, 1 + 2.5 * BYTES_BAND))
+    for stages in sorted({r["stages"] for r in results}):
+        left.scatter(
+            [],
+            [],
+            s=34,
+            facecolor="#444444" if stages == fewest_stages else "white",
+            edgecolor="#444444",
+            label=f"{stages} stages",
+        )
+    num_sittings = max(len(r["sittings"]) for r in results)
+    left.plot(
+        [],
+        [],
+        color="#444444",
+        lw=1.2,
+        alpha=0.5,
+        label=f"range of {num_sittings} sittings",
     )
-    keys += axes[0].get_legend_handles_labels()[0]
-    axes[0].legend(handles=keys, frameon=False, fontsize=8)
-    axes[1].legend(frameon=False, fontsize=8, loc="lower right")
+    for axis in (left, right):
+        axis.legend(
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.13),
+            ncols=2 if axis is left else 1,
+            frameon=False,
+            fontsize=8,
+        )
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def save(results: list[dict], folder: pathlib.Path) -> None:
+    """Writes the table and the plot."""
+    (folder / "predictions.md").write_text(table(results))
+    plot(results, folder / "predictions.png")
 
 
 def main() -> None:
@@ -230,9 +284,14 @@ def main() -> None:
     )
     parser.add_argument("--stages", nargs="+", type=int, default=[2, 4])
     parser.add_argument("--sittings", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=6, help="of a sitting")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps a round")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds per sitting")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps per round")
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "predictions")
+    parser.add_argument(
+        "--redraw",
+        action="store_true",
+        help="write the table and the plot of the saved results, without measuring",
+    )
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -242,19 +301,23 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     saved = args.out / "predictions.json"
     results = json.loads(saved.read_text()) if saved.exists() else []
+    if args.redraw:
+        if not results:
+            parser.error(f"--redraw needs the results of an earlier run in {saved}")
+        save(results, args.out)
+        return
     for model in args.models:
         for stages in args.stages:
             sittings = [sitting(model, stages, args) for _ in range(args.sittings)]
             results = [
                 r for r in results if (r["model"], r["stages"]) != (model, stages)
             ]
-            results += [result(model, stages, found) for found in zip(*sittings)]
+            new = [result(model, stages, pairs) for pairs in zip(*sittings)]
+            results += new
             results.sort(key=lambda r: (list(MODELS).index(r["model"]), r["stages"]))
             saved.write_text(json.dumps(results, indent=1))
-            (args.out / "predictions.md").write_text(table(results))
-            plot(results, args.out / "predictions.png")
-            mine = [r for r in results if (r["model"], r["stages"]) == (model, stages)]
-            print(table(mine), flush=True)
+            save(results, args.out)
+            print(table(new), flush=True)
 
 
 if __name__ == "__main__":
