@@ -1,13 +1,16 @@
-"""Races jpipe against every other way to train a pipeline: one table, one plot.
+"""Races jpipe against other pipelines and against programs without a pipeline: one table, one plot.
 
     python benchmarks/race.py --setup      # once: an environment for each family of peers, in benchmarks/peers/env
     python benchmarks/race.py              # all workloads, 3 rounds: about an hour on two cores
     python benchmarks/race.py --workloads A --rounds 5 --only 1f1b-paired mpmd torch-1F1B
+    python benchmarks/race.py --redraw     # table and plot of the saved results, no measurement
 
-Every program trains the same model from the same weights on the same data, in a process of its own, one after the other,
-round after round; figures are medians over the rounds. Results are saved in `--out` after every workload (`race.json`,
-`race.md`, `race.png`), and a later run replaces only the workloads it ran, or with `--append` adds rounds to them. A
-program that cannot run, because its environment is missing or the workload is nothing it can do, is a row that says so.
+Every program trains the same model from the same weights on the same data. Each run is a separate process. The programs
+run one after the other, round after round, and figures are medians over the rounds.
+
+The results are saved in `--out` after every workload (`race.json`, `race.md`, `race.png`). A later run replaces only the
+programs and workloads that it ran. With `--append` it adds rounds to them. If a program cannot run, because its
+environment is missing or because it does not support the workload, its row says "failed" and the reason is in the table.
 """
 
 import functools
@@ -37,8 +40,8 @@ class Program(NamedTuple):
 
     Attributes:
       command: script and flags.
-      kind: "jpipe", "asynchronous", "peer" that pipelines, "unpipelined", or "limit".
-      environment: whose Python runs it; "" for this one.
+      kind: "jpipe" (synchronous), "asynchronous" (jpipe too), "peer" (another pipeline), "unpipelined", or "limit".
+      environment: the environment in `peers/env` whose Python runs it, or "" for the Python of this script.
     """
 
     command: str
@@ -46,27 +49,28 @@ class Program(NamedTuple):
     environment: str = ""
 
 
-def _ours(schedule: str) -> Program:
+def _jpipe(schedule: str) -> Program:
+    """jpipe with a schedule that `throughput.py` does not have."""
     return Program(f"bench_jpipe.py --schedule {schedule}", "jpipe")
 
 
-def _also(name: str, kind: str) -> Program:
-    """A program of `throughput.py`."""
+def _shared(name: str, kind: str) -> Program:
+    """A program of `throughput.py`, under the same name."""
     return Program(throughput.PROGRAMS[name], kind)
 
 
 PROGRAMS = {
-    "gpipe": _also("gpipe", "jpipe"),
-    "1f1b-paired": _also("1f1b-paired", "jpipe"),
-    "1f1b-unit": _also("1f1b-unit", "jpipe"),
-    "interleaved": _ours("interleaved --ticks paired"),
-    "interleaved-unit": _ours("interleaved --ticks unit"),
-    "zb-h1": _ours("zero_bubble_h1"),
-    "zb-h2": _ours("zero_bubble_h2"),
-    "zb-v": _ours("zero_bubble_v"),
-    "pipemare": _also("pipemare", "asynchronous"),
-    "2bw": _also("2bw", "asynchronous"),
-    "mpmd": _also("mpmd", "peer"),
+    "gpipe": _shared("gpipe", "jpipe"),
+    "1f1b-paired": _shared("1f1b-paired", "jpipe"),
+    "1f1b-unit": _shared("1f1b-unit", "jpipe"),
+    "interleaved": _jpipe("interleaved --ticks paired"),
+    "interleaved-unit": _jpipe("interleaved --ticks unit"),
+    "zb-h1": _jpipe("zero_bubble_h1"),
+    "zb-h2": _jpipe("zero_bubble_h2"),
+    "zb-v": _jpipe("zero_bubble_v"),
+    "pipemare": _shared("pipemare", "asynchronous"),
+    "2bw": _shared("2bw", "asynchronous"),
+    "mpmd": _shared("mpmd", "peer"),
     "vmap-shift": Program("peers/bench_jax_vmap_shift.py", "peer"),
     "maxtext": Program("peers/bench_maxtext.py --no-remat", "peer", "maxtext"),
     "maxtext-circular": Program(
@@ -90,13 +94,13 @@ PROGRAMS = {
         )
     },
     "deepspeed": Program("peers/bench_deepspeed.py", "peer", "deepspeed"),
-    "unpipelined": _also("unpipelined", "unpipelined"),
-    "whole-batch": _also("whole-batch", "unpipelined"),
+    "unpipelined": _shared("unpipelined", "unpipelined"),
+    "whole-batch": _shared("whole-batch", "unpipelined"),
     "torch-unpipelined": Program("peers/bench_torch_ref.py", "unpipelined", "torch"),
-    "limit": _also("limit", "limit"),
+    "limit": _shared("limit", "limit"),
 }
 
-# pip's arguments, one call after the other; and the Python that is needed, if not this one.
+# The arguments of each call of pip, in order.
 PACKAGES = {
     "torch": [["torch==2.13.0", "torchgpipe==0.0.7", "numpy"]],
     "deepspeed": [
@@ -109,12 +113,14 @@ PACKAGES = {
         ["--no-deps", "maxtext==0.2.5"],
     ],
 }
+# The Python of an environment, where the Python of this script is too old.
 PYTHON = {"maxtext": "python3.12"}
+# Environment variables of pip: DeepSpeed builds no extension.
 BUILD = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 
 
 def set_up(name: str) -> str:
-    """Makes a family's environment; returns what became of it."""
+    """Makes the environment of a family of peers. Returns one line: ready, or the reason why not."""
     folder = ENVIRONMENTS / name
     python = shutil.which(PYTHON.get(name, sys.executable))
     if python is None:
@@ -131,7 +137,7 @@ def set_up(name: str) -> str:
 
 
 def run(name: str, workload: str, steps: int) -> dict:
-    """What a program reports, or `{"failed": why}`."""
+    """Runs a program. Returns its report with commit and date, or `{"failed": reason}`."""
     program = PROGRAMS[name]
     python = sys.executable
     if program.environment:
@@ -154,10 +160,10 @@ def run(name: str, workload: str, steps: int) -> dict:
 
 @functools.cache
 def _commit() -> str:
-    """The commit that is raced."""
+    """The commit of the working tree, with `-dirty` if files differ from it."""
     command = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
+    git = subprocess.run(command, capture_output=True, text=True)
+    return git.stdout.strip() or "unknown"
 
 
 def sittings(results: dict) -> str:
@@ -175,7 +181,7 @@ def sittings(results: dict) -> str:
 
 
 def table(results: dict) -> str:
-    """Markdown: samples a second of every program and workload, then what is compared, then memory and compile time."""
+    """Markdown: samples per second of every program and workload, then ratios, memory and compile time."""
     medians = {
         workload: {name: _median(runs) for name, runs in of_workload.items()}
         for workload, of_workload in results.items()
@@ -186,15 +192,23 @@ def table(results: dict) -> str:
         cells = [_cell(medians[w], results[w], name) for w in medians]
         if any(cells):
             lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
-    lines += ["", *head]
-    for title, of in (
-        ("best synchronous schedule", lambda m: _best(m, "jpipe")[0]),
-        ("best pipelined peer", lambda m: _best(m, "peer")[0]),
-        ("ours / that peer", lambda m: _ratio(m, "jpipe", "peer")),
-        ("ours / best unpipelined", lambda m: _ratio(m, "jpipe", "unpipelined")),
-        ("ours / limit", lambda m: _ratio(m, "jpipe", "limit")),
+    lines += [
+        "",
+        'The ratios are of medians. "Overlap": the ranges of the rounds of the two programs overlap.',
+        "",
+        *head,
+    ]
+    for title, cell in (
+        ("best synchronous schedule", lambda w: _code(_best(results[w], "jpipe"))),
+        ("best pipelined peer", lambda w: _code(_best(results[w], "peer"))),
+        ("ours / that peer", lambda w: _ratio(results[w], "jpipe", "peer")),
+        (
+            "ours / best unpipelined",
+            lambda w: _ratio(results[w], "jpipe", "unpipelined"),
+        ),
+        ("ours / limit", lambda w: _ratio(results[w], "jpipe", "limit")),
     ):
-        lines.append(f"| {title} | " + " | ".join(map(of, medians.values())) + " |")
+        lines.append(f"| {title} | " + " | ".join(cell(w) for w in results) + " |")
     for title, key in (
         ("Peak memory of all processes, MB", "peak_rss_mb_sum"),
         ("Compile seconds", "compile_s"),
@@ -223,32 +237,72 @@ def _median(runs: list) -> float | None:
     return statistics.median(speeds) if speeds else None
 
 
+def _speed(value: float) -> str:
+    """Samples per second as text, with a decimal where it has few digits.
+
+    Example:
+      >>> _speed(20.42), _speed(8593.4)
+      ('20.4', '8,593')
+    """
+    return f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _code(name: str) -> str:
+    return f"`{name}`" if name else ""
+
+
 def _cell(medians: dict, results: dict, name: str) -> str:
+    """The speed of a program, and in brackets its ratio to `unpipelined`."""
     if name not in results:
         return ""
     if medians[name] is None:
         return "failed"
     base = medians.get("unpipelined")
     ratio = f" ({medians[name] / base:.2f})" if base else ""
-    return f"{medians[name]:,.0f}{ratio}"
+    return _speed(medians[name]) + ratio
 
 
 def _figure(runs: list, key: str) -> str:
-    found = [r[key] for r in runs if key in r]
-    return f"{statistics.median(found):,.1f}" if found else ""
+    values = [r[key] for r in runs if key in r]
+    return f"{statistics.median(values):,.1f}" if values else ""
 
 
-def _best(medians: dict, kind: str) -> tuple[str, float]:
-    found = [(v, n) for n, v in medians.items() if v and PROGRAMS[n].kind == kind]
-    return (f"`{max(found)[1]}`", max(found)[0]) if found else ("", float("nan"))
+def _best(results: dict, kind: str) -> str:
+    """The program of a kind with the highest median speed, or "" if no program of the kind ran."""
+    medians = {
+        name: _median(runs)
+        for name, runs in results.items()
+        if PROGRAMS[name].kind == kind
+    }
+    ran = [name for name, median in medians.items() if median]
+    return max(ran, key=lambda name: medians[name], default="")
 
 
-def _ratio(medians: dict, one: str, other: str) -> str:
-    return f"{_best(medians, one)[1] / _best(medians, other)[1]:.2f}"
+def _ratio(results: dict, kind: str, other_kind: str) -> str:
+    """The speed of the best program of a kind, divided by the speed of the best of another kind.
+
+    Example:
+      >>> runs = {"gpipe": [2.0, 4.0], "mpmd": [1.0, 1.0], "unpipelined": [3.5, 2.5]}
+      >>> runs = {name: [{"samples_per_s": s} for s in speeds] for name, speeds in runs.items()}
+      >>> _ratio(runs, "jpipe", "peer"), _ratio(runs, "jpipe", "unpipelined")
+      ('3.00', '1.00 (overlap)')
+      >>> _ratio(runs, "jpipe", "limit")
+      ''
+    """
+    best, other = _best(results, kind), _best(results, other_kind)
+    if not (best and other):
+        return ""
+    speeds, other_speeds = _speeds(results[best]), _speeds(results[other])
+    text = f"{statistics.median(speeds) / statistics.median(other_speeds):.2f}"
+    overlap = max(min(speeds), min(other_speeds)) <= min(max(speeds), max(other_speeds))
+    return f"{text} (overlap)" if overlap else text
 
 
 def plot(results: dict, path: pathlib.Path) -> None:
-    """Samples per second, one panel per workload, the fastest program on top; a line marks the limit."""
+    """Samples per second, one panel per workload, the fastest program on top.
+
+    The dotted line marks the limit. The thin line below a bar is the range of its rounds.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -288,8 +342,15 @@ def plot(results: dict, path: pathlib.Path) -> None:
             axis.plot(
                 [min(speeds), max(speeds)], [y - 0.42] * 2, color="#555555", lw=1.2
             )
-            text = f" {medians[name]:,.0f}"
-            axis.text(max(medians[name], max(speeds)), y, text, va="center", size=6.5)
+            axis.text(
+                max(medians[name], max(speeds)) + 0.01 * top,
+                y,
+                _speed(medians[name]),
+                va="center",
+                size=6.5,
+                # The number hides the line of the limit, which would cross it.
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+            )
         if limit:
             axis.axvline(limit, color="#444444", ls=":", lw=1)
             axis.text(limit, len(order) - 0.3, "limit", ha="center", size=6.5)
@@ -301,12 +362,17 @@ def plot(results: dict, path: pathlib.Path) -> None:
         axis.tick_params(axis="x", labelsize=6.5)
         axis.spines[["top", "right"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=c) for c in colours.values()]
+    handles += [
+        plt.Line2D([], [], color="#555555", lw=1.2),
+        plt.Line2D([], [], color="#444444", lw=1, ls=":"),
+    ]
     names = [labels[kind] for kind in colours]
+    names += ["range of the rounds", "limit: one stage per core, no pipeline"]
     figure.legend(
         handles,
         names,
         loc="lower center",
-        ncols=len(colours),
+        ncols=3 if columns < 3 else len(handles),
         frameon=False,
         fontsize=8,
     )
@@ -315,18 +381,25 @@ def plot(results: dict, path: pathlib.Path) -> None:
     plt.close(figure)
 
 
+def save(results: dict, folder: pathlib.Path) -> None:
+    """Writes the table and the plot."""
+    (folder / "race.md").write_text(table(results))
+    plot(results, folder / "race.png")
+
+
 def _in_words(workload: str) -> str:
-    """A workload's flags as a title.
+    """The flags of a workload as two lines of a title.
 
     Example:
-      >>> _in_words("--model mlp --dim 256 --layers 8 --batch 256 --microbatches 8 --stages 2")
-      'mlp, dim 256, batch 256 in 8, 2 stages'
+      >>> print(_in_words("--model mlp --dim 256 --layers 8 --batch 256 --microbatches 8 --stages 2"))
+      mlp, dim 256, 2 stages
+      256 rows in 8 microbatches
     """
     words = workload.split()
     flags = dict(zip(words[::2], words[1::2]))
     return (
-        f"{flags['--model']}, dim {flags['--dim']}, batch {flags['--batch']} in {flags['--microbatches']}, "
-        f"{flags['--stages']} stages"
+        f"{flags['--model']}, dim {flags['--dim']}, {flags['--stages']} stages\n"
+        f"{flags['--batch']} rows in {flags['--microbatches']} microbatches"
     )
 
 
@@ -337,10 +410,15 @@ def main() -> None:
         nargs="*",
         choices=list(PACKAGES),
         metavar="FAMILY",
-        help="make these environments, or all",
+        help="make the environments of these families, or of all",
     )
     parser.add_argument(
-        "--append", action="store_true", help="keep the rounds that are saved"
+        "--append", action="store_true", help="keep the saved rounds, and add new ones"
+    )
+    parser.add_argument(
+        "--redraw",
+        action="store_true",
+        help="write the table and the plot of the saved results, without measuring",
     )
     parser.add_argument("--out", type=pathlib.Path, default=HERE / "race")
     args = parser.parse_args()
@@ -351,6 +429,11 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     saved = args.out / "race.json"
     results = json.loads(saved.read_text()) if saved.exists() else {}
+    if args.redraw:
+        if not results:
+            parser.error(f"--redraw needs the results of an earlier run in {saved}")
+        save(results, args.out)
+        return
     for workload in args.workloads:
         before = results.get(workload, {}) if args.append else {}
         runs: dict = {name: [*before.get(name, [])] for name in args.only}
@@ -361,8 +444,7 @@ def main() -> None:
         results[workload] = results.get(workload, {}) | runs
         results = {w: results[w] for w in WORKLOADS if w in results}
         saved.write_text(json.dumps(results, indent=1))
-        (args.out / "race.md").write_text(table(results))
-        plot(results, args.out / "race.png")
+        save(results, args.out)
         print(
             f"{workload}: {WORKLOADS[workload]}\n{table({workload: results[workload]})}",
             flush=True,

@@ -1,16 +1,17 @@
-"""Samples a second of jpipe's schedules, in alternation with the programs of `peers/`.
+"""Samples per second of jpipe's schedules, in alternation with the programs of `peers/`.
 
     python benchmarks/throughput.py                       # workloads A to D, 5 rounds
     python benchmarks/throughput.py --workloads A --rounds 3 --only 1f1b-paired mpmd
 
-Every program runs in a process of its own, one after the other, round after round, so that a noisy machine
-disturbs all alike; the table gives medians over the rounds. All train the same model from the same weights on
-the same data, and the losses of the synchronous ones are compared.
+Each run is a separate process. The programs run one after the other, round after round, so that other load on the
+machine disturbs all programs alike. The table gives medians over the rounds. All programs train the same model from the
+same weights on the same data, and the losses of the synchronous programs are compared.
 
-`limit` is what asynchronous schedules are held against: the same engine with one stage and so without a pipeline, in
-one process a core, each pinned to its core, all at the same time, their samples a second summed. `replicas` says how
-much of the way there one process can go: the same one stage on two devices of a process, each with a batch of its own,
-which meet once a step, at the update.
+Two programs are upper bounds for asynchronous schedules. Both run the engine with one stage, so without a pipeline.
+
+- `limit` runs one process per core at the same time, each pinned to its core, and sums their samples per second.
+- `replicas` runs one process with two devices. Each device has its own batch, and the devices wait for each other once
+  per step, at the update. It shows how much of `limit` one process can reach.
 """
 
 import argparse
@@ -67,17 +68,20 @@ def measure(
     python: str | os.PathLike = sys.executable,
     pinned: bool = False,
 ) -> dict:
-    """What a program reports.
+    """Runs a program and returns its report: samples per second, losses, bytes, seconds of compilation.
 
     Args:
-      program: script, from this folder, and flags.
-      workload: flags, which those of the program override.
-      steps: timed steps.
-      python: whose packages it runs with.
-      pinned: runs one copy a core, each pinned to its core, at the same time, and sums their speeds.
+      program: script, relative to this folder, and flags.
+      workload: flags. The flags of the program override them.
+      steps: number of timed steps.
+      python: the Python interpreter that runs the program.
+      pinned: run one copy per core at the same time, each pinned to its core, and sum their speeds.
+
+    Returns:
+      The JSON object that the program printed (of the first copy, with the summed speed).
 
     Raises:
-      Failed: if it ends with an error, its loss is not finite, or it takes more than ten minutes.
+      Failed: the program ended with an error, its loss is not finite, or it took more than ten minutes.
     """
     script, *flags = program.split()
     command = [str(python), str(HERE / script), *workload.split(), *flags]
@@ -100,13 +104,13 @@ def measure(
         except subprocess.TimeoutExpired:
             os.killpg(copy.pid, signal.SIGKILL)
             raise Failed("did not end within ten minutes") from None
-        found = [line for line in output.splitlines() if line.startswith("{")]
-        if copy.returncode or not found:
+        printed = [line for line in output.splitlines() if line.startswith("{")]
+        if copy.returncode or not printed:
             lines = [line for line in errors.splitlines() if line.strip()]
             raise Failed(lines[-1][:200] if lines else f"exit {copy.returncode}")
-        reports.append(json.loads(found[-1]))
+        reports.append(json.loads(printed[-1]))
         if not math.isfinite(reports[-1]["last_loss"]):
-            raise Failed("the loss stopped being finite")
+            raise Failed("the loss is not finite")
     speed = sum(report["samples_per_s"] for report in reports)
     return reports[0] | {"samples_per_s": speed}
 
@@ -114,7 +118,7 @@ def measure(
 def flags(
     doc: str, workloads: dict, programs: dict, rounds: int, steps: int
 ) -> argparse.ArgumentParser:
-    """The flags that say what is run; numbers are defaults."""
+    """The command-line flags that select programs and workloads. `rounds` and `steps` are defaults."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -126,7 +130,7 @@ def flags(
     )
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument(
-        "--steps", type=int, default=steps, help="timed steps a process"
+        "--steps", type=int, default=steps, help="timed steps per process"
     )
     return parser
 
@@ -134,7 +138,7 @@ def flags(
 def main() -> None:
     parser = flags(__doc__, WORKLOADS, PROGRAMS, rounds=5, steps=20)
     parser.add_argument(
-        "--out", type=pathlib.Path, help="also write the figures as JSON"
+        "--out", type=pathlib.Path, help="also write the medians as JSON"
     )
     args = parser.parse_args()
     figures: dict = {}
@@ -171,9 +175,9 @@ def main() -> None:
         print(f"{workload}: {WORKLOADS[workload]}   (losses agree to {agree:.1e})")
         for program, median in medians.items():
             ratios = {
-                o: medians[program] / medians[o]
-                for o in COMPARED
-                if o in medians and o != program
+                other: median / medians[other]
+                for other in COMPARED
+                if other in medians and other != program
             }
             spread = [r["samples_per_s"] for r in runs[program]]
             print(
