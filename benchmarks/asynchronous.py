@@ -1,15 +1,14 @@
-"""What late gradients cost and what their remedies give back: two tasks, every method, several seeds.
+"""What delayed gradients cost in accuracy, and what the remedies give back: two tasks, all methods, several seeds.
 
     python benchmarks/asynchronous.py mnist --out runs/asynchronous-mnist
     python benchmarks/asynchronous.py gpt --out runs/asynchronous-gpt
     python benchmarks/asynchronous.py mnist --tune --out runs/rates-mnist     # the synchronous learning rate
 
-Every run is `train/train.py` with a configuration of `configs/` and the overrides of a method, for the same number of
-steps at the learning rate that is best for the synchronous run. `--set` adds overrides to all, such as
-`--set data.dir=DIRECTORY`. As many runs as there are cores go on at a time, each pinned to its core. One that has
-ended is not run again, so an interrupted command goes on where it was. At the end there are a table (`table.md`), the
-figures (`results.json`) and their curves (`curves.png`) in the output folder. `--redraw` draws the curves again from
-`results.json`, without a run.
+Every run is `train/train.py` with a configuration of `configs/` and the overrides of a method. All runs have the same
+number of steps and the learning rate that is best for the synchronous run. `--set` adds overrides to all runs, such as
+`--set data.dir=DIRECTORY`. Each core runs one process at a time, pinned to it. A finished run is not repeated, so an
+interrupted command continues where it stopped. The output folder has a table (`table.md`), the figures
+(`results.json`) and their curves (`curves.png`). `--redraw` draws the curves again from `results.json`, without a run.
 """
 
 import argparse
@@ -34,12 +33,12 @@ PAIRED, UNIT = ({"pipeline.options.ticks": ticks} for ticks in ("paired", "unit"
 
 
 def without(*names: str) -> dict:
-    """Overrides that turn off what the configuration has and `names` does not list."""
+    """Overrides that turn off all techniques of the configuration but those in `names`."""
     return {name: value for name, value in NONE.items() if name not in names}
 
 
-# The configurations are PipeMare with all of T1, T2 and T3. Synchronous training is the
-# same at any number of stages; one is the fastest on a core.
+# The configurations use PipeMare with T1, T2 and T3, so a method turns off what it does not use.
+# Synchronous training has the same result at any number of stages. One stage is the fastest on one core.
 METHODS = {
     "synchronous": NONE | {"pipeline.schedule": "gpipe", "pipeline.num_stages": 1},
     "asynchronous": NONE | PAIRED,
@@ -88,7 +87,7 @@ TASKS = {
 
 
 def overrides_of(task: dict, name: str, seed: int, always: dict) -> dict:
-    """What `train.py` gets for one run."""
+    """The overrides of `train.py` for one run."""
     chosen = task["methods"][name]
     if chosen.get("pipeline.schedule") == "pipedream_2bw":
         chosen = chosen | {"pipeline.num_microbatches": task["microbatches_of_2bw"]}
@@ -96,7 +95,7 @@ def overrides_of(task: dict, name: str, seed: int, always: dict) -> dict:
 
 
 def run(config: str, overrides: dict, folder: pathlib.Path, core: int) -> None:
-    """Trains once on a core, unless it has been done."""
+    """Trains once, pinned to a core. Does nothing if the run has finished before."""
     done = folder / "done.json"
     if done.exists():
         return
@@ -122,15 +121,16 @@ def run(config: str, overrides: dict, folder: pathlib.Path, core: int) -> None:
 
 
 def run_all(task: dict, names: list, seeds: int, always: dict, out: pathlib.Path):
-    """Trains every method with every seed, a run a core at a time.
+    """Trains every method with every seed, one run per core at a time.
 
-    Returns: method -> the log of each seed, as a list of records.
+    Returns:
+      Method -> the log of each seed, as a list of records.
     """
     cores: queue.Queue = queue.Queue()
     for core in os.sched_getaffinity(0):
         cores.put(core)
 
-    def one(name: str, seed: int) -> list[dict]:
+    def train(name: str, seed: int) -> list[dict]:
         folder, core = out / f"{name.replace(' ', '_')}-{seed}", cores.get()
         try:
             run(task["config"], overrides_of(task, name, seed, always), folder, core)
@@ -141,7 +141,7 @@ def run_all(task: dict, names: list, seeds: int, always: dict, out: pathlib.Path
 
     with concurrent.futures.ThreadPoolExecutor(cores.qsize()) as pool:
         futures = {
-            (name, seed): pool.submit(one, name, seed)
+            (name, seed): pool.submit(train, name, seed)
             for seed in range(seeds)
             for name in names
         }
@@ -149,12 +149,12 @@ def run_all(task: dict, names: list, seeds: int, always: dict, out: pathlib.Path
 
 
 def curve(log: list[dict], key: str) -> dict[int, float]:
-    """Step -> value, of the records of a log that have it."""
+    """Step -> value of `key`, from the records of a log that have the key."""
     return {record["step"]: record[key] for record in log if key in record}
 
 
 def last(logs: list[list[dict]], metric: str) -> list[float]:
-    """The last value of every seed; a run that ended early had none and is left out."""
+    """The metric of every seed after the last step. Runs that ended early are left out."""
     num_steps = max(record["step"] for log in logs for record in log)
     curves = [curve(log, metric) for log in logs]
     return [c[num_steps] for c in curves if num_steps in c]
@@ -163,9 +163,10 @@ def last(logs: list[list[dict]], metric: str) -> list[float]:
 def table_facts(task: dict, name: str, always: dict) -> dict:
     """Utilisation, delay and weight memory of a method, from its table and the model.
 
-    Weight memory is in multiples of the model's weights: the versions of every stage, and what T2 (the velocity, the
-    weights that backwards read) and prediction (the last movement, the weights that forwards read) keep beside them.
-    The synchronous run is what GPipe would be on the same stages and microbatches, and so is the warm-up.
+    Weight memory is in multiples of the model's weights. It counts the weight versions of every stage, and the copies of
+    the techniques: T2 keeps the velocity and the weights that the backward reads, and prediction keeps the last update
+    and the weights that the forward reads. The synchronous run and the warm-up count as GPipe on the same stages and
+    microbatches.
     """
     import jpipe
     from train import flags
@@ -174,7 +175,7 @@ def table_facts(task: dict, name: str, always: dict) -> dict:
     from train.devices import prepare_cpu
 
     words = overrides_of(task, name, 0, always)
-    if name == "synchronous":  # as it would be on as many stages as the others
+    if name == "synchronous":  # count it on as many stages as the others
         del words["pipeline.num_stages"]
     file = ROOT / "configs" / f"{task['config']}.py"
     arguments = [f"--config.{key}={value}" for key, value in words.items()]
@@ -207,7 +208,7 @@ def table_facts(task: dict, name: str, always: dict) -> dict:
 
 
 def time_of(steps: float, facts: dict) -> float:
-    """How long that many steps take, in steps of a pipeline that is never idle."""
+    """The time of `steps` steps. The unit is one step of a pipeline that is never idle."""
     slow = min(steps, facts["warm_up"])
     return (
         slow / facts["utilisation_of_warm_up"] + (steps - slow) / facts["utilisation"]
@@ -215,9 +216,13 @@ def time_of(steps: float, facts: dict) -> float:
 
 
 def crossing(points: dict[int, float], reaches) -> float | None:
-    """The first step at which a curve, straight between its points, reaches a target; None if it does not.
+    """The first step at which a curve reaches a target, or None. The curve is linear between its points.
 
-    `reaches` is how far a value is past the target; negative where it is not there yet.
+    `reaches` returns how far a value is past the target, negative before the target.
+
+    Example:
+      >>> crossing({0: 1.0, 10: 3.0}, lambda value: value - 2.0)
+      5.0
     """
     before = None
     for step, value in sorted(points.items()):
@@ -234,8 +239,8 @@ def crossing(points: dict[int, float], reaches) -> float | None:
 def results(task: dict, logs: dict, always: dict) -> dict:
     """The figures of every method.
 
-    The target is the mean of the synchronous runs at their end, worse by the task's margin. Steps to it are the mean of
-    the seeds, if all of them reach it.
+    The target is the final mean of the synchronous runs, made worse by the task's margin. The steps to the target are
+    the mean over the seeds if all seeds reach it, and None otherwise.
     """
     metric = task["metric"]
     sign = 1 if task["better"] is max else -1
@@ -264,14 +269,14 @@ def results(task: dict, logs: dict, always: dict) -> dict:
     return {"metric": metric, "target": target, "methods": rows}
 
 
-def markdown(found: dict) -> str:
+def markdown(summary: dict) -> str:
     """The figures as a table."""
     lines = [
-        f"| method | {found['metric'].replace('_', ' ')} | diverged | largest delay | weight memory | utilisation "
+        f"| method | {summary['metric'].replace('_', ' ')} | diverged | largest delay | weight memory | utilisation "
         "| steps to target | time to target |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for name, row in found["methods"].items():
+    for name, row in summary["methods"].items():
         values = row["last"]
         mean = f"{statistics.mean(values):.4f}" if values else "-"
         if len(values) > 1:
@@ -284,7 +289,7 @@ def markdown(found: dict) -> str:
             f"| {name} | {mean} | {row['diverged'] or '-'} | {row['delay']} | {row['memory']:.1f} | "
             f"{row['num_steps'] / row['time']:.2f} | {steps} | {time_} |"
         )
-    lines.append(f"\nTarget: {found['target']:.4f}.")
+    lines.append(f"\nTarget: {summary['target']:.4f}.")
     return "\n".join(lines)
 
 
@@ -310,7 +315,7 @@ COLORS = {"synchronous": "black"} | {
 DASHED = ("+T1+T3",)  # it lies on +T1+T2+T3
 
 
-def draw(task: dict, found: dict, path: pathlib.Path) -> None:
+def draw(task: dict, summary: dict, path: pathlib.Path) -> None:
     """Training loss and metric of every method: the mean of the seeds, and their range.
 
     An accuracy is drawn as the error, on a logarithmic axis, which shows differences near 100 %.
@@ -321,7 +326,7 @@ def draw(task: dict, found: dict, path: pathlib.Path) -> None:
     from matplotlib import pyplot
     from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-    metric = found["metric"]
+    metric = summary["metric"]
     is_accuracy = metric.endswith("accuracy")
     figure, axes = pyplot.subplots(
         2,
@@ -331,16 +336,16 @@ def draw(task: dict, found: dict, path: pathlib.Path) -> None:
         sharey="row",
         layout="constrained",
     )
-    num_seeds = max(len(row["last"]) for row in found["methods"].values())
+    num_seeds = max(len(row["last"]) for row in summary["methods"].values())
     figure.suptitle(
         f"{task['title']}\nlines: mean of {num_seeds} seeds; bands: their range",
         fontsize=12,
     )
     in_groups = {name for group in GROUPS.values() for name in group}
-    others = [m for m in found["methods"] if m not in {*in_groups, "synchronous"}]
+    others = [m for m in summary["methods"] if m not in {*in_groups, "synchronous"}]
     for column, (title, group) in enumerate(GROUPS.items()):
         names = ["synchronous", *group] + (others if column else [])
-        names = [name for name in names if name in found["methods"]]
+        names = [name for name in names if name in summary["methods"]]
         for row, key in enumerate(("loss", metric)):
             ax = axes[row, column]
             as_error = key == metric and is_accuracy
@@ -349,7 +354,7 @@ def draw(task: dict, found: dict, path: pathlib.Path) -> None:
                 return 100 * (1 - value) if as_error else value
 
             for name in names:
-                curves = [dict(c) for c in found["methods"][name]["curves"][key]]
+                curves = [dict(c) for c in summary["methods"][name]["curves"][key]]
                 steps = sorted({step for c in curves for step in c})
                 values = [[shown(c[s]) for c in curves if s in c] for s in steps]
                 ax.plot(
@@ -367,7 +372,7 @@ def draw(task: dict, found: dict, path: pathlib.Path) -> None:
                     steps, low, high, color=COLORS[name], alpha=0.15, linewidth=0
                 )
             if key == metric:
-                target = shown(found["target"])
+                target = shown(summary["target"])
                 ax.axhline(target, color="grey", linewidth=1, linestyle=":")
                 ax.annotate(
                     "target",
@@ -415,8 +420,8 @@ def main() -> None:
     args = parser.parse_args()
     task = TASKS[args.task]
     if args.redraw:
-        found = json.loads((args.out / "results.json").read_text())
-        draw(task, found, args.out / "curves.png")
+        summary = json.loads((args.out / "results.json").read_text())
+        draw(task, summary, args.out / "curves.png")
         return
     always = dict(word.split("=", 1) for word in args.set)
     if args.tune:
@@ -439,11 +444,11 @@ def main() -> None:
             mean = f"{statistics.mean(values):.4f}" if values else "diverged"
             print(f"{name}: {mean}  {[round(v, 4) for v in values]}")
         return
-    found = results(task, logs, always)
-    print(markdown(found))
-    (args.out / "table.md").write_text(markdown(found) + "\n")
-    (args.out / "results.json").write_text(json.dumps(found, indent=1))
-    draw(task, found, args.out / "curves.png")
+    summary = results(task, logs, always)
+    print(markdown(summary))
+    (args.out / "table.md").write_text(markdown(summary) + "\n")
+    (args.out / "results.json").write_text(json.dumps(summary, indent=1))
+    draw(task, summary, args.out / "curves.png")
 
 
 if __name__ == "__main__":

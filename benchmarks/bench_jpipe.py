@@ -1,4 +1,4 @@
-"""The workload of `peers/bench_common.py` in jpipe: same flags, same weights, same data, same report line.
+"""Trains the workload of `peers/bench_common.py` with jpipe: the same flags, weights, data and report.
 
 python benchmarks/bench_jpipe.py --schedule one_f_one_b --ticks paired --stages 4 --microbatches 8
 """
@@ -16,7 +16,7 @@ parser = bc.parser(
     schedule=dict(default="one_f_one_b"),
     ticks=dict(default=None),
     recompute=dict(default="none"),
-    data=dict(type=int, default=1, help="replicas, each of a batch of its own"),
+    data=dict(type=int, default=1, help="number of replicas; each has its own batch"),
 )
 args = parser.parse_args()
 args.batch *= args.data
@@ -33,7 +33,7 @@ from flax import nnx  # noqa: E402
 
 import jpipe  # noqa: E402
 
-STAGES_A_DEVICE = {"interleaved": 2, "zero_bubble_v": 2}
+STAGES_PER_DEVICE = {"interleaved": 2, "zero_bubble_v": 2}
 apply = bc.jax_layer_fn(args)
 
 
@@ -55,7 +55,7 @@ class Layer(nnx.Module):
 
 
 options = {"ticks": args.ticks} if args.ticks else {}
-num_stages = args.stages * STAGES_A_DEVICE.get(args.schedule, 1)
+num_stages = args.stages * STAGES_PER_DEVICE.get(args.schedule, 1)
 schedule = jpipe.schedules.get(args.schedule)(num_stages, args.microbatches, **options)
 pipe = jpipe.Pipeline(
     [Layer(i) for i in range(args.layers)],
@@ -76,7 +76,8 @@ times, losses, compile_seconds = [], [], None
 for step in range(args.warmup + args.steps):
     begin = time.perf_counter()
     state, metrics = pipe.step(state, batch)
-    if int(metrics["num_microbatches"]):  # none yet: an asynchronous pipeline fills
+    # While an asynchronous pipeline fills, no microbatch has finished and there is no loss.
+    if int(metrics["num_microbatches"]):
         losses.append(float(metrics["loss"]))
     jax.block_until_ready(state)
     if compile_seconds is None:

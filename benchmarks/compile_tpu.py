@@ -1,19 +1,22 @@
-"""Compiles training steps for TPU pods, on a machine without one, and reads what the compiler made of them.
+"""Compiles training steps for TPU pods on a machine without a TPU, and reads the compiled programs.
 
     pip install -r benchmarks/requirements-tpu.txt
     python benchmarks/compile_tpu.py                                     # all schedules for 8, 32 and 256 chips
     python benchmarks/compile_tpu.py --topologies v5e:2x4 --schedules one_f_one_b pipemare
 
-Of a decoder transformer on a mesh of data x stage, a row for each schedule and topology:
+The model is a decoder transformer on a mesh of data x stage. Each schedule and topology has one row:
 
-- *predicted*: MB a chip of weights, versions, optimizer, gradients, everything in flight and the batch, as the table
-  says, before anything is compiled; *compiled*: what the compiler reserves, its temporaries included;
-- *seconds* to compile;
-- *permutes*: how many collective permutes a tick has, and the MB that a chip sends by them;
-- *under compute*: for each permute, the share of a tick's estimated cycles that the scheduled program puts between its
-  start and its done; of a branch's alternatives the longest counts, of a loop one turn;
-- *operations*: thousands of estimated cycles of a middle stage's forward, backward and, where it is split, weight
-  gradient, counted likewise, so for one of its blocks.
+- *predicted*: MB per chip of weights, weight versions, optimizer state, gradients, activations in flight and the batch,
+  computed from the schedule's table before anything is compiled.
+- *compiled*: MB per chip that the compiler reserves, including its temporaries.
+- *seconds*: time of the compilation.
+- *permutes*: number of collective permutes in a tick.
+- *sent*: MB that a chip sends by the permutes of a tick.
+- *under compute*: for each permute, the share of the tick's estimated cycles between the start and the done of the
+  permute. These are the compiler's estimates, not measurements. Of the branches of a conditional the longest counts, and
+  of a loop one iteration.
+- *operations*: thousands of estimated cycles of a middle stage's forward, backward and, where the schedule splits it,
+  weight gradient. A loop over blocks counts as one iteration, so these are the cycles of one block.
 """
 
 import argparse
@@ -27,9 +30,9 @@ import time
 from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).parent
+# Topology -> mesh, as (data, stage).
 TOPOLOGIES = {"v5e:2x4": (2, 4), "v5e:4x8": (4, 8), "v5e:16x16": (32, 8)}
-"""Data x stage."""
-STAGES_A_DEVICE = {"interleaved": 2, "zero_bubble_v": 2}
+STAGES_PER_DEVICE = {"interleaved": 2, "zero_bubble_v": 2}
 SCHEDULES = (
     "gpipe",
     "one_f_one_b",
@@ -41,6 +44,7 @@ SCHEDULES = (
     "pipedream",
     "pipedream_2bw",
 )
+# Bytes per number of XLA's types.
 SIZES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
 
 
@@ -48,7 +52,7 @@ class Transfer(NamedTuple):
     """A collective permute of the tick.
 
     Attributes:
-      megabytes: that a chip sends.
+      megabytes: MB that a chip sends.
       hidden: share of the tick's estimated cycles between its start and its done.
     """
 
@@ -57,7 +61,7 @@ class Transfer(NamedTuple):
 
 
 class Program:
-    """The scheduled program that XLA prints, as far as it is read here."""
+    """The text of a scheduled XLA program, as computations with their instructions."""
 
     def __init__(self, text: str):
         self.computations: dict[str, list[str]] = {}
@@ -72,26 +76,30 @@ class Program:
         self._cycles: dict[str, int] = {}
 
     def cycles(self, line: str) -> int:
-        """The estimated cycles of an instruction and of what it calls."""
-        found = re.search(r'"estimated_cycles":"(\d+)"', line)
-        own = int(found[1]) if found else 0
+        """The estimated cycles of an instruction, including the computations that it calls."""
+        estimate = re.search(r'"estimated_cycles":"(\d+)"', line)
+        cycles = int(estimate[1]) if estimate else 0
         if " conditional(" in line:
             branches = re.search(r"branch_computations=\{([^}]*)\}", line)
             names = branches[1].split(", ") if branches else []
             names += re.findall(r"(?:true|false)_computation=(%[\w.\-]+)", line)
-            return own + max(map(self.of_computation, names))
+            return cycles + max(map(self.of_computation, names))
         if " while(" in line:
-            return own + self.of_computation(re.search(r"body=(%[\w.\-]+)", line)[1])
-        return own
+            return cycles + self.of_computation(re.search(r"body=(%[\w.\-]+)", line)[1])
+        return cycles
 
     def of_computation(self, name: str) -> int:
+        """The estimated cycles of all instructions of a computation."""
         if name not in self._cycles:
             self._cycles[name] = sum(map(self.cycles, self.computations[name]))
         return self._cycles[name]
 
     def transfers(self) -> list[Transfer]:
-        """The collective permutes, wherever they are; hidden is 0 of one in a branch of its own."""
-        found = []
+        """The collective permutes of all computations.
+
+        `hidden` is 0 for a permute that is alone in its branch.
+        """
+        transfers = []
         for name, lines in self.computations.items():
             for i, line in enumerate(lines):
                 if " collective-permute-start(" not in line:
@@ -105,28 +113,30 @@ class Program:
                     if f"collective-permute-done({start})" in lines[j]
                 )
                 between = sum(map(self.cycles, lines[i + 1 : done]))
-                whole = max(self.of_computation(name), 1)
-                found.append(
-                    Transfer(_bytes(line.split(" = ")[1]) / 1e6, between / whole)
+                total = max(self.of_computation(name), 1)
+                transfers.append(
+                    Transfer(_bytes(line.split(" = ")[1]) / 1e6, between / total)
                 )
-        return found
+        return transfers
 
     def operations(self, stage: int) -> dict[str, int]:
-        """The estimated cycles of a stage's forward, backward and weight gradient, of those that there are."""
-        found: dict[str, int] = {}
+        """The estimated cycles of a stage's operations: "forward", "backward" and, if split, "weight_grad"."""
+        operations: dict[str, int] = {}
         for line in itertools.chain(*self.computations.values()):
             scope = re.search(
                 r"/(forward|backward|weight_grad)/stage([\d,-]+)/cond\"", line
             )
             if scope is None or " conditional(" not in line:
                 continue
-            ends = [list(map(int, part.split("-"))) for part in scope[2].split(",")]
-            if any(end[0] <= stage <= end[-1] for end in ends):
-                found[scope[1]] = found.get(scope[1], 0) + self.cycles(line)
-        return found
+            # The scope names the stages of the branch as ranges, such as "1-3,5".
+            ranges = [list(map(int, part.split("-"))) for part in scope[2].split(",")]
+            if any(stages[0] <= stage <= stages[-1] for stages in ranges):
+                name = scope[1]
+                operations[name] = operations.get(name, 0) + self.cycles(line)
+        return operations
 
     def copies(self, at_least: int) -> list[str]:
-        """Copies of this many bytes or more, outside of the entry computation."""
+        """Copies of `at_least` bytes or more, outside the entry computation."""
         entry = next(reversed(self.computations))
         return [
             line.strip()
@@ -139,7 +149,12 @@ class Program:
 
 
 def _bytes(shape: str) -> int:
-    """Of the first array in a printed shape."""
+    """The bytes of the first array in a printed shape.
+
+    Example:
+      >>> _bytes("(bf16[4,1000]{1,0}, u32[]) collective-permute-start(%a)")
+      8000
+    """
     dtype, dims = re.search(r"(\w+)\[([\d,]*)\]", shape).groups()
     size = SIZES.get(dtype, 4)
     for n in dims.split(","):
@@ -148,13 +163,13 @@ def _bytes(shape: str) -> int:
 
 
 def environment() -> None:
-    """Lets libtpu load where there is no TPU. To be called before jax is imported."""
+    """Lets libtpu load on a machine without a TPU. Call it before JAX is imported."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 
 def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
-    """A row of the table."""
+    """Compiles one schedule for one topology. Returns a row of the table."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -172,7 +187,7 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
         num_blocks=args.blocks_per_chip * stage - 2,
     )
     schedule = jpipe.schedules.get(name)(
-        stage * STAGES_A_DEVICE.get(name, 1), args.microbatches
+        stage * STAGES_PER_DEVICE.get(name, 1), args.microbatches
     )
     pipe = jpipe.Pipeline(
         model.layers(),
@@ -226,7 +241,7 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
 def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| chips (data x stage) | schedule | predicted, MB | compiled, MB | ratio | seconds | permutes | sent a tick, MB "
+        "| chips (data x stage) | schedule | predicted, MB | compiled, MB | ratio | seconds | permutes | sent per tick, MB "
         "| under compute | operations |",
         "|---" * 10 + "|",
     ]
@@ -251,7 +266,9 @@ def main() -> None:
     parser.add_argument(
         "--schedules", nargs="+", default=list(SCHEDULES), choices=list(SCHEDULES)
     )
-    parser.add_argument("--dim", type=int, default=512, help="heads are of 128")
+    parser.add_argument(
+        "--dim", type=int, default=512, help="model dimension; a head has 128"
+    )
     parser.add_argument("--seq", type=int, default=512)
     parser.add_argument("--blocks-per-chip", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=16)

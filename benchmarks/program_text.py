@@ -1,13 +1,13 @@
 """Fingerprints of the program that a step lowers to, for every schedule and several models.
 
-A change of the code that must not change any program prints the same fingerprints before and after:
+A refactoring must not change any program. So the fingerprints before it and after it are the same:
 
     python benchmarks/program_text.py > before.txt        # on the old commit
     python benchmarks/program_text.py > after.txt         # on the new one
     diff before.txt after.txt
 
-Each line has the case, the number of operations, a hash of the text, and a hash of the operations alone. The second hash
-ignores the order of operations and of loop state, so it stays the same when an array of the state gets another name.
+Each line has the model, the schedule, the number of operations, a hash of the text, and a hash of the operations. The
+second hash ignores the order of operations and of loop state, so it stays the same when an array of the state is renamed.
 """
 
 import argparse
@@ -110,7 +110,15 @@ def models() -> dict[str, tuple]:
 
 
 def fingerprint(text: str) -> tuple[int, str, str]:
-    """The number of operations, a hash of the text, and one that ignores orders."""
+    """The number of operations, a hash of the text, and a hash that ignores order.
+
+    Example:
+      >>> a = "stablehlo.add %1, %2 : tensor<4xf32>"
+      >>> b = "stablehlo.tanh %3 : tensor<4xf32>"
+      >>> first, second = fingerprint(f"{a}\\n{b}"), fingerprint(f"{b}\\n{a}")
+      >>> first[0], first[1] == second[1], first[2] == second[2]
+      (2, False, True)
+    """
     text = re.sub(r"module @\S+", "module", text)
     operations: collections.Counter[str] = collections.Counter()
     for line in text.splitlines():
@@ -124,8 +132,10 @@ def fingerprint(text: str) -> tuple[int, str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default="", help="some of the models, by commas")
-    parser.add_argument("--texts", help="a folder that the texts are written to")
+    parser.add_argument(
+        "--models", default="", help="only these models, separated by commas"
+    )
+    parser.add_argument("--texts", help="write the texts to this folder")
     options = parser.parse_args()
     for model, (layers, loss, inputs, labels, arguments) in models().items():
         if options.models and model not in options.models.split(","):
@@ -136,7 +146,7 @@ def main() -> None:
             build = getattr(jpipe.schedules, name.partition("/")[0])
             table = build(num_stages, 8, **keywords)
             optimizer = optax.adamw(1e-3)
-            more = dict(arguments)
+            keyword_arguments = dict(arguments)
             if name == "pipemare":
                 optimizer = optax.chain(
                     jpipe.optim.clip_by_global_norm(1.0),
@@ -144,14 +154,14 @@ def main() -> None:
                     jpipe.optim.scale_by_delay(annealing_steps=100),
                     jpipe.optim.correct_discrepancy(decay=0.1),
                 )
-                more["backward_params"] = jpipe.optim.corrected_params
+                keyword_arguments["backward_params"] = jpipe.optim.corrected_params
             pipe = jpipe.Pipeline(
                 layers,
                 loss=loss,
                 optimizer=optimizer,
                 schedule=table,
                 mesh=jpipe.make_mesh(stage=table.num_devices, data=data),
-                **more,
+                **keyword_arguments,
             )
             text = pipe.lower({"inputs": inputs, "labels": labels}).as_text()
             if options.texts:
@@ -159,8 +169,11 @@ def main() -> None:
                 path = f"{model}.{name.replace('/', '-')}.mlir"
                 with open(os.path.join(options.texts, path), "w") as file:
                     file.write(text)
-            count, whole, alone = fingerprint(text)
-            print(f"{model:12} {name:17} {count:6} {whole} {alone}", flush=True)
+            count, text_hash, operations_hash = fingerprint(text)
+            print(
+                f"{model:12} {name:17} {count:6} {text_hash} {operations_hash}",
+                flush=True,
+            )
             jax.clear_caches()
 
 

@@ -1,11 +1,12 @@
-"""What recomputing saves and costs: bytes a device and seconds a step, by `recompute`.
+"""What recomputation saves and costs: bytes per device and seconds per step, for each value of `recompute`.
 
     python benchmarks/recompute.py                        # a small transformer, 1F1B, 2 stages
     python benchmarks/recompute.py --ticks unit --stages 4 --rounds 3
 
-All train the same transformer from the same weights on the same data, in one process, a few steps of one after a
-few steps of the other, round after round, so that a noisy machine disturbs all alike; seconds are medians over all
-timed steps. Bytes are what `Pipeline.memory` says. The losses of the last step are compared.
+All values train the same transformer from the same weights on the same data in one process. The process runs a few
+steps with one value, a few steps with the next, round after round, so that other load on the machine disturbs all
+values alike. The seconds are medians over all timed steps. The bytes come from `Pipeline.memory`. The losses of the
+last step are compared.
 """
 
 import argparse
@@ -29,7 +30,7 @@ parser.add_argument("--stages", type=int, default=2)
 parser.add_argument("--microbatches", type=int, default=8)
 parser.add_argument("--ticks", default="paired", choices=["paired", "unit"])
 parser.add_argument("--rounds", type=int, default=5)
-parser.add_argument("--steps", type=int, default=4, help="timed steps a round")
+parser.add_argument("--steps", type=int, default=4, help="timed steps per round")
 parser.add_argument("--out", type=pathlib.Path, help="also write the figures as JSON")
 args = parser.parse_args()
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
@@ -99,15 +100,20 @@ for _ in range(args.rounds):
             seconds[name].append(time.perf_counter() - begin)
         losses[name] = float(metrics["loss"])
 
-agree = max(abs(value / losses["none"] - 1) for value in losses.values())
-print(f"{vars(args)}\njax {jax.__version__}; losses agree to {agree:.1e}")
+difference = max(abs(value / losses["none"] - 1) for value in losses.values())
+print(f"{vars(args)}\njax {jax.__version__}; losses differ by at most {difference:.1e}")
 medians = {name: statistics.median(values) for name, values in seconds.items()}
-print("| `recompute` | activations, MB | temporaries, MB | s a step | of none |")
+print(
+    "| `recompute` | activations, MB | temporaries, MB | s per step | ratio to `none` |"
+)
 print("|---|---|---|---|---|")
 for name, median in medians.items():
-    kept, temporary = memory[name].activations / 1e6, memory[name].temporaries / 1e6
+    activations = memory[name].activations / 1e6
+    temporaries = memory[name].temporaries / 1e6
     ratio = median / medians["none"]
-    print(f"| `{name}` | {kept:.2f} | {temporary:.2f} | {median:.3f} | {ratio:.2f} |")
+    print(
+        f"| `{name}` | {activations:.2f} | {temporaries:.2f} | {median:.3f} | {ratio:.2f} |"
+    )
 if args.out:
     figures = {
         name: dict(memory[name]._asdict(), seconds=medians[name]) for name in pipes

@@ -1,12 +1,14 @@
-"""What splitting the backward costs, and what the shapes that need it save.
+"""What it costs to split the backward, and what the schedules that need the split save.
 
     python benchmarks/split_backward.py
-    python benchmarks/split_backward.py --tpu benchmarks/compile_tpu.json  # by a compiler's estimates instead
+    python benchmarks/split_backward.py --tpu benchmarks/compile_tpu.json  # from a compiler's estimates, not timed
 
-A schedule in paired ticks, and GPipe, run a layer's whole backward at once; unit ticks and the zero-bubble schedules run the
-input gradient and the weight gradient apart, which may repeat work or pass more through memory. For each model the
-*cost* is (input gradient + weight gradient) / whole backward. For each schedule, *shape* is its step with a split that
-costs nothing, by that of 1F1B in paired ticks, and *both* the same with the cost; 1F1B's price is 1.
+GPipe and schedules in paired ticks run the whole backward of a layer at once. Unit ticks and the zero-bubble schedules
+run the input gradient and the weight gradient separately, which may repeat work or move more data through memory.
+
+For each model, *cost* is (input gradient + weight gradient) / whole backward. For each schedule the table has the
+simulated time of a step, divided by that of 1F1B in paired ticks: *shape* with a split that costs nothing, and *both*
+with the measured cost of the split.
 """
 
 import argparse
@@ -33,7 +35,7 @@ SCHEDULES = {
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """What a layer takes, in any unit: forward, whole backward, input gradient, weight gradient."""
+    """The time of a layer's forward, whole backward, input gradient and weight gradient, in any unit."""
 
     forward: float
     backward: float
@@ -42,11 +44,17 @@ class Layer:
 
     @property
     def cost(self) -> float:
+        """The cost of the split.
+
+        Example:
+          >>> Layer(forward=1.0, backward=2.0, input_grad=1.5, weight_grad=1.0).cost
+          1.25
+        """
         return (self.input_grad + self.weight_grad) / self.backward
 
 
 def measured() -> dict[str, Layer]:
-    """Layers timed here, on one device."""
+    """Layers that are timed now, on one device."""
     import jax
     import numpy as np
     import optax
@@ -72,7 +80,7 @@ def measured() -> dict[str, Layer]:
             np.int32,
         ),
     }
-    found = {}
+    layers = {}
     for name, (model, shape, dtype) in models.items():
         pipe = jpipe.Pipeline(
             model.layers(),
@@ -82,12 +90,12 @@ def measured() -> dict[str, Layer]:
         )
         batch = {"inputs": jax.ShapeDtypeStruct((8, *shape), dtype)}
         layer = pipe.profile(batch, programs=PARTS, min_seconds=0.2).layers[2]
-        found[name] = Layer(*(getattr(layer, part).median for part in PARTS))
-    return found
+        layers[name] = Layer(*(getattr(layer, part).median for part in PARTS))
+    return layers
 
 
 def compiled(path: pathlib.Path) -> dict[str, Layer]:
-    """A transformer block as the TPU compiler estimates it, from what `compile_tpu.py --out` wrote."""
+    """A transformer block by the TPU compiler's estimates, from the file of `compile_tpu.py --out`."""
     rows = json.loads(path.read_text())
     fewest = min(row["chips"] for row in rows)
     cycles = {row["schedule"]: row["cycles"] for row in rows if row["chips"] == fewest}
@@ -99,29 +107,30 @@ def compiled(path: pathlib.Path) -> dict[str, Layer]:
 
 
 def steps(layer: Layer, num_devices: int, num_microbatches: int) -> dict[str, float]:
-    """Each schedule's step in lockstep, with devices of equal work."""
+    """Schedule -> simulated time of a step, in lockstep, on devices with equal work."""
     import jpipe
     from jpipe.simulate import Costs, simulate
 
-    found = {}
+    makespans = {}
     for title, (name, options) in SCHEDULES.items():
-        chunks = 2 if name in ("interleaved", "zero_bubble_v") else 1
+        stages_per_device = 2 if name in ("interleaved", "zero_bubble_v") else 1
         table = jpipe.schedules.get(name)(
-            chunks * num_devices, num_microbatches, **options
+            stages_per_device * num_devices, num_microbatches, **options
         )
-        found[title] = simulate(
+        makespans[title] = simulate(
             table,
             Costs(
-                forward=layer.forward / chunks,
-                backward=layer.input_grad / chunks,
-                weight_grad=layer.weight_grad / chunks,
-                fused_backward=layer.backward / chunks,
+                forward=layer.forward / stages_per_device,
+                backward=layer.input_grad / stages_per_device,
+                weight_grad=layer.weight_grad / stages_per_device,
+                fused_backward=layer.backward / stages_per_device,
             ),
         ).makespan
-    return found
+    return makespans
 
 
 def table(layers: dict[str, Layer], num_devices: int, num_microbatches: int) -> str:
+    """The results as Markdown."""
     lines = [
         "| | " + " | ".join(f"{name}: shape | both" for name in layers) + " |",
         "|---" * (2 * len(layers) + 1) + "|",
@@ -134,10 +143,9 @@ def table(layers: dict[str, Layer], num_devices: int, num_microbatches: int) -> 
             weight_grad=layer.weight_grad / layer.cost,
         )
         base = steps(layer, num_devices, num_microbatches)["one_f_one_b"]
-        columns += [
-            {n: t / base for n, t in steps(one, num_devices, num_microbatches).items()}
-            for one in (free, layer)
-        ]
+        for split in (free, layer):
+            times = steps(split, num_devices, num_microbatches)
+            columns.append({title: time / base for title, time in times.items()})
     lines.append(
         "| cost of the split | "
         + " | ".join(f"| {layer.cost:.2f}" for layer in layers.values())
@@ -156,7 +164,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument(
-        "--tpu", type=pathlib.Path, help="what `compile_tpu.py --out` wrote"
+        "--tpu", type=pathlib.Path, help="the file that `compile_tpu.py --out` wrote"
     )
     args = parser.parse_args()
     layers = measured() if args.tpu is None else compiled(args.tpu)

@@ -159,7 +159,7 @@ def main() -> None:
             for program, rs in runs.items()
             if program in SYNCHRONOUS
         }
-        agree = max(
+        difference = max(
             (
                 abs(a - b) / abs(b)
                 for pair in losses.values()
@@ -172,7 +172,9 @@ def main() -> None:
             for program, rs in runs.items()
         }
         figures[workload] = medians
-        print(f"{workload}: {WORKLOADS[workload]}   (losses agree to {agree:.1e})")
+        print(
+            f"{workload}: {WORKLOADS[workload]}   (losses differ by at most {difference:.1e})"
+        )
         for program, median in medians.items():
             ratios = {
                 other: median / medians[other]

@@ -1,4 +1,4 @@
-"""The step compiled for TPUs, where their compiler is installed: what `benchmarks/compile_tpu.py` tables."""
+"""`benchmarks/compile_tpu.py`: it reads a scheduled program, and compiles a step where the TPU compiler is installed."""
 
 import importlib.util
 import json
@@ -51,9 +51,9 @@ def test_reads_a_scheduled_program():
     assert program.transfers() == [(0.008, 0.7), (4e-5, 0.0)]
     assert program.of_computation("%main") == 1000
     assert len(program.copies(200)) == 1 and not program.copies(201)
-    found = [program.operations(stage) for stage in range(7)]
-    assert [bool(one) for one in found] == [s in (1, 2, 3, 5) for s in range(7)]
-    assert found[2] == {"forward": 700}
+    operations = [program.operations(stage) for stage in range(7)]
+    expected = {"forward": 700}
+    assert operations == [expected if s in (1, 2, 3, 5) else {} for s in range(7)]
 
 
 @pytest.mark.skipif(
@@ -61,16 +61,16 @@ def test_reads_a_scheduled_program():
     reason="needs libtpu: pip install -r benchmarks/requirements-tpu.txt",
 )
 def test_small_step_for_eight_chips():
-    # In a process of its own, as the compiler may be loaded once a machine.
+    # A separate process: only one process of a machine may load the compiler at a time.
     flags = (
         "--dim 128 --seq 256 --blocks-per-chip 1 --microbatches 4 --microbatch-size 8"
     )
     command = [sys.executable, SCRIPT, "--topologies", "v5e:2x4", "--schedules"]
-    done = subprocess.run(
+    script = subprocess.run(
         [*command, "one_f_one_b", *flags.split()], capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    assert script.returncode == 0, script.stderr[-3000:]
+    (line,) = [line for line in script.stdout.splitlines() if line.startswith("{")]
     row = json.loads(line)
     assert 0.99 < row["compiled_mb"] / row["predicted_mb"] < 1.1
     assert row["permutes"] == 2 and min(row["hidden"]) > 0.2
