@@ -1,14 +1,17 @@
-"""What delayed gradients cost in accuracy, and what the remedies give back: two tasks, all methods, several seeds.
+"""What delayed gradients cost in accuracy, and what the remedies give back.
+
+There are two tasks, and every method is trained with several seeds.
 
     python benchmarks/asynchronous.py mnist --out runs/asynchronous-mnist
     python benchmarks/asynchronous.py gpt --out runs/asynchronous-gpt
-    python benchmarks/asynchronous.py mnist --tune --out runs/rates-mnist     # the synchronous learning rate
+    python benchmarks/asynchronous.py mnist --tune --out runs/rates-mnist  # the learning rate
 
-Every run is `train/train.py` with a configuration of `configs/` and the overrides of a method. All runs have the same
-number of steps and the learning rate that is best for the synchronous run. `--set` adds overrides to all runs, such as
-`--set data.dir=DIRECTORY`. Each core runs one process at a time, pinned to it. A finished run is not repeated, so an
-interrupted command continues where it stopped. The output folder has a table (`table.md`), the figures
-(`results.json`) and their curves (`curves.png`). `--redraw` draws the curves again from `results.json`, without a run.
+Every run is `train/train.py` with a configuration of `configs/` and the overrides of a method. All
+runs have the same number of steps and the learning rate that is best for the synchronous run.
+`--set` adds overrides to all runs, such as `--set data.dir=DIRECTORY`. Each core runs one process
+at a time, pinned to it. A finished run is not repeated, so an interrupted command continues where
+it stopped. The output folder has a table (`table.md`), the figures (`results.json`) and their
+curves (`curves.png`). `--redraw` draws the curves again from `results.json`, without a run.
 """
 
 import argparse
@@ -38,7 +41,8 @@ def without(*names: str) -> dict:
 
 
 # The configurations use PipeMare with T1, T2 and T3, so a method turns off what it does not use.
-# Synchronous training has the same result at any number of stages. One stage is the fastest on one core.
+# Synchronous training has the same result at any number of stages. One stage is the fastest on
+# one core.
 METHODS = {
     "synchronous": NONE | {"pipeline.schedule": "gpipe", "pipeline.num_stages": 1},
     "asynchronous": NONE | PAIRED,
@@ -163,10 +167,10 @@ def last(logs: list[list[dict]], metric: str) -> list[float]:
 def table_facts(task: dict, name: str, always: dict) -> dict:
     """Utilisation, delay and weight memory of a method, from its table and the model.
 
-    Weight memory is in multiples of the model's weights. It counts the weight versions of every stage, and the copies of
-    the techniques: T2 keeps the velocity and the weights that the backward reads, and prediction keeps the last update
-    and the weights that the forward reads. The synchronous run and the warm-up count as GPipe on the same stages and
-    microbatches.
+    Weight memory is in multiples of the model's weights. It counts the weight versions of every
+    stage, and the copies of the techniques: T2 keeps the velocity and the weights that the backward
+    reads, and prediction keeps the last update and the weights that the forward reads. The
+    synchronous run and the warm-up count as GPipe on the same stages and microbatches.
     """
     import jpipe
     from train import flags
@@ -216,7 +220,7 @@ def time_of(steps: float, facts: dict) -> float:
 
 
 def crossing(points: dict[int, float], reaches) -> float | None:
-    """The first step at which a curve reaches a target, or None. The curve is linear between its points.
+    """The first step at which a curve, linear between its points, reaches a target, or None.
 
     `reaches` returns how far a value is past the target, negative before the target.
 
@@ -239,8 +243,8 @@ def crossing(points: dict[int, float], reaches) -> float | None:
 def results(task: dict, logs: dict, always: dict) -> dict:
     """The figures of every method.
 
-    The target is the final mean of the synchronous runs, made worse by the task's margin. The steps to the target are
-    the mean over the seeds if all seeds reach it, and None otherwise.
+    The target is the final mean of the synchronous runs, made worse by the task's margin. The steps
+    to the target are the mean over the seeds if all seeds reach it, and None otherwise.
     """
     metric = task["metric"]
     sign = 1 if task["better"] is max else -1

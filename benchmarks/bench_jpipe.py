@@ -1,4 +1,4 @@
-"""Trains the workload of `peers/bench_common.py` with jpipe: the same flags, weights, data and report.
+"""Trains the workload of `peers/bench_common.py` with jpipe: same flags, weights, data, report.
 
 python benchmarks/bench_jpipe.py --schedule one_f_one_b --ticks paired --stages 4 --microbatches 8
 """

@@ -1,22 +1,24 @@
 """Compiles training steps for TPU pods on a machine without a TPU, and reads the compiled programs.
 
     pip install -r benchmarks/requirements-tpu.txt
-    python benchmarks/compile_tpu.py                                     # all schedules for 8, 32 and 256 chips
+    python benchmarks/compile_tpu.py        # all schedules for 8, 32 and 256 chips
     python benchmarks/compile_tpu.py --topologies v5e:2x4 --schedules one_f_one_b pipemare
 
-The model is a decoder transformer on a mesh of data x stage. Each schedule and topology has one row:
+The model is a decoder transformer on a mesh of data x stage. Each schedule and topology has one
+row:
 
-- *predicted*: MB per chip of weights, weight versions, optimizer state, gradients, activations in flight and the batch,
-  computed from the schedule's table before anything is compiled.
+- *predicted*: MB per chip of weights, weight versions, optimizer state, gradients, activations in
+  flight and the batch, computed from the schedule's table before anything is compiled.
 - *compiled*: MB per chip that the compiler reserves, including its temporaries.
 - *seconds*: time of the compilation.
 - *permutes*: number of collective permutes in a tick.
 - *sent*: MB that a chip sends by the permutes of a tick.
-- *under compute*: for each permute, the share of the tick's estimated cycles between the start and the done of the
-  permute. These are the compiler's estimates, not measurements. Of the branches of a conditional the longest counts, and
-  of a loop one iteration.
-- *operations*: thousands of estimated cycles of a middle stage's forward, backward and, where the schedule splits it,
-  weight gradient. A loop over blocks counts as one iteration, so these are the cycles of one block.
+- *under compute*: for each permute, the share of the tick's estimated cycles between the start and
+  the done of the permute. These are the compiler's estimates, not measurements. Of the branches of
+  a conditional the longest counts, and of a loop one iteration.
+- *operations*: thousands of estimated cycles of a middle stage's forward, backward and, where the
+  schedule splits it, weight gradient. A loop over blocks counts as one iteration, so these are the
+  cycles of one block.
 """
 
 import argparse
@@ -120,7 +122,7 @@ class Program:
         return transfers
 
     def operations(self, stage: int) -> dict[str, int]:
-        """The estimated cycles of a stage's operations: "forward", "backward" and, if split, "weight_grad"."""
+        """The estimated cycles of a stage's "forward", "backward" and, if split, "weight_grad"."""
         operations: dict[str, int] = {}
         for line in itertools.chain(*self.computations.values()):
             scope = re.search(

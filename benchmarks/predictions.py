@@ -1,14 +1,15 @@
-"""Predicted against measured steps: the seconds and bytes that `train/plan.py` predicts, and those of training.
+"""Predicted against measured steps: the seconds and bytes of `train/plan.py` and of training.
 
-    python benchmarks/predictions.py                       # all models: about half an hour on two cores
+    python benchmarks/predictions.py              # all models: about half an hour on two cores
     python benchmarks/predictions.py --models MLP --stages 2
-    python benchmarks/predictions.py --redraw              # table and plot of the saved results, no measurement
+    python benchmarks/predictions.py --redraw     # table and plot of the saved results
 
-For each model and number of stages, one sitting runs `train/plan.py`, which profiles the layers and predicts every
-schedule. The sitting then trains with each schedule in one process: a few steps of one schedule, a few steps of the
-next, round after round. A shared machine is faster or slower for minutes, so there are several sittings. The predicted
-seconds are the median of the sittings' predictions. The measured seconds are the median of all timed steps. The script
-writes `predictions.json`, `.md` and `.png` to `--out` after every model.
+For each model and number of stages, one sitting runs `train/plan.py`, which profiles the layers and
+predicts every schedule. The sitting then trains with each schedule in one process: a few steps of
+one schedule, a few steps of the next, round after round. A shared machine is faster or slower for
+minutes, so there are several sittings. The predicted seconds are the median of the sittings'
+predictions. The measured seconds are the median of all timed steps. The script writes
+`predictions.json`, `.md` and `.png` to `--out` after every model.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def predicted(model: str, stages: int, profiles: pathlib.Path) -> list[dict]:
 
 
 def measure(model: str, plans: list[dict], rounds: int, steps: int) -> list[dict]:
-    """Trains with each plan in turn. Returns the seconds of every timed step and the bytes of each plan.
+    """Trains with each plan in turn. Returns the seconds of every timed step, and the bytes.
 
     It runs in a separate process, because the number of CPU devices is fixed when JAX starts.
     """

@@ -6,8 +6,9 @@ A refactoring must not change any program. So the fingerprints before it and aft
     python benchmarks/program_text.py > after.txt         # on the new one
     diff before.txt after.txt
 
-Each line has the model, the schedule, the number of operations, a hash of the text, and a hash of the operations. The
-second hash ignores the order of operations and of loop state, so it stays the same when an array of the state is renamed.
+Each line has the model, the schedule, the number of operations, a hash of the text, and a hash of
+the operations. The second hash ignores the order of operations and of loop state, so it stays the
+same when an array of the state is renamed.
 """
 
 import argparse

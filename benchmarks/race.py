@@ -1,16 +1,18 @@
 """Races jpipe against other pipelines and against programs without a pipeline: one table, one plot.
 
-    python benchmarks/race.py --setup      # once: an environment for each family of peers, in benchmarks/peers/env
+    python benchmarks/race.py --setup      # once: environments of the peers, in peers/env
     python benchmarks/race.py              # all workloads, 3 rounds: about an hour on two cores
     python benchmarks/race.py --workloads A --rounds 5 --only 1f1b-paired mpmd torch-1F1B
     python benchmarks/race.py --redraw     # table and plot of the saved results, no measurement
 
-Every program trains the same model from the same weights on the same data. Each run is a separate process. The programs
-run one after the other, round after round, and figures are medians over the rounds.
+Every program trains the same model from the same weights on the same data. Each run is a separate
+process. The programs run one after the other, round after round, and figures are medians over the
+rounds.
 
-The results are saved in `--out` after every workload (`race.json`, `race.md`, `race.png`). A later run replaces only the
-programs and workloads that it ran. With `--append` it adds rounds to them. If a program cannot run, because its
-environment is missing or because it does not support the workload, its row says "failed" and the reason is in the table.
+The results are saved in `--out` after every workload (`race.json`, `race.md`, `race.png`). A later
+run replaces only the programs and workloads that it ran. With `--append` it adds rounds to them. If
+a program cannot run, because its environment is missing or because it does not support the
+workload, its row says "failed" and the reason is in the table.
 """
 
 import functools
@@ -40,8 +42,10 @@ class Program(NamedTuple):
 
     Attributes:
       command: script and flags.
-      kind: "jpipe" (synchronous), "asynchronous" (jpipe too), "peer" (another pipeline), "unpipelined", or "limit".
-      environment: the environment in `peers/env` whose Python runs it, or "" for the Python of this script.
+      kind: "jpipe" (synchronous), "asynchronous" (jpipe too), "peer" (another pipeline),
+        "unpipelined", or "limit".
+      environment: the environment in `peers/env` whose Python runs it, or "" for the Python of this
+        script.
     """
 
     command: str
@@ -120,7 +124,7 @@ BUILD = {"DS_ACCELERATOR": "cpu", "DS_BUILD_OPS": "0"}
 
 
 def set_up(name: str) -> str:
-    """Makes the environment of a family of peers. Returns one line: ready, or the reason why not."""
+    """Makes the environment of a family of peers. Returns one line: ready, or the error."""
     folder = ENVIRONMENTS / name
     python = shutil.which(PYTHON.get(name, sys.executable))
     if python is None:
@@ -167,7 +171,7 @@ def _commit() -> str:
 
 
 def sittings(results: dict) -> str:
-    """Markdown: the commits and dates of each workload's rounds, because rounds can be added later."""
+    """Markdown: commits and dates per workload, because rounds can be added later."""
     lines = []
     for workload, of_workload in results.items():
         runs = [run for runs in of_workload.values() for run in runs]
@@ -181,7 +185,7 @@ def sittings(results: dict) -> str:
 
 
 def table(results: dict) -> str:
-    """Markdown: samples per second of every program and workload, then ratios, memory and compile time."""
+    """Markdown: samples per second per program and workload, ratios, memory, compile time."""
     medians = {
         workload: {name: _median(runs) for name, runs in of_workload.items()}
         for workload, of_workload in results.items()
@@ -391,7 +395,7 @@ def _in_words(workload: str) -> str:
     """The flags of a workload as two lines of a title.
 
     Example:
-      >>> print(_in_words("--model mlp --dim 256 --layers 8 --batch 256 --microbatches 8 --stages 2"))
+      >>> print(_in_words("--model mlp --dim 256 --batch 256 --microbatches 8 --stages 2"))
       mlp, dim 256, 2 stages
       256 rows in 8 microbatches
     """

@@ -1,12 +1,12 @@
-"""What recomputation saves and costs: bytes per device and seconds per step, for each value of `recompute`.
+"""What recomputation saves and costs: bytes per device and seconds per step.
 
     python benchmarks/recompute.py                        # a small transformer, 1F1B, 2 stages
     python benchmarks/recompute.py --ticks unit --stages 4 --rounds 3
 
-All values train the same transformer from the same weights on the same data in one process. The process runs a few
-steps with one value, a few steps with the next, round after round, so that other load on the machine disturbs all
-values alike. The seconds are medians over all timed steps. The bytes come from `Pipeline.memory`. The losses of the
-last step are compared.
+All values train the same transformer from the same weights on the same data in one process. The
+process runs a few steps with one value, a few steps with the next, round after round, so that other
+load on the machine disturbs all values alike. The seconds are medians over all timed steps. The
+bytes come from `Pipeline.memory`. The losses of the last step are compared.
 """
 
 import argparse

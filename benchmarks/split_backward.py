@@ -1,14 +1,15 @@
 """What it costs to split the backward, and what the schedules that need the split save.
 
     python benchmarks/split_backward.py
-    python benchmarks/split_backward.py --tpu benchmarks/compile_tpu.json  # from a compiler's estimates, not timed
+    python benchmarks/split_backward.py --tpu benchmarks/compile_tpu.json  # a compiler's estimates
 
-GPipe and schedules in paired ticks run the whole backward of a layer at once. Unit ticks and the zero-bubble schedules
-run the input gradient and the weight gradient separately, which may repeat work or move more data through memory.
+GPipe and schedules in paired ticks run the whole backward of a layer at once. Unit ticks and the
+zero-bubble schedules run the input gradient and the weight gradient separately, which may repeat
+work or move more data through memory.
 
-For each model, *cost* is (input gradient + weight gradient) / whole backward. For each schedule the table has the
-simulated time of a step, divided by that of 1F1B in paired ticks: *shape* with a split that costs nothing, and *both*
-with the measured cost of the split.
+For each model, *cost* is (input gradient + weight gradient) / whole backward. For each schedule the
+table has the simulated time of a step, divided by that of 1F1B in paired ticks: *shape* with a
+split that costs nothing, and *both* with the measured cost of the split.
 """
 
 import argparse
@@ -35,7 +36,7 @@ SCHEDULES = {
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The time of a layer's forward, whole backward, input gradient and weight gradient, in any unit."""
+    """The times of a layer's programs, in any unit."""
 
     forward: float
     backward: float
@@ -95,7 +96,7 @@ def measured() -> dict[str, Layer]:
 
 
 def compiled(path: pathlib.Path) -> dict[str, Layer]:
-    """A transformer block by the TPU compiler's estimates, from the file of `compile_tpu.py --out`."""
+    """A transformer block by the TPU compiler's estimates, from `compile_tpu.py --out`."""
     rows = json.loads(path.read_text())
     fewest = min(row["chips"] for row in rows)
     cycles = {row["schedule"]: row["cycles"] for row in rows if row["chips"] == fewest}

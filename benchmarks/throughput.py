@@ -3,15 +3,18 @@
     python benchmarks/throughput.py                       # workloads A to D, 5 rounds
     python benchmarks/throughput.py --workloads A --rounds 3 --only 1f1b-paired mpmd
 
-Each run is a separate process. The programs run one after the other, round after round, so that other load on the
-machine disturbs all programs alike. The table gives medians over the rounds. All programs train the same model from the
-same weights on the same data, and the losses of the synchronous programs are compared.
+Each run is a separate process. The programs run one after the other, round after round, so that
+other load on the machine disturbs all programs alike. The table gives medians over the rounds. All
+programs train the same model from the same weights on the same data, and the losses of the
+synchronous programs are compared.
 
-Two programs are upper bounds for asynchronous schedules. Both run the engine with one stage, so without a pipeline.
+Two programs are upper bounds for asynchronous schedules. Both run the engine with one stage, so
+without a pipeline.
 
-- `limit` runs one process per core at the same time, each pinned to its core, and sums their samples per second.
-- `replicas` runs one process with two devices. Each device has its own batch, and the devices wait for each other once
-  per step, at the update. It shows how much of `limit` one process can reach.
+- `limit` runs one process per core at the same time, each pinned to its core, and sums their
+  samples per second.
+- `replicas` runs one process with two devices. Each device has its own batch, and the devices wait
+  for each other once per step, at the update. It shows how much of `limit` one process can reach.
 """
 
 import argparse
@@ -68,7 +71,7 @@ def measure(
     python: str | os.PathLike = sys.executable,
     pinned: bool = False,
 ) -> dict:
-    """Runs a program and returns its report: samples per second, losses, bytes, seconds of compilation.
+    """Runs a program. Returns its report: samples per second, losses, bytes, compile seconds.
 
     Args:
       program: script, relative to this folder, and flags.
@@ -81,7 +84,8 @@ def measure(
       The JSON object that the program printed (of the first copy, with the summed speed).
 
     Raises:
-      Failed: the program ended with an error, its loss is not finite, or it took more than ten minutes.
+      Failed: the program ended with an error, its loss is not finite, or it took more than ten
+        minutes.
     """
     script, *flags = program.split()
     command = [str(python), str(HERE / script), *workload.split(), *flags]
@@ -118,7 +122,7 @@ def measure(
 def flags(
     doc: str, workloads: dict, programs: dict, rounds: int, steps: int
 ) -> argparse.ArgumentParser:
-    """The command-line flags that select programs and workloads. `rounds` and `steps` are defaults."""
+    """The flags that select programs and workloads. `rounds` and `steps` are defaults."""
     parser = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""`benchmarks/compile_tpu.py`: it reads a scheduled program, and compiles a step where the TPU compiler is installed."""
+"""`benchmarks/compile_tpu.py` reads a scheduled program, and compiles a step if libtpu is there."""
 
 import importlib.util
 import json
