@@ -16,9 +16,11 @@ import collections
 import functools
 import hashlib
 import os
+import pathlib
 import re
 import sys
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax  # noqa: E402
