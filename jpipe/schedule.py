@@ -31,9 +31,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jpipe import _schedule_text
+from jpipe import _schedule_facts, _schedule_text
 from jpipe._cells import CELL_FIELDS, idle_cells
 from jpipe._cells import IDLE as IDLE
+from jpipe._schedule_facts import Facts as Facts
 from jpipe._schedule_rules import RULES
 
 
@@ -298,49 +299,7 @@ class Schedule:
         Raises:
           ValueError: if the table is not legal.
         """
-        self.check()
-        work = self.device_work()
-        length = work.max(axis=1)
-        makespan = int(length.sum())
-        span = self.num_devices * makespan
-        inner_span = span
-        if self.synchronous:
-            at_work = work > 0
-            begun = np.logical_or.accumulate(at_work)
-            unfinished = np.logical_or.accumulate(at_work[::-1])[::-1]
-            inner_span = int(((begun & unfinished) * length[:, None]).sum())
-
-        num_ticks = self.num_ticks
-        forward, forward_versions = self.forward_ticks(), self.forward_versions()
-        backward_delay = np.zeros(self.num_columns, np.int64)
-        weight_versions = np.ones(self.num_columns, np.int64)
-        last = forward
-        if not self.forward_only:
-            backward = self.backward_ticks()
-            backward_versions = self.backward_versions()
-            backward_delay = -backward_versions.min(axis=0)
-            last = self.weight_grad_ticks()
-            # A read of version v at tick t means a read of version 1 at t + T (1 - v).
-            # Version 1 lives until its last read, and at least until version 2 is
-            # written.
-            written = self.update_ticks()
-            read = [
-                forward + num_ticks * (1 - forward_versions),
-                backward + num_ticks * (1 - backward_versions),
-            ]
-            live_until = np.maximum(np.max(read, axis=(0, 1)), written + num_ticks)
-            weight_versions = _most_at_once(written + 1, live_until, num_ticks)
-        by_stage = self.column_of_stage
-        return Facts(
-            num_ticks=num_ticks,
-            makespan=makespan,
-            bubble=(span - int(work.sum())) / span,
-            inner_bubble=(inner_span - int(work.sum())) / inner_span,
-            in_flight=_most_at_once(forward, last, num_ticks)[by_stage],
-            forward_delay=-forward_versions.min(axis=0)[by_stage],
-            backward_delay=backward_delay[by_stage],
-            weight_versions=weight_versions[by_stage],
-        )
+        return _schedule_facts.facts(self.check())
 
     # -- Writing a table ------------------------------------------------------------
 
@@ -528,44 +487,6 @@ class Schedule:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Facts:
-    """The costs of a table, counted off it with F = B = W = 1.
-
-    Attributes:
-      num_ticks: T.
-      makespan: units of time of the whole table; each tick is as long as its busiest
-        device works (see `Schedule.device_work`). Asynchronous: of one round.
-      bubble: 1 - busy time / (devices x makespan).
-      inner_bubble: the same between each device's first and last operation. It remains
-        if the next minibatch fills both ends. Asynchronous: the bubble.
-      in_flight: `[S]`, the largest number of microbatches that are between their forward
-        and the end of their backward at the same time, the ticks of both included.
-      forward_delay: `[S]`, the largest number of versions between the weights that a
-        forward reads and the weights that its gradient is applied to.
-      backward_delay: `[S]`, the same for a backward.
-      weight_versions: `[S]`, the largest number of versions that are live at the same
-        time: the newest, and older ones that will still be read.
-    """
-
-    num_ticks: int
-    makespan: int
-    bubble: float
-    inner_bubble: float
-    in_flight: np.ndarray
-    forward_delay: np.ndarray
-    backward_delay: np.ndarray
-    weight_versions: np.ndarray
-
-    def to_dict(self) -> dict[str, Any]:
-        """The facts as numbers and lists for JSON."""
-        return {
-            field.name: value.tolist() if isinstance(value, np.ndarray) else value
-            for field in dataclasses.fields(self)
-            for value in [getattr(self, field.name)]
-        }
-
-
 _ARRAYS = tuple(
     field.name
     for field in dataclasses.fields(Schedule)
@@ -629,21 +550,3 @@ def _warn_if_starved(schedule: Schedule) -> None:
             f"Use at least {schedule.num_devices} microbatches, better 4 times that.",
             stacklevel=4,
         )
-
-
-def _most_at_once(first: np.ndarray, last: np.ndarray, num_ticks: int) -> np.ndarray:
-    """The largest number of intervals that cover one tick, per column.
-
-    Every interval recurs every T ticks.
-
-    Args:
-      first: `[N, C]` or `[C]`, first tick of each interval.
-      last: the same shape, last tick of each interval, included in it.
-      num_ticks: T.
-
-    Returns:
-      `[C]`, counts.
-    """
-    t = np.arange(num_ticks)[:, None, None]
-    covering = (last - t) // num_ticks - (first - 1 - t) // num_ticks  # [T, N, C]
-    return covering.sum(axis=1).max(axis=0)

@@ -14,7 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 LEVELS = [
     {"_cells", "suggest", "optim", "packing", "mesh", "entry_points", "in_flight"},
-    {"_schedule_text"},
+    {"_schedule_facts", "_schedule_text"},
     {"_schedule_rules"},
     {"schedule"},
     {"solvers"},

@@ -9,6 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe import packing
+from jpipe.engine.stage_layers import (
+    add_gradients,
+    read_layer_stash,
+    write_layer_stash,
+    write_stash,
+)
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.trace import Traced, shared_jit
@@ -27,6 +33,7 @@ from jpipe.plan._loops import (
     random_like,
     zeros,
 )
+from jpipe.stages.cut import LayerRun
 
 
 def measure_layers(
@@ -171,6 +178,8 @@ class _Subject:
             "split_residuals": kind.split_residuals,
         }
         self.packs = {n: Packing.of([[*map(Leaf, own)]]) for n, own in leaves.items()}
+        places = {name: pack.places[0] for name, pack in self.packs.items()}
+        self._run = LayerRun(kind=0, longest=1, stash=(), pop=(), **places)
         self._output_grads = [y for y in kind.outputs if is_inexact(y)]
         lists = list(kind.parameters), list(kind.stash), self._output_grads
         _, self._input_grads = jax.eval_shape(kind.backward, *lists)
@@ -230,10 +239,6 @@ class _Subject:
     def _read(self, arrays: dict, name: str, *lead) -> list[jax.Array]:
         return packing.read_all(arrays[name], self.packs[name].places[0], lead)
 
-    def _write(self, arrays: dict, name: str, values: Sequence, *lead) -> dict:
-        places = self.packs[name].places[0]
-        return {name: packing.write_all(arrays[name], places, lead, values)}
-
     # -- Bodies: `(reads, carry, slot, row) -> carry`
 
     def _arguments(self, reads: dict, row) -> tuple:
@@ -247,28 +252,15 @@ class _Subject:
     def _forward_and_stash(self, reads: dict, carry: dict, slot, row) -> dict:
         given = self._arguments(reads, row)
         outputs, kept, aux = self.kind.forward_and_stash(*given)
-        rings: dict = {}
-        for name in _STASHES:
-            values = [kept[j] for j in getattr(self.kind, name)]
-            rings |= self._write(carry, name, values, slot)
+        rings = {name: carry[name] for name in _STASHES}
+        rings = write_layer_stash(rings, self._run, self.kind, kept, lambda _: slot, 0)
         return {"outputs": outputs, "aux": _added(carry["aux"], aux), **rings}
 
-    def _stash(self, reads: dict, slot) -> list:
-        stash: list = [None] * len(self.kind.stash)
-        for name in _STASHES:
-            if name in reads:
-                for j, value in zip(
-                    getattr(self.kind, name), self._read(reads, name, slot)
-                ):
-                    stash[j] = value
-        return stash
+    def _stash(self, reads: dict, slot, only: str | None = None) -> list:
+        return read_layer_stash(reads, self._run, self.kind, lambda _: slot, 0, only)
 
     def _accumulated(self, carry: dict, gradients: Sequence, row) -> dict:
-        arrays = carry["gradients"]
-        for place, value in zip(
-            self.packs["parameters"].places[0], gradients, strict=True
-        ):
-            arrays = packing.add(arrays, place, [row], value)
+        arrays = add_gradients(carry["gradients"], self._run, gradients, lambda: row, 0)
         return {"gradients": arrays}
 
     def _of_output_grads(self, program: Callable, reads: dict, slot, row) -> tuple:
@@ -281,15 +273,15 @@ class _Subject:
 
     def _input_grad(self, reads: dict, carry: dict, slot, row) -> dict:
         inputs, left = self._of_output_grads(self.kind.input_grad, reads, slot, row)
-        return {
-            "input_grads": inputs,
-            **self._write(carry, "split_residuals", left, slot),
-        }
+        rings = {"split_residuals": carry["split_residuals"]}
+        places = self._run.split_residuals
+        rings = write_stash(rings, "split_residuals", places, left, lambda _: slot)
+        return {"input_grads": inputs, **rings}
 
     def _weight_grad(self, reads: dict, carry: dict, slot, row) -> dict:
         parameters = self._read(reads, "parameters", row)
         split_residuals = self._read(reads, "split_residuals", slot)
-        stash = self._stash(reads, slot)
+        stash = self._stash(reads, slot, only="weight_stash")
         gradients = self.kind.weight_grad(parameters, stash, split_residuals)
         return self._accumulated(carry, gradients, row)
 

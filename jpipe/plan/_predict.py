@@ -4,12 +4,15 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
 from jpipe.costs import Memory
+from jpipe.engine.layout import StatePackings, buffer_shapes
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, lower
 from jpipe.packing import Leaf, Packing
+from jpipe.plan._loops import num_bytes
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
@@ -186,23 +189,24 @@ def predict_memory(
     recompute = profile.recompute == "full"
     lowered = lower(schedule, recompute, [route for route, _ in routes])
     R, V = lowered.num_chunks, lowered.num_versions
-    weights, optimizer = (
-        packed("parameters").num_bytes,
-        packed("optimizer_state").num_bytes,
+    parameters, state = packed("parameters"), packed("state")
+    weights, optimizer = parameters.num_bytes, packed("optimizer_state").num_bytes
+    # The profile knows the bytes of a microbatch, and not its arrays.
+    microbatch = jax.ShapeDtypeStruct((profile.microbatch_bytes,), np.uint8)
+    in_flight = buffer_shapes(
+        None,
+        lowered,
+        StatePackings(
+            parameters=parameters,
+            mutable_state=state,
+            rings={ring: packed(ring) for ring in STASHES if lowered.num_slots[ring]},
+            messages=routes,
+        ),
+        microbatch,
     )
-    slots = lowered.num_slots
-    rings = sum(slots[ring] * packed(ring).num_bytes for ring in STASHES if slots[ring])
-    size = {route.inbox: packing.num_bytes for route, packing in routes}
-    # An inbox has one slot that nobody reads. Messages sent and received lie beside the inbox.
-    in_flight = sum((slots[k] + 1) * n for k, n in size.items() if slots[k])
-    in_flight += sum(size[inbox] for inbox, _ in lowered.outgoing)
-    in_flight += sum(size[next(iter(c.arrives))] for c in lowered.channels)
-    batches = lowered.num_batches * schedule.num_microbatches * profile.microbatch_bytes
     delays = read_delays(schedule)
     versions = V * (1 + sum(bool(delays[reader].any()) for reader in profile.reads))
-    activations = rings + in_flight + packed("state").num_bytes * R
-    if lowered.num_batches > 1:
-        activations += batches
+    activations = num_bytes(jax.tree.leaves(in_flight)) + R * state.num_bytes
     used = sum(layer.weight_bytes for layer in layers)
     used += (versions - 1) * sum(layer.parameter_bytes for layer in layers)
     held = R * (versions * weights + weights + optimizer)
