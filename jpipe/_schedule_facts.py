@@ -1,0 +1,114 @@
+"""The facts of a table: bubble, activations in flight, delays and weight versions.
+
+Letters: S stages, D devices, C columns, N microbatches, T ticks.
+"""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jpipe.schedule import Schedule
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Facts:
+    """The costs of a table, counted off it with F = B = W = 1.
+
+    Attributes:
+      num_ticks: T.
+      makespan: units of time of the whole table; each tick is as long as its busiest
+        device works (see `Schedule.device_work`). Asynchronous: of one round.
+      bubble: 1 - busy time / (devices x makespan).
+      inner_bubble: the same between each device's first and last operation. It remains
+        if the next minibatch fills both ends. Asynchronous: the bubble.
+      in_flight: `[S]`, the largest number of microbatches that are between their forward
+        and the end of their backward at the same time, the ticks of both included.
+      forward_delay: `[S]`, the largest number of versions between the weights that a
+        forward reads and the weights that its gradient is applied to.
+      backward_delay: `[S]`, the same for a backward.
+      weight_versions: `[S]`, the largest number of versions that are live at the same
+        time: the newest, and older ones that will still be read.
+    """
+
+    num_ticks: int
+    makespan: int
+    bubble: float
+    inner_bubble: float
+    in_flight: np.ndarray
+    forward_delay: np.ndarray
+    backward_delay: np.ndarray
+    weight_versions: np.ndarray
+
+    def to_dict(self) -> dict[str, Any]:
+        """The facts as numbers and lists for JSON."""
+        return {
+            field.name: value.tolist() if isinstance(value, np.ndarray) else value
+            for field in dataclasses.fields(self)
+            for value in [getattr(self, field.name)]
+        }
+
+
+def facts(schedule: "Schedule") -> Facts:
+    """Counts the facts of a legal table."""
+    work = schedule.device_work()
+    length = work.max(axis=1)
+    makespan = int(length.sum())
+    span = schedule.num_devices * makespan
+    inner_span = span
+    if schedule.synchronous:
+        at_work = work > 0
+        begun = np.logical_or.accumulate(at_work)
+        unfinished = np.logical_or.accumulate(at_work[::-1])[::-1]
+        inner_span = int(((begun & unfinished) * length[:, None]).sum())
+
+    num_ticks = schedule.num_ticks
+    forward, forward_versions = schedule.forward_ticks(), schedule.forward_versions()
+    backward_delay = np.zeros(schedule.num_columns, np.int64)
+    weight_versions = np.ones(schedule.num_columns, np.int64)
+    last = forward
+    if not schedule.forward_only:
+        backward = schedule.backward_ticks()
+        backward_versions = schedule.backward_versions()
+        backward_delay = -backward_versions.min(axis=0)
+        last = schedule.weight_grad_ticks()
+        # A read of version v at tick t means a read of version 1 at t + T (1 - v).
+        # Version 1 lives until its last read, and at least until version 2 is
+        # written.
+        written = schedule.update_ticks()
+        read = [
+            forward + num_ticks * (1 - forward_versions),
+            backward + num_ticks * (1 - backward_versions),
+        ]
+        live_until = np.maximum(np.max(read, axis=(0, 1)), written + num_ticks)
+        weight_versions = _most_at_once(written + 1, live_until, num_ticks)
+    by_stage = schedule.column_of_stage
+    return Facts(
+        num_ticks=num_ticks,
+        makespan=makespan,
+        bubble=(span - int(work.sum())) / span,
+        inner_bubble=(inner_span - int(work.sum())) / inner_span,
+        in_flight=_most_at_once(forward, last, num_ticks)[by_stage],
+        forward_delay=-forward_versions.min(axis=0)[by_stage],
+        backward_delay=backward_delay[by_stage],
+        weight_versions=weight_versions[by_stage],
+    )
+
+
+def _most_at_once(first: np.ndarray, last: np.ndarray, num_ticks: int) -> np.ndarray:
+    """The largest number of intervals that cover one tick, per column.
+
+    Every interval recurs every T ticks.
+
+    Args:
+      first: `[N, C]` or `[C]`, first tick of each interval.
+      last: the same shape, last tick of each interval, included in it.
+      num_ticks: T.
+
+    Returns:
+      `[C]`, counts.
+    """
+    t = np.arange(num_ticks)[:, None, None]
+    covering = (last - t) // num_ticks - (first - 1 - t) // num_ticks  # [T, N, C]
+    return covering.sum(axis=1).max(axis=0)
