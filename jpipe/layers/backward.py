@@ -34,19 +34,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jpipe.layers.avals import is_inexact
 from jpipe.layers.equations import Equations, contains, value_of, variables
-
-
-class OffloadError(ValueError):
-    """A checkpoint policy would keep values in the memory of the host."""
-
-
-class OrderedEffectError(ValueError):
-    """A layer has side effects that must run in one order."""
+from jpipe.layers.vjp import (
+    Arguments,
+    Forward,
+    aval_of,
+    check_effects,
+    check_offload,
+    trace_backward,
+    trace_forward,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +128,11 @@ def trace_layer(
       OffloadError: if the policy offloads values to the memory of the host.
       OrderedEffectError: if the function has ordered side effects.
     """
-    arguments = _Arguments.flatten(parameters, inputs, extra)
-    forward = _trace_forward(function, arguments, has_aux, input_grads, policy)
-    _check_offload(forward.residuals)
-    _check_effects(forward.equations)
-    backward = _trace_backward(forward)
+    arguments = Arguments.flatten(parameters, inputs, extra)
+    forward = trace_forward(function, arguments, has_aux, input_grads, policy)
+    check_offload(forward.residuals)
+    check_effects(forward.equations)
+    backward = trace_backward(forward)
     residuals = _Residuals.of(forward, backward, arguments)
     whole = residuals.reader(
         backward.slice(backward.inputs, backward.outputs, effects=True)
@@ -152,154 +150,6 @@ def trace_layer(
         _Readers(whole, input_reader, weight_reader),
         split_residuals,
     )
-
-
-# -- Arguments
-
-
-class _Arguments(NamedTuple):
-    """The arguments of a layer as flat lists of abstract arrays, with their tree structures."""
-
-    parameters: list
-    inputs: list
-    extra: list
-    parameter_tree: Any
-    input_tree: Any
-    extra_tree: Any
-
-    @classmethod
-    def flatten(cls, parameters: Any, inputs: Any, extra: Any) -> "_Arguments":
-        flat = [jax.tree.flatten(tree) for tree in (parameters, inputs, extra)]
-        return cls(*(leaves for leaves, _ in flat), *(tree for _, tree in flat))
-
-    def split(self, leaves: Sequence) -> tuple[list, list, list]:
-        """The leaves of all three arguments in one list -> one list per argument."""
-        p = len(self.parameters)
-        x = p + len(self.inputs)
-        return list(leaves[:p]), list(leaves[p:x]), list(leaves[x:])
-
-    def unflatten(self, parameters: list, inputs: list, extra: list) -> tuple:
-        return (
-            self.parameter_tree.unflatten(parameters),
-            self.input_tree.unflatten(inputs),
-            self.extra_tree.unflatten(extra),
-        )
-
-
-# -- Tracing
-
-
-class _Forward(NamedTuple):
-    """The traced forward: its results are outputs, aux and the residuals of the backward."""
-
-    equations: Equations
-    outputs: list  # abstract
-    output_tree: Any
-    aux_tree: Any
-    vjp_tree: Any
-
-    @property
-    def num_results(self) -> int:
-        """The number of outputs and aux together."""
-        return len(self.outputs) + self.aux_tree.num_leaves
-
-    @property
-    def results(self) -> tuple:
-        return self.equations.outputs[: self.num_results]
-
-    @property
-    def aux(self) -> tuple:
-        return self.results[len(self.outputs) :]
-
-    @property
-    def residuals(self) -> tuple:
-        return self.equations.outputs[self.num_results :]
-
-
-def _trace_forward(
-    function: Callable[..., Any],
-    arguments: _Arguments,
-    has_aux: bool,
-    input_grads: bool,
-    policy: Callable[..., Any] | None,
-) -> _Forward:
-    trees: dict[str, Any] = {}
-    differentiated = [
-        i for i, x in enumerate(arguments.inputs) if input_grads and is_inexact(x)
-    ]
-
-    def call(ps: list, xs: list, es: list) -> tuple[list, list]:
-        out = function(*arguments.unflatten(ps, xs, es))
-        out, aux = out if has_aux else (out, ())
-        flat, trees["output"] = jax.tree.flatten(out)
-        flat_aux, trees["aux"] = jax.tree.flatten(aux)
-        return [jnp.asarray(y) for y in flat], [jnp.asarray(a) for a in flat_aux]
-
-    if policy is not None:
-        call = jax.checkpoint(call, policy=policy)
-
-    def with_residuals(*args: jax.Array) -> list:
-        ps, xs, es = arguments.split(args)
-
-        def of_differentiated(ps: list, values: list) -> tuple[list, list]:
-            filled = list(xs)
-            for i, value in zip(differentiated, values):
-                filled[i] = value
-            return call(ps, filled, es)
-
-        ys, vjp, aux = jax.vjp(
-            of_differentiated, ps, [xs[i] for i in differentiated], has_aux=True
-        )
-        residuals, trees["vjp"] = jax.tree.flatten(vjp)
-        trees["outputs"] = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
-        return [*ys, *aux, *residuals]
-
-    equations = Equations.trace(
-        with_residuals, *arguments.parameters, *arguments.inputs, *arguments.extra
-    )
-    return _Forward(
-        equations, trees["outputs"], trees["output"], trees["aux"], trees["vjp"]
-    )
-
-
-def _trace_backward(forward: _Forward) -> Equations:
-    """The backward: residuals and output gradients to gradients of parameters, then of inputs."""
-    num_residuals = len(forward.residuals)
-
-    def backward(*args: jax.Array) -> list:
-        leaves, inexact = args[:num_residuals], iter(args[num_residuals:])
-        output_grads = [
-            next(inexact) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
-            for y in forward.outputs
-        ]
-        vjp = jax.tree.unflatten(forward.vjp_tree, leaves)
-        parameter_grads, input_grads = vjp(output_grads)
-        return [*parameter_grads, *input_grads]
-
-    output_grads = [y for y in forward.outputs if is_inexact(y)]
-    return Equations.trace(
-        backward, *(_aval(v) for v in forward.residuals), *output_grads
-    )
-
-
-def _check_offload(residuals: Sequence) -> None:
-    for v in variables(residuals):
-        if v.aval.memory_space == jax.memory.Space.Host:
-            raise OffloadError(
-                f"the policy of `recompute` offloads {v.aval.dtype}{list(v.aval.shape)} to the "
-                "memory of the host, and the pipeline keeps values in flight on their device. Use a "
-                "policy that saves or recomputes the value, such as "
-                "`jax.checkpoint_policies.save_only_these_names(...)`."
-            )
-
-
-def _check_effects(forward: Equations) -> None:
-    ordered = sorted(str(e) for e in forward.effects() if "Ordered" in str(e))
-    if ordered:
-        raise OrderedEffectError(
-            f"it has ordered side effects ({', '.join(ordered)}), and the devices of a pipeline run at "
-            "the same time, so there is no order. Leave out `ordered=True`."
-        )
 
 
 # -- Residuals: stashed or rebuilt
@@ -327,7 +177,7 @@ class _Residuals:
 
     @classmethod
     def of(
-        cls, forward: _Forward, backward: Equations, arguments: _Arguments
+        cls, forward: Forward, backward: Equations, arguments: Arguments
     ) -> "_Residuals":
         equations, num_parameters = forward.equations, len(arguments.parameters)
         varying = equations.depending_on(equations.inputs[num_parameters:])
@@ -440,8 +290,8 @@ def _split_backward(
 
 
 def _layer_program(
-    arguments: _Arguments,
-    forward: _Forward,
+    arguments: Arguments,
+    forward: Forward,
     backward: Equations,
     residuals: _Residuals,
     readers: _Readers,
@@ -492,9 +342,9 @@ def _layer_program(
         inputs=_avals(arguments.inputs),
         extra=_avals(arguments.extra),
         outputs=tuple(forward.outputs),
-        aux=tuple(_aval(v) for v in forward.aux),
-        stash=tuple(_aval(v) for v in stash),
-        split_residuals=tuple(_aval(v) for v in split_residuals),
+        aux=tuple(aval_of(v) for v in forward.aux),
+        stash=tuple(aval_of(v) for v in stash),
+        split_residuals=tuple(aval_of(v) for v in split_residuals),
         input_stash=tuple(sorted(readers.inputs.reads - readers.weights.reads)),
         weight_stash=tuple(sorted(readers.weights.reads)),
         reads_extra=tuple(v in read for v in extra_inputs),
@@ -506,7 +356,7 @@ def _layer_program(
     )
 
 
-def _text(arguments: _Arguments, forward: _Forward, backward: Equations) -> str:
+def _text(arguments: Arguments, forward: Forward, backward: Equations) -> str:
     trees = (
         arguments.parameter_tree,
         arguments.input_tree,
@@ -518,7 +368,3 @@ def _text(arguments: _Arguments, forward: _Forward, backward: Equations) -> str:
 
 def _avals(arrays: Sequence) -> tuple[jax.ShapeDtypeStruct, ...]:
     return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)
-
-
-def _aval(v: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)

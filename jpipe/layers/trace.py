@@ -17,8 +17,6 @@ from jax.sharding import Mesh
 from jpipe.layers.avals import cast, is_inexact, shapes_text
 from jpipe.layers.backward import (
     LayerProgram,
-    OffloadError,
-    OrderedEffectError,
     trace_layer,
 )
 from jpipe.layers.counters import IntegerUpdate, integer_update
@@ -27,6 +25,7 @@ from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss, trace_loss
 from jpipe.layers.report import collect
 from jpipe.layers.sharding import parameter_specs, stash_specs
+from jpipe.layers.vjp import OffloadError, OrderedEffectError
 from jpipe.packing import Leaf
 
 

@@ -11,8 +11,9 @@ from jax import checkpoint_policies as policies
 from jax.ad_checkpoint import checkpoint_name
 
 from jpipe.layers.avals import is_inexact
-from jpipe.layers.backward import OffloadError, trace_layer
+from jpipe.layers.backward import trace_layer
 from jpipe.layers.equations import Equations, jaxpr_text
+from jpipe.layers.vjp import OffloadError
 from models.mlp import Hidden
 from models.resnet import BasicBlock
 from models.transformer import Block, Embedding

@@ -12,7 +12,8 @@ from flax import nnx
 from jax.experimental import io_callback
 
 import jpipe
-from jpipe.layers.backward import OrderedEffectError, trace_layer
+from jpipe.layers.backward import trace_layer
+from jpipe.layers.vjp import OrderedEffectError
 
 KEY = jax.random.key(0)
 N, B, D = 4, 8, 3

@@ -1,0 +1,171 @@
+"""The forward and the backward of a layer as equations, traced by `jax.vjp`."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.layers.avals import is_inexact
+from jpipe.layers.equations import Equations, variables
+
+
+class OffloadError(ValueError):
+    """A checkpoint policy would keep values in the memory of the host."""
+
+
+class OrderedEffectError(ValueError):
+    """A layer has side effects that must run in one order."""
+
+
+# -- Arguments
+
+
+class Arguments(NamedTuple):
+    """The arguments of a layer as flat lists of abstract arrays, with their tree structures."""
+
+    parameters: list
+    inputs: list
+    extra: list
+    parameter_tree: Any
+    input_tree: Any
+    extra_tree: Any
+
+    @classmethod
+    def flatten(cls, parameters: Any, inputs: Any, extra: Any) -> "Arguments":
+        flat = [jax.tree.flatten(tree) for tree in (parameters, inputs, extra)]
+        return cls(*(leaves for leaves, _ in flat), *(tree for _, tree in flat))
+
+    def split(self, leaves: Sequence) -> tuple[list, list, list]:
+        """The leaves of all three arguments in one list -> one list per argument."""
+        p = len(self.parameters)
+        x = p + len(self.inputs)
+        return list(leaves[:p]), list(leaves[p:x]), list(leaves[x:])
+
+    def unflatten(self, parameters: list, inputs: list, extra: list) -> tuple:
+        return (
+            self.parameter_tree.unflatten(parameters),
+            self.input_tree.unflatten(inputs),
+            self.extra_tree.unflatten(extra),
+        )
+
+
+# -- Tracing
+
+
+class Forward(NamedTuple):
+    """The traced forward: its results are outputs, aux and the residuals of the backward."""
+
+    equations: Equations
+    outputs: list  # abstract
+    output_tree: Any
+    aux_tree: Any
+    vjp_tree: Any
+
+    @property
+    def num_results(self) -> int:
+        """The number of outputs and aux together."""
+        return len(self.outputs) + self.aux_tree.num_leaves
+
+    @property
+    def results(self) -> tuple:
+        return self.equations.outputs[: self.num_results]
+
+    @property
+    def aux(self) -> tuple:
+        return self.results[len(self.outputs) :]
+
+    @property
+    def residuals(self) -> tuple:
+        return self.equations.outputs[self.num_results :]
+
+
+def trace_forward(
+    function: Callable[..., Any],
+    arguments: Arguments,
+    has_aux: bool,
+    input_grads: bool,
+    policy: Callable[..., Any] | None,
+) -> Forward:
+    trees: dict[str, Any] = {}
+    differentiated = [
+        i for i, x in enumerate(arguments.inputs) if input_grads and is_inexact(x)
+    ]
+
+    def call(ps: list, xs: list, es: list) -> tuple[list, list]:
+        out = function(*arguments.unflatten(ps, xs, es))
+        out, aux = out if has_aux else (out, ())
+        flat, trees["output"] = jax.tree.flatten(out)
+        flat_aux, trees["aux"] = jax.tree.flatten(aux)
+        return [jnp.asarray(y) for y in flat], [jnp.asarray(a) for a in flat_aux]
+
+    if policy is not None:
+        call = jax.checkpoint(call, policy=policy)
+
+    def with_residuals(*args: jax.Array) -> list:
+        ps, xs, es = arguments.split(args)
+
+        def of_differentiated(ps: list, values: list) -> tuple[list, list]:
+            filled = list(xs)
+            for i, value in zip(differentiated, values):
+                filled[i] = value
+            return call(ps, filled, es)
+
+        ys, vjp, aux = jax.vjp(
+            of_differentiated, ps, [xs[i] for i in differentiated], has_aux=True
+        )
+        residuals, trees["vjp"] = jax.tree.flatten(vjp)
+        trees["outputs"] = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
+        return [*ys, *aux, *residuals]
+
+    equations = Equations.trace(
+        with_residuals, *arguments.parameters, *arguments.inputs, *arguments.extra
+    )
+    return Forward(
+        equations, trees["outputs"], trees["output"], trees["aux"], trees["vjp"]
+    )
+
+
+def trace_backward(forward: Forward) -> Equations:
+    """The backward: residuals and output gradients to gradients of parameters, then of inputs."""
+    num_residuals = len(forward.residuals)
+
+    def backward(*args: jax.Array) -> list:
+        leaves, inexact = args[:num_residuals], iter(args[num_residuals:])
+        output_grads = [
+            next(inexact) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
+            for y in forward.outputs
+        ]
+        vjp = jax.tree.unflatten(forward.vjp_tree, leaves)
+        parameter_grads, input_grads = vjp(output_grads)
+        return [*parameter_grads, *input_grads]
+
+    output_grads = [y for y in forward.outputs if is_inexact(y)]
+    return Equations.trace(
+        backward, *(aval_of(v) for v in forward.residuals), *output_grads
+    )
+
+
+def check_offload(residuals: Sequence) -> None:
+    for v in variables(residuals):
+        if v.aval.memory_space == jax.memory.Space.Host:
+            raise OffloadError(
+                f"the policy of `recompute` offloads {v.aval.dtype}{list(v.aval.shape)} to the "
+                "memory of the host, and the pipeline keeps values in flight on their device. Use a "
+                "policy that saves or recomputes the value, such as "
+                "`jax.checkpoint_policies.save_only_these_names(...)`."
+            )
+
+
+def check_effects(forward: Equations) -> None:
+    ordered = sorted(str(e) for e in forward.effects() if "Ordered" in str(e))
+    if ordered:
+        raise OrderedEffectError(
+            f"it has ordered side effects ({', '.join(ordered)}), and the devices of a pipeline run at "
+            "the same time, so there is no order. Leave out `ordered=True`."
+        )
+
+
+def aval_of(v: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)
