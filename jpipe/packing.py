@@ -210,7 +210,7 @@ def axes(spec: tuple) -> list[str]:
 
 
 def _row_major(block: jax.Array) -> jax.Array:
-    """`block` with a fixed layout on TPUs: the last dim is innermost.
+    """`block` with a fixed layout on TPUs and GPUs: the last dim is innermost.
 
     The array that the block is read from or written to gets the same layout. Without this, each
     branch of a `cond` would choose its own layout, and the whole array would be copied in every
@@ -220,6 +220,7 @@ def _row_major(block: jax.Array) -> jax.Array:
     return lax.platform_dependent(
         block,
         tpu=lambda block: with_layout_constraint(block, layout),
+        cuda=lambda block: with_layout_constraint(block, layout),
         default=lambda block: block,
     )
 

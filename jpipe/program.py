@@ -80,10 +80,12 @@ class Program:
             donate_argnums=0 if settings.donate else (),
             out_shardings=(replicated, per_device, everywhere),
         )
+        compiler_options = self.engine.compiler_options
+        options["compiler_options"] = compiler_options
         self._step = jax.jit(self._run_step, **options)
         self._flush = jax.jit(self._run_flush, **options)
-        self._predict = jax.jit(self._run_predict)
-        self._evaluate = jax.jit(self._run_evaluate)
+        self._predict = jax.jit(self._run_predict, compiler_options=compiler_options)
+        self._evaluate = jax.jit(self._run_evaluate, compiler_options=compiler_options)
 
     # -- Identity
 

@@ -20,15 +20,13 @@ and it returns them. `read` has all other arrays. The two records have no array 
 operation that wrote one value of a ring and read another would force XLA to copy the ring.
 `TickArrays.split` makes the records, and an access to an array that a record does not hold raises.
 
-Every lane of an operation and every stage program has a guard of its own, see `jpipe.engine.guard`:
-one switch over all programs would copy the buffers. JAX's profiler shows each of them as, for
-example, "forward/stage1-2".
+A device runs an operation of one lane under a guard, see `jpipe.engine.guard`. JAX's profiler shows
+each program of an operation as, for example, "forward/stage1-2".
 
 The buffers live in the donated training state. As temporaries of the step they would be paged in
 anew by every step.
 """
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -38,11 +36,11 @@ from jax import lax
 
 from jpipe.engine.arrays import ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device, StageContext
-from jpipe.engine.guard import guarded
+from jpipe.engine.guard import Branch, run_one_of
 from jpipe.engine.operations import OPERATIONS, Operation
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.transport import move, receive
-from jpipe.engine.updates import update
+from jpipe.engine.updates import UPDATE_WRITES, update
 from jpipe.lowering.scalars import TickScalars
 
 RESULTS = ("loss", "aux", "count", "skipped", "gradient_norm")
@@ -184,14 +182,13 @@ def _tick(
     arrays = _run_operation("backward", device, scalars, arrays)
     arrays = _run_operation("weight_grad", device, scalars, arrays)
     if has_updates:
-        with jax.named_scope("update"):
-            # Updates hold collectives along "stage", so their predicate is the same on all devices.
-            arrays = lax.cond(
-                uniform.updates,
-                functools.partial(update, device, scalars),
-                lambda arrays: arrays,
-                arrays,
-            )
+        # Updates hold collectives along "stage", so this number is the same on all devices.
+        number = jnp.where(uniform.updates, 0, -1)
+        writes = [name for name in UPDATE_WRITES if name in arrays]
+        branch = Branch(
+            "update", writes, lambda written, _: update(device, scalars, written)
+        )
+        arrays = run_one_of(spec.lowered.guard, number, [branch], arrays)
     return arrays.replace(received=activations | moved(arrays, after=None))
 
 
@@ -199,34 +196,25 @@ def _run_operation(
     name: str, device: Device, scalars: TickScalars, arrays: TickArrays
 ) -> TickArrays:
     """Runs an operation: every lane, and in it the program of the lane's stage."""
-    for j in range(device.spec.lowered.operations[name].num_lanes):
+    spec = device.spec
+    for j in range(spec.lowered.operations[name].num_lanes):
+        lane = scalars.lane(name, j)
+        stages = [StageContext(device, p, lane) for p in spec.stages.programs]
+        branches = [_branch(OPERATIONS[name], stage) for stage in stages]
         with jax.named_scope(name):
-            for p, program in enumerate(device.spec.stages.programs):
-                stage = StageContext(device, program, scalars.lane(name, j))
-                arrays = _run_program(OPERATIONS[name], stage, p, arrays)
+            arrays = run_one_of(spec.lowered.guard, lane.program, branches, arrays)
     return arrays
 
 
-def _run_program(
-    operation: Operation, stage: StageContext, p: int, arrays: TickArrays
-) -> TickArrays:
-    """Runs an operation if program number p is the program of the lane's stage."""
-    written, read = arrays.split(operation.writes(stage))
+def _branch(operation: Operation, stage: StageContext) -> Branch:
+    """The operation on the stages of one program."""
 
-    def run(state: tuple[Written, jax.Array], read: ReadOnly) -> tuple:
-        written, op_count = state
-        return operation.run(stage, written, read), op_count + 1
+    def run(written: Written, read: ReadOnly) -> Written:
+        written = operation.run(stage, written, read)
+        return written.replace(op_count=written.op_count + 1)
 
-    with jax.named_scope(f"stage{_ranges(stage.program.stages)}"):
-        written, op_count = guarded(
-            stage.spec.lowered.guard,
-            stage.scalars.program == p,
-            run,
-            (written, read.op_count),
-            read,
-        )
-    values = {name: getattr(written, name) for name in written}
-    return arrays.replace(**values, op_count=op_count)
+    name = f"stage{_ranges(stage.program.stages)}"
+    return Branch(name, [*operation.writes(stage), "op_count"], run)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -20,12 +20,18 @@ import jax
 
 from jpipe.engine import layout as layouts
 from jpipe.engine.device import run_pass
+from jpipe.engine.guard import compiler_options
 from jpipe.engine.spec import PassSpec
 from jpipe.mesh import DATA, STAGE
 
 
 class Engine(PassSpec):
     """Runs a table on a mesh."""
+
+    @property
+    def compiler_options(self) -> dict[str, bool]:
+        """The options of XLA that a pass needs, for `jax.jit`."""
+        return compiler_options(self.lowered.guard)
 
     def run(
         self,

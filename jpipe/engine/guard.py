@@ -1,15 +1,86 @@
-"""How a device leaves out an operation that other devices run in the same tick."""
+"""How a device leaves out an operation that other devices run in the same tick.
 
-from collections.abc import Callable
-from typing import TypeVar
+The policy is a decision of the lowering: see `jpipe.lowering.lower.guard_of`.
+
+"cond": one `lax.cond` per program of an operation. XLA updates its buffers in place on CPUs and TPUs.
+
+"switch": one `lax.switch` over the programs of an operation, and a branch for a device that is idle.
+On GPUs XLA copies every buffer that a branch passes through without a change. The idle branch
+therefore writes one element of each large buffer back to its place. XLA then keeps the buffers in
+place, if it analyses live ranges by region: see `compiler_options`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
+from jpipe.engine.arrays import ReadOnly, TickArrays, Written
 from jpipe.lowering.lower import GUARDS
 
 WrittenArrays = TypeVar("WrittenArrays")
 ReadArrays = TypeVar("ReadArrays")
+
+_LARGE = 2**16  # elements; XLA may copy smaller buffers
+
+
+def compiler_options(policy: str) -> dict[str, bool]:
+    """The options of XLA that a policy needs, for `jax.jit`."""
+    if policy == "switch":
+        return {"xla_gpu_copy_insertion_use_region_analysis": True}
+    return {}
+
+
+class Branch(NamedTuple):
+    """One program of an operation.
+
+    Attributes:
+      name: its name in profiles.
+      writes: names of the arrays that it writes.
+      run: `(written, read) -> written`.
+    """
+
+    name: str
+    writes: Sequence[str]
+    run: Callable[[Written, ReadOnly], Written]
+
+
+def run_one_of(
+    policy: str, number: jax.Array, branches: Sequence[Branch], arrays: TickArrays
+) -> TickArrays:
+    """The arrays after branch `number`, or as they are if `number` is negative.
+
+    The number may differ between devices of the axis "stage", so no branch may communicate along
+    that axis, unless the number is the same on all of them.
+
+    Args:
+      policy: one of `jpipe.lowering.lower.GUARDS`.
+      number: int32 `[]`.
+      branches: the programs.
+      arrays: all arrays of the tick.
+    """
+    if policy == "cond":
+        for b, branch in enumerate(branches):
+            written, read = arrays.split(branch.writes)
+            with jax.named_scope(branch.name):
+                written = guarded(policy, number == b, branch.run, written, read)
+            arrays = _replaced(arrays, written)
+        return arrays
+    if policy != "switch":
+        raise AssertionError(f"a policy of {GUARDS} is missing here: {policy!r}")
+    writes = [name for name in arrays if any(name in b.writes for b in branches)]
+    written, read = arrays.split(writes)
+
+    def run(branch: Branch, written: Written) -> Written:
+        of_branch = _replaced(arrays, written).split(branch.writes)
+        with jax.named_scope(branch.name):
+            return _replaced(written, branch.run(*of_branch))
+
+    runs = [functools.partial(run, branch) for branch in branches]
+    return _replaced(arrays, lax.switch(number + 1, [_touched, *runs], written))
 
 
 def guarded(
@@ -21,22 +92,37 @@ def guarded(
 ) -> WrittenArrays:
     """`operation(written, read)` where `predicate` holds, else `written` as it is.
 
-    The predicate may differ between devices of the axis "stage", so the operation must not
-    communicate along that axis.
-
     Args:
-      policy: one of `jpipe.lowering.lower.GUARDS`. "cond": a `lax.cond`; a device does not compute
-        what it leaves out.
-      predicate: bool `[]`.
+      policy: one of `jpipe.lowering.lower.GUARDS`.
+      predicate: bool `[]`; like the number of `run_one_of`.
       operation: `(written, read) -> written`.
       written: tree of the arrays that the operation writes.
       read: tree of the arrays that it only reads.
     """
-    if policy == "cond":
-        return lax.cond(
-            predicate,
-            lambda arrays: operation(arrays, read),
-            lambda arrays: arrays,
-            written,
-        )
-    raise AssertionError(f"a policy of {GUARDS} is missing here: {policy!r}")
+    if policy not in GUARDS:
+        raise AssertionError(f"a policy of {GUARDS} is missing here: {policy!r}")
+    return lax.cond(
+        predicate,
+        lambda arrays: operation(arrays, read),
+        _touched if policy == "switch" else lambda arrays: arrays,
+        written,
+    )
+
+
+def _replaced(arrays: TickArrays, written: TickArrays) -> TickArrays:
+    return arrays.replace(**{name: getattr(written, name) for name in written})
+
+
+def _touched(tree: WrittenArrays) -> WrittenArrays:
+    """The arrays, each large one with one element written back to its place."""
+
+    def touched(array: jax.Array) -> jax.Array:
+        if array.size < _LARGE:
+            return array
+        start = [jnp.int32(0)] * array.ndim
+        element = lax.dynamic_slice(array, start, [1] * array.ndim)
+        # Without the barrier XLA removes the write.
+        element = lax.optimization_barrier(element)
+        return lax.dynamic_update_slice(array, element, start)
+
+    return jax.tree.map(touched, tree)

@@ -15,7 +15,7 @@ from jpipe.engine.layout import (
 )
 from jpipe.engine.loss_scale import LossScale
 from jpipe.lowering.channels import Route
-from jpipe.lowering.lower import STASHES, Lowered, lower
+from jpipe.lowering.lower import STASHES, Lowered, guard_of, lower
 from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
 from jpipe.mesh import DATA
 from jpipe.packing import Packing, Place
@@ -87,7 +87,8 @@ class PassSpec:
     def lowered(self) -> Lowered:
         """The table as static integers."""
         routes = [route for route, _ in self.routes]
-        return lower(self.schedule, self.recompute, routes, self.overlap)
+        guard = guard_of(self.mesh.devices.flat[0].platform)
+        return lower(self.schedule, self.recompute, routes, self.overlap, guard)
 
     @property
     def num_replicas(self) -> int:

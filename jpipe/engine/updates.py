@@ -26,6 +26,19 @@ from jpipe.packing import Place
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, UpdateFacts
 from jpipe.stages.optimizer import LeafSlots, StageUpdate, UpdateGroup
 
+UPDATE_WRITES = (
+    "gradient_norm",
+    "gradients",
+    "loss_scale",
+    "op_count",
+    "optimizer_state",
+    "parameters",
+    "read_parameters",
+    "skipped",
+    "squared_norm",
+)
+"""The arrays of `TickArrays` that `update` reads and writes."""
+
 
 def update(device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArrays:
     """All updates of one tick."""
@@ -184,9 +197,12 @@ def _norms(
 class _Apply:
     """The optimizer's update of one column by one program, part by part.
 
-    Two tricks keep all arrays in place. A loop over the parts of a group has a dynamic number of
-    turns, so that XLA does not unroll it (and copy). A part computes inside of a `cond`, so that
-    XLA does not read its inputs again after they were overwritten.
+    Under the policy "cond", two tricks keep all arrays in place on CPUs and TPUs. A loop over the
+    parts of a group has a dynamic number of turns, so that XLA does not unroll it (and copy). A
+    part computes inside of a `cond`, so that XLA does not read its inputs again after they were
+    overwritten. On GPUs both would wait for the host. Under the policy "switch" a column that does
+    not update therefore leaves out all loops together, their lengths are static, and a barrier
+    stands where the `cond` is.
 
     Attributes:
       device: the device.
@@ -208,6 +224,17 @@ class _Apply:
 
     def run(self, arrays: TickArrays) -> TickArrays:
         """The arrays after the update, with the column's gradients set to zero."""
+        if self._policy == "cond":
+            return self._apply(arrays, self.now.astype(jnp.int32))
+        apply = lambda arrays, _: self._apply(arrays, 1)  # noqa: E731
+        return guarded(self._policy, self.now, apply, arrays, None)
+
+    @property
+    def _policy(self) -> str:
+        return self.device.spec.lowered.guard
+
+    def _apply(self, arrays: TickArrays, num_updates: jax.Array | int) -> TickArrays:
+        """`run`, `num_updates` times, which is 0 or 1."""
         forward_delay, backward_lead = (
             self.scalars.delay(name).astype(jnp.float32) for name in PASSES
         )
@@ -229,16 +256,14 @@ class _Apply:
         )
         for group in self.program.groups:
             part = functools.partial(self._part, group, load, [*shared, *extra])
-            num_turns = self.now.astype(jnp.int32) * group.num_parts
+            num_turns = num_updates * group.num_parts
             updated, num_done = lax.fori_loop(0, num_turns, part, (updated, num_done))
         chunk = self.scalars.chunk
         return arrays.replace(
             parameters=updated["parameters"],
             optimizer_state=updated["optimizer_state"],
             read_parameters={name: updated[name] for name in arrays.read_parameters},
-            # Reading `num_done` delays this until all parts have read the gradients. Emptied
-            # earlier, the gradients would have to be copied.
-            gradients=_emptied(arrays.gradients, chunk, num_done > 0),
+            gradients=self._emptied(arrays.gradients, num_done),
             skipped=arrays.skipped.at[chunk].add(
                 (self.now & self.skip).astype(jnp.int32)
             ),
@@ -263,7 +288,14 @@ class _Apply:
             values = group.run(*unscaled, *shared_and_extra)
             return [values[j] for j in kept]
 
-        values = lax.cond(self.skip, lambda: before, compute)
+        if self._policy == "cond":
+            values = lax.cond(self.skip, lambda: before, compute)
+        else:
+            inputs, before = lax.optimization_barrier((inputs, before))
+            values = [
+                jnp.where(self.skip, a, b)
+                for a, b in zip(before, compute(), strict=True)
+            ]
         for slots, value in zip(outputs, values, strict=True):
             version = self.scalars.version
             for place, lead in self._places(slots, i, version):
@@ -310,8 +342,29 @@ class _Apply:
             for slots, value in zip(all_slots, values, strict=True)
         ]
 
+    def _emptied(self, gradients: Packed, num_done: jax.Array) -> Packed:
+        """Gradients whose column is zero if any part is done.
 
-def _emptied(gradients: Packed, chunk: jax.Array, now: jax.Array) -> Packed:
+        Reading `num_done` delays this until all parts have read the gradients. Emptied earlier, the
+        gradients would have to be copied.
+        """
+        chunk = self.scalars.chunk
+        if self._policy == "cond":
+            return _emptied_by_rows(gradients, chunk, num_done > 0)
+        chunk += jnp.minimum(num_done, 0)
+        return {
+            name: lax.dynamic_update_index_in_dim(
+                a,
+                jnp.zeros(a.shape[1:], a.dtype),
+                chunk,
+                0,
+                allow_negative_indices=False,
+            )
+            for name, a in gradients.items()
+        }
+
+
+def _emptied_by_rows(gradients: Packed, chunk: jax.Array, now: jax.Array) -> Packed:
     """Gradients whose column `chunk` is zero if `now`; row by row, so that they stay in place."""
 
     def emptied(array: jax.Array) -> jax.Array:

@@ -18,13 +18,27 @@ import numpy as np
 from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
 from jpipe.schedule import IDLE, Schedule, newest_version
 
-__all__ = ["GUARDS", "STASHES", "Lowered", "Operations", "Route", "lower", "neighbours"]
+__all__ = [
+    "GUARDS",
+    "STASHES",
+    "Lowered",
+    "Operations",
+    "Route",
+    "guard_of",
+    "lower",
+    "neighbours",
+]
 
 STASHES = ("input_stash", "weight_stash", "split_residuals")
 """Rings that keep a stage's values from one of its operations to another."""
 
-GUARDS = ("cond",)
+GUARDS = ("cond", "switch")
 """Policies for operations that only some devices run in a tick: see `jpipe.engine.guard`."""
+
+
+def guard_of(platform: str) -> str:
+    """The policy for a platform, such as "cpu", "tpu" or "gpu"."""
+    return "cond" if platform in ("cpu", "tpu") else "switch"
 
 
 @dataclasses.dataclass(frozen=True)
