@@ -2,9 +2,7 @@
 
 - *Operations*: for each tick, device and lane, the stage to run, its microbatch and the versions
   that it reads. A device that runs several columns in one tick has as many lanes.
-- *Rings*: arrays that keep values for later ticks in slots. A microbatch's slot is its position in
-  its column's order, modulo the depth of the ring: the smallest depth at which no live value is
-  overwritten.
+- *Rings*: arrays that keep values for later ticks in slots, see `jpipe.lowering.rings`.
 - *Channels*: the permutations of devices that the messages need, see `jpipe.lowering.channels`.
 
 Letters: T ticks, D devices, S stages, C columns, N microbatches, V weight versions.
@@ -16,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
+from jpipe.lowering.rings import STASHES, Ring, make_rings
 from jpipe.schedule import IDLE, Schedule, newest_version
 
 __all__ = [
@@ -28,9 +27,6 @@ __all__ = [
     "lower",
     "neighbours",
 ]
-
-STASHES = ("input_stash", "weight_stash", "split_residuals")
-"""Rings that keep a stage's values from one of its operations to another."""
 
 GUARDS = ("cond", "switch")
 """Policies for operations that only some devices run in a tick: see `jpipe.engine.guard`."""
@@ -75,9 +71,7 @@ class Lowered:
       operations: "forward", "backward", "weight_grad", "update" -> `Operations`.
       channels: the channels.
       outgoing: (inbox, lane) of each output that a device may send.
-      depth: ring -> int `[S]`, slots of the stage's own column.
-      offset: ring -> int `[S]`, first slot of the stage's column on its device.
-      num_slots: ring -> slots on every device.
+      rings: name -> ring.
       num_chunks: the most columns on any device.
       placement: for each stage its device, and the position of its column among the device's
         columns.
@@ -93,9 +87,7 @@ class Lowered:
     operations: Mapping[str, Operations]
     channels: tuple[Channel, ...]
     outgoing: tuple[tuple[str, int], ...]
-    depth: Mapping[str, np.ndarray]
-    offset: Mapping[str, np.ndarray]
-    num_slots: Mapping[str, int]
+    rings: Mapping[str, Ring]
     num_chunks: int
     placement: tuple[tuple[int, int], ...]
     num_versions: int
@@ -103,6 +95,11 @@ class Lowered:
     num_batches: int
     drain_rounds: int
     guard: str = "cond"
+
+    @property
+    def num_slots(self) -> dict[str, int]:
+        """Ring -> slots on every device."""
+        return {name: ring.num_slots for name, ring in self.rings.items()}
 
 
 def lower(
@@ -138,13 +135,6 @@ def lower(
     columns, chunk = schedule.column_of_stage, _chunks(schedule)
     position = _positions(schedule)
     operations = _all_operations(schedule, chunk, position)
-    depth = _depths(schedule, columns, position, recompute, routes)
-    offset, num_slots, num_chunks = {}, {}, int(chunk.max()) + 1
-    for ring, depths in depth.items():
-        per_chunk = [max(depths[schedule.stage[chunk == j]]) for j in range(num_chunks)]
-        starts = np.concatenate([[0], np.cumsum(per_chunk)])
-        offset[ring] = starts[chunk[columns]]
-        num_slots[ring] = int(starts[-1])
     newest, last_tick = _newest_and_last_tick(schedule)
     outgoing = tuple(
         (route.inbox, lane)
@@ -159,10 +149,8 @@ def lower(
             schedule, columns, position, operations, routes, outgoing, overlap
         ),
         outgoing=outgoing,
-        depth=depth,
-        offset=offset,
-        num_slots=num_slots,
-        num_chunks=num_chunks,
+        rings=make_rings(schedule, columns, position, recompute, routes),
+        num_chunks=int(chunk.max()) + 1,
         placement=tuple((int(schedule.device[c]), int(chunk[c])) for c in columns),
         num_versions=_num_versions(schedule),
         newest=newest[columns],
@@ -300,85 +288,3 @@ def _operations(
                 operations.microbatch[cell] = cells[t, c]
                 operations.position[cell] = position[m, c] + N * rounds
     return operations
-
-
-# -- Rings
-
-
-def _depths(
-    schedule: Schedule,
-    columns: np.ndarray,
-    position: np.ndarray,
-    recompute: bool,
-    routes: Sequence[Route],
-) -> dict[str, np.ndarray]:
-    """Ring -> int `[S]`, the slots that a stage's column needs."""
-    rings = [*(route.inbox for route in routes), *STASHES]
-    depth = {ring: np.zeros(schedule.num_stages, int) for ring in rings}
-    lifetimes = _lifetimes(schedule, columns, recompute, routes)
-    for ring, (first, last) in lifetimes.items():
-        for c in range(schedule.num_columns):
-            used = (first[:, c] != IDLE) & (last[:, c] != IDLE)
-            if used.any():
-                depth[ring][schedule.stage[c]] = _least_modulus(
-                    schedule, position[used, c], first[used, c], last[used, c]
-                )
-    return depth
-
-
-def _lifetimes(
-    schedule: Schedule,
-    columns: np.ndarray,
-    recompute: bool,
-    routes: Sequence[Route],
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Ring -> first and last tick `[N, C]` of the use of a microbatch's slot; `IDLE`: no use."""
-    forward, backward = schedule.forward_ticks(), schedule.backward_ticks()
-    weight_grad = schedule.weight_grad_ticks()
-    stashed = backward if recompute else forward
-    lifetimes = {}
-    for route in routes:
-        sent = forward if route.operation == "forward" else backward
-        arrival = np.full(sent.shape, IDLE, np.int64)
-        for source, target in route.target.items():
-            ticks = sent[:, columns[source]]
-            # A message is readable from the tick after it was sent.
-            arrival[:, columns[target]] = np.where(ticks == IDLE, IDLE, ticks + 1)
-        read = forward
-        if not schedule.forward_only:
-            read = stashed if route.operation == "forward" else backward
-        lifetimes[route.inbox] = arrival, read
-    if not schedule.forward_only:
-        lifetimes["input_stash"] = (stashed, backward)
-        lifetimes["weight_stash"] = (stashed, weight_grad)
-    if schedule.splits_backward:
-        lifetimes["split_residuals"] = (backward, weight_grad)
-    return lifetimes
-
-
-def _least_modulus(
-    schedule: Schedule, position: np.ndarray, first: np.ndarray, last: np.ndarray
-) -> int:
-    """The smallest K at which microbatches whose positions agree modulo K are never alive together.
-
-    Args:
-      schedule: the table.
-      position: int `[microbatches]`, ranks in the column's order.
-      first: int `[microbatches]`, the tick at which each becomes alive.
-      last: int `[microbatches]`, the last tick at which each is alive.
-    """
-    N, T = schedule.num_microbatches, schedule.num_ticks
-    rounds = 1
-    if not schedule.synchronous:
-        # An asynchronous round repeats every T ticks: unroll it until lifetimes can no longer meet.
-        rounds += int((last - first).max()) // T + 1
-    position = np.concatenate([position + N * r for r in range(rounds)])
-    first = np.concatenate([first + T * r for r in range(rounds)])
-    last = np.concatenate([last + T * r for r in range(rounds)])
-    meet = (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
-    apart = np.abs(position[:, None] - position[None, :])[meet]
-    apart = apart[apart > 0]
-    modulus = 1
-    while (apart % modulus == 0).any():
-        modulus += 1
-    return modulus

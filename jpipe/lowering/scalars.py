@@ -281,15 +281,8 @@ def scalar_table(
         table.add_plain(("channel", i, "lane"), np.roll(channel.lane, late, axis=0))
         for inbox, arrives in channel.arrives.items():
             stage, position = np.moveaxis(arrives, 2, 0)
-            depth, offset = _ring(lowered, inbox, stage)
-            nothing = stage < 0  # goes to the last slot, which nobody reads
-            table.add_cyclic(
-                ("channel", i, "slot", inbox),
-                position,
-                schedule.num_microbatches,
-                np.where(nothing, 1, depth),
-                np.where(nothing, lowered.num_slots[inbox], offset),
-            )
+            name = ("channel", i, "slot", inbox)
+            _add_slot(table, lowered, name, inbox, stage, position)
     return table
 
 
@@ -327,10 +320,10 @@ def _add_lane(
         table.add_plain((*lane_name, "microbatch"), microbatch)
     else:
         table.add_cyclic((*lane_name, "microbatch"), microbatch, N, num_rows)
-    for ring, slots in lowered.num_slots.items():
-        if slots:
-            depth, offset = _ring(lowered, ring, stage)
-            table.add_cyclic((*lane_name, "slot", ring), position, N, depth, offset)
+    for ring, num_slots in lowered.num_slots.items():
+        if num_slots:
+            name = (*lane_name, "slot", ring)
+            _add_slot(table, lowered, name, ring, stage, position)
 
 
 def _add_versions(
@@ -349,8 +342,30 @@ def _add_versions(
     table.add_cyclic((*lane_name, "version"), version, 1, num_versions, least=least)
 
 
-def _ring(
-    lowered: Lowered, ring: str, stage: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Depth and first slot of the stages' columns in a ring; `stage` is int `[T, D]`."""
-    return np.maximum(lowered.depth[ring], 1)[stage], lowered.offset[ring][stage]
+def _add_slot(
+    table: ScalarTable,
+    lowered: Lowered,
+    name: ScalarName,
+    ring_name: str,
+    stage: np.ndarray,
+    position: np.ndarray,
+) -> None:
+    """Adds the slot of a microbatch in a ring.
+
+    Args:
+      table: is filled in.
+      lowered: the table.
+      name: name of the scalar.
+      ring_name: name of the ring.
+      stage: int `[T, D]`; -1: none, and the slot is the one after the last, which nobody reads.
+      position: int `[T, D]`, of the microbatch in the stage's order.
+    """
+    ring, N = lowered.rings[ring_name], lowered.schedule.num_microbatches
+    nothing = stage < 0
+    if lowered.schedule.synchronous:
+        slot = ring.slot(stage, position)
+        table.add_plain(name, np.where(nothing, ring.num_slots, slot))
+        return
+    depth = np.where(nothing, 1, ring.depth(stage))
+    offset = np.where(nothing, ring.num_slots, ring.offset(stage))
+    table.add_cyclic(name, position, N, depth, offset)

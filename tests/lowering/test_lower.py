@@ -10,7 +10,7 @@ from families import HAND_WRITTEN, two_columns_a_device, v_placement
 
 from jpipe.lowering.lower import lower, neighbours
 from jpipe.schedule import IDLE, Schedule, newest_version
-from jpipe.schedules import forward_only, gpipe, one_f_one_b
+from jpipe.schedules import forward_only, gpipe, one_f_one_b, zero_bubble_v
 
 
 def paired_round(S, N, device=None):
@@ -113,10 +113,8 @@ class Slots:
 
     def _slot(self, ring, stage, position):
         device = self.lowered.schedule.device[self.lowered.schedule.stage == stage][0]
-        slot = (
-            self.lowered.offset[ring][stage]
-            + position % self.lowered.depth[ring][stage]
-        )
+        slots = self.lowered.rings[ring].slots[stage]
+        slot = slots[position % len(slots)]
         assert slot < self.lowered.num_slots[ring]
         return ring, device, slot
 
@@ -207,11 +205,47 @@ def test_nothing_alive_is_overwritten_and_all_arrives(table, recompute):
 def test_no_depth_is_more_than_needed(table):
     """One slot less, and something is overwritten."""
     lowered = lower(table)
-    for ring, depth in lowered.depth.items():
-        for s in np.flatnonzero(depth > 1):
-            less = {**lowered.depth, ring: depth - (np.arange(table.num_stages) == s)}
-            with pytest.raises(AssertionError, match="holds"):
-                replay(dataclasses.replace(lowered, depth=less), False, 30)
+    if table.synchronous:
+        for name, num_slots in lowered.num_slots.items():
+            if num_slots > 1:
+                with pytest.raises(AssertionError, match="holds"):
+                    replay(with_slots(lowered, name, num_slots - 1), False, 1)
+        return
+    for name, ring in lowered.rings.items():
+        for s in range(table.num_stages):
+            if len(ring.slots[s]) > 1:
+                with pytest.raises(AssertionError, match="holds"):
+                    replay(without_last_slot(lowered, name, s), False, 30)
+
+
+def with_slots(lowered, name, num_slots):
+    """The lowered table with a ring whose last slots are its first."""
+    ring = lowered.rings[name]
+    slots = [of_stage % num_slots for of_stage in ring.slots]
+    fewer = dataclasses.replace(ring, num_slots=num_slots, slots=slots)
+    return dataclasses.replace(lowered, rings={**lowered.rings, name: fewer})
+
+
+def without_last_slot(lowered, name, stage):
+    """The lowered table with a ring in which a stage has one slot less."""
+    ring = lowered.rings[name]
+    slots = [*ring.slots]
+    slots[stage] = slots[stage][:-1]
+    fewer = dataclasses.replace(ring, slots=slots)
+    return dataclasses.replace(lowered, rings={**lowered.rings, name: fewer})
+
+
+@every_table
+def test_a_device_has_as_many_slots_as_values_at_the_same_time(table):
+    """Counted tick by tick, for stashes of the weight gradient."""
+    if not table.synchronous or table.forward_only:
+        pytest.skip("stages of asynchronous tables have slots of their own")
+    forward, weight_grad = table.forward_ticks(), table.weight_grad_ticks()
+    most = 0
+    for d, t in itertools.product(range(table.num_devices), range(table.num_ticks)):
+        alive = (forward <= t) & (t <= weight_grad) & (table.device == d)
+        most = max(most, alive.sum())
+    assert lower(table).num_slots["weight_stash"] == most
 
 
 @every_table
@@ -317,39 +351,51 @@ def test_channels_rest_when_nobody_sends():
 @pytest.mark.parametrize(("S", "N"), [(1, 3), (2, 4), (4, 6), (3, 8)])
 def test_stashes_are_as_deep_as_what_is_in_flight(make, S, N):
     table = make(S, N)
-    np.testing.assert_array_equal(
-        lower(table).depth["weight_stash"], table.facts().in_flight
-    )
+    np.testing.assert_array_equal(depth(table)["weight_stash"], table.facts().in_flight)
+
+
+def depth(table, recompute=False):
+    """Ring -> the number of slots that each stage uses."""
+    return {
+        name: [len(set(slots.tolist())) for slots in ring.slots]
+        for name, ring in lower(table, recompute).rings.items()
+    }
 
 
 def test_depths_of_unit_ticks():
     # F to W takes S - s microbatches, F to B as many, B to W one.
-    depth = lower(one_f_one_b(3, 6, ticks="unit")).depth
-    assert depth["weight_stash"].tolist() == depth["input_stash"].tolist() == [3, 2, 1]
-    assert depth["split_residuals"].tolist() == [1, 1, 1]
-    assert depth["gradient"].tolist() == [1, 1, 0]
+    depths = depth(one_f_one_b(3, 6, ticks="unit"))
+    assert depths["weight_stash"] == depths["input_stash"] == [3, 2, 1]
+    assert depths["split_residuals"] == [1, 1, 1]
+    assert depths["gradient"] == [1, 1, 0]
 
 
 def test_depths_of_gpipe_with_and_without_recomputation():
-    keep, again = (
-        lower(gpipe(3, 5), recompute=recompute).depth for recompute in (False, True)
-    )
-    assert keep["activation"].tolist() == [0, 1, 1]
-    assert again["activation"].tolist() == [0, 5, 5]
+    keep, again = (depth(gpipe(3, 5), recompute) for recompute in (False, True))
+    assert keep["activation"] == [0, 1, 1]
+    assert again["activation"] == [0, 5, 5]
     for ring in ("input_stash", "weight_stash"):
-        assert keep[ring].tolist() == [5, 5, 5]
-        assert again[ring].tolist() == [1, 1, 1]
-    assert keep["gradient"].tolist() == again["gradient"].tolist() == [1, 1, 0]
-    assert not keep["split_residuals"].any()
+        assert keep[ring] == [5, 5, 5]
+        assert again[ring] == [1, 1, 1]
+    assert keep["gradient"] == again["gradient"] == [1, 1, 0]
+    assert not any(keep["split_residuals"])
 
 
-def test_columns_of_a_device_lie_one_after_the_other():
-    lowered = lower(two_columns_a_device(3))
-    depth = lowered.depth["weight_stash"]
-    first, second = max(depth[:2]), max(depth[2:])  # stages 0 and 1, then 2 and 3
-    assert lowered.offset["weight_stash"].tolist() == [0, 0, first, first]
-    assert lowered.num_slots["weight_stash"] == first + second
+def test_columns_of_an_asynchronous_device_lie_one_after_the_other():
+    lowered = lower(paired_round(4, 3, device=[0, 1, 0, 1]))
+    slots = [of_stage.tolist() for of_stage in lowered.rings["weight_stash"].slots]
+    assert slots[0] + slots[2] == list(range(len(slots[0]) + len(slots[2])))
+    assert slots[1] + slots[3] == list(range(len(slots[1]) + len(slots[3])))
+    most = max(len(slots[0]) + len(slots[2]), len(slots[1]) + len(slots[3]))
+    assert lowered.num_slots["weight_stash"] == most
     assert lowered.num_chunks == 2
+
+
+def test_zero_bubble_v_holds_what_unit_1f1b_holds():
+    """Two stages of half the size per device: at most 2 S halves, which are S whole stages."""
+    with_halves = lower(zero_bubble_v(8, 8)).num_slots
+    with_wholes = lower(one_f_one_b(4, 8, ticks="unit")).num_slots
+    assert with_halves["weight_stash"] <= 2 * with_wholes["weight_stash"]
 
 
 def test_num_versions():

@@ -70,11 +70,10 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
                             batch_row if lowered.num_batches > 1 else m
                         )
                         for ring, slots in lowered.num_slots.items():
-                            depth = lowered.depth[ring][s]
-                            if slots and depth:
-                                slot = (r * N + position) % depth
-                                first = lowered.offset[ring][s]
-                                assert lane.slot(ring) == first + slot
+                            of_stage = lowered.rings[ring].slots[s]
+                            if slots and len(of_stage):
+                                slot = of_stage[(r * N + position) % len(of_stage)]
+                                assert lane.slot(ring) == slot
                 for i, channel in enumerate(lowered.channels):
                     late = channel.operation == "backward"
                     assert tick.channel(i).lane == channel.lane[t - late, d]
@@ -82,8 +81,7 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
                         s, position = arrives[t, d].tolist()
                         slot = lowered.num_slots[inbox]  # the discard slot
                         if s >= 0:
-                            depth = lowered.depth[inbox][s]
-                            slot = (r * N + position) % depth
-                            slot += lowered.offset[inbox][s]
+                            of_stage = lowered.rings[inbox].slots[s]
+                            slot = of_stage[(r * N + position) % len(of_stage)]
                         assert tick.channel(i).slot(inbox) == slot
     assert checked == set(scalars.index)

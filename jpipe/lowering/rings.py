@@ -1,0 +1,199 @@
+"""Rings: where a device keeps the values that its stages need in later ticks.
+
+A value lives from the tick that writes it to the tick that reads it last. Two values of a device
+share a slot if they do not live at the same time. All stages of a device share its slots.
+
+- In a synchronous table the lifetimes are those of one minibatch. A greedy colouring of intervals
+  gives each microbatch of each stage its slot, and needs as many slots as values live at the same
+  time at most.
+- An asynchronous table repeats every T ticks, and lives go over its end. Each stage therefore has
+  slots of its own. A microbatch's slot is its position in its column's order, modulo the smallest
+  number of slots at which no live value is overwritten.
+
+Letters: T ticks, S stages, C columns, N microbatches, K slots.
+"""
+
+import dataclasses
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+
+from jpipe.lowering.channels import Route
+from jpipe.schedule import IDLE, Schedule
+
+STASHES = ("input_stash", "weight_stash", "split_residuals")
+"""Rings that keep a stage's values from one of its operations to another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """The slots of one ring.
+
+    Attributes:
+      num_slots: K, slots on every device.
+      slots: for each stage its slots, in the order in which its microbatches take them. The
+        microbatch at position p of the stage's order, which counts on over all rounds, takes
+        `slots[stage][p % len(slots[stage])]`. Empty: the stage does not use the ring.
+    """
+
+    num_slots: int
+    slots: Sequence[np.ndarray]
+
+    def depth(self, stage: np.ndarray) -> np.ndarray:
+        """The number of positions after which a stage's slots repeat, at least 1."""
+        return np.array([max(len(slots), 1) for slots in self.slots])[stage]
+
+    def offset(self, stage: np.ndarray) -> np.ndarray:
+        """The first slot of a stage."""
+        return np.array([min(slots, default=0) for slots in self.slots])[stage]
+
+    def slot(self, stage: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """The slot of the microbatch at a position of a stage's order.
+
+        Example:
+          >>> ring = Ring(3, [np.array([0, 1]), np.array([2])])
+          >>> ring.slot(np.array([0, 0, 0, 1]), np.array([0, 1, 2, 7])).tolist()
+          [0, 1, 0, 2]
+        """
+        width = max(map(len, self.slots), default=0)
+        rows = [
+            np.resize(slots if len(slots) else [0], max(width, 1))
+            for slots in self.slots
+        ]
+        return np.array(rows)[stage, position % self.depth(stage)]
+
+
+def make_rings(
+    schedule: Schedule,
+    columns: np.ndarray,
+    position: np.ndarray,
+    recompute: bool,
+    routes: Sequence[Route],
+) -> dict[str, Ring]:
+    """The rings of a table, by name.
+
+    Args:
+      schedule: the table.
+      columns: int `[S]`, the column of each stage.
+      position: int `[N, C]`, rank of each microbatch in its column's order.
+      recompute: keep only the inputs of a stage from its forward to its backward.
+      routes: the messages; each has an inbox, which is a ring.
+    """
+    names = [*(route.inbox for route in routes), *STASHES]
+    rings = {name: Ring(0, [np.zeros(0, int)] * schedule.num_stages) for name in names}
+    lifetimes = _lifetimes(schedule, columns, recompute, routes)
+    share = _shared_slots if schedule.synchronous else _slots_of_columns
+    for name, (first, last) in lifetimes.items():
+        used = (first != IDLE) & (last != IDLE)
+        rings[name] = share(schedule, columns, position, first, last, used)
+    return rings
+
+
+def _shared_slots(
+    schedule: Schedule,
+    columns: np.ndarray,
+    position: np.ndarray,
+    first: np.ndarray,
+    last: np.ndarray,
+    used: np.ndarray,
+) -> Ring:
+    """Slots that all stages of a device share; all arrays but `columns` are `[N, C]`."""
+    N, num_slots = schedule.num_microbatches, 0
+    slots = [np.zeros(N if used[:, c].any() else 0, int) for c in columns]
+    for d in range(schedule.num_devices):
+        free: list[int] = []
+        busy: list[tuple[int, int]] = []  # (last tick, slot)
+        num_made = 0
+        on_device = used & (schedule.device == d)
+        values = [(int(first[m, c]), int(c), int(m)) for m, c in np.argwhere(on_device)]
+        for tick, c, m in sorted(values):
+            while busy and busy[0][0] < tick:
+                heapq.heappush(free, heapq.heappop(busy)[1])
+            if free:
+                slot = heapq.heappop(free)
+            else:
+                slot, num_made = num_made, num_made + 1
+            heapq.heappush(busy, (int(last[m, c]), slot))
+            slots[schedule.stage[c]][position[m, c]] = slot
+        num_slots = max(num_slots, num_made)
+    return Ring(num_slots, slots)
+
+
+def _slots_of_columns(
+    schedule: Schedule,
+    columns: np.ndarray,
+    position: np.ndarray,
+    first: np.ndarray,
+    last: np.ndarray,
+    used: np.ndarray,
+) -> Ring:
+    """Slots of each column apart; all arrays but `columns` are `[N, C]`."""
+    next_slot = np.zeros(schedule.num_devices, int)
+    slots = []
+    for c in columns:
+        rows, d = used[:, c], schedule.device[c]
+        depth = 0
+        if rows.any():
+            depth = _least_modulus(
+                schedule, position[rows, c], first[rows, c], last[rows, c]
+            )
+        slots.append(next_slot[d] + np.arange(depth))
+        next_slot[d] += depth
+    return Ring(int(next_slot.max()), slots)
+
+
+def _lifetimes(
+    schedule: Schedule,
+    columns: np.ndarray,
+    recompute: bool,
+    routes: Sequence[Route],
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Ring -> first and last tick `[N, C]` of the use of a microbatch's slot; `IDLE`: no use."""
+    forward, backward = schedule.forward_ticks(), schedule.backward_ticks()
+    weight_grad = schedule.weight_grad_ticks()
+    stashed = backward if recompute else forward
+    lifetimes = {}
+    for route in routes:
+        sent = forward if route.operation == "forward" else backward
+        arrival = np.full(sent.shape, IDLE, np.int64)
+        for source, target in route.target.items():
+            ticks = sent[:, columns[source]]
+            # A message is readable from the tick after it was sent.
+            arrival[:, columns[target]] = np.where(ticks == IDLE, IDLE, ticks + 1)
+        read = forward
+        if not schedule.forward_only:
+            read = stashed if route.operation == "forward" else backward
+        lifetimes[route.inbox] = arrival, read
+    if not schedule.forward_only:
+        lifetimes["input_stash"] = (stashed, backward)
+        lifetimes["weight_stash"] = (stashed, weight_grad)
+    if schedule.splits_backward:
+        lifetimes["split_residuals"] = (backward, weight_grad)
+    return lifetimes
+
+
+def _least_modulus(
+    schedule: Schedule, position: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> int:
+    """The smallest K at which microbatches whose positions agree modulo K are never alive together.
+
+    Args:
+      schedule: the table.
+      position: int `[microbatches]`, ranks in the column's order.
+      first: int `[microbatches]`, the tick at which each becomes alive.
+      last: int `[microbatches]`, the last tick at which each is alive.
+    """
+    N, T = schedule.num_microbatches, schedule.num_ticks
+    # A round repeats every T ticks: unroll it until lifetimes can no longer meet.
+    rounds = 2 + int((last - first).max()) // T
+    position = np.concatenate([position + N * r for r in range(rounds)])
+    first = np.concatenate([first + T * r for r in range(rounds)])
+    last = np.concatenate([last + T * r for r in range(rounds)])
+    meet = (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
+    apart = np.abs(position[:, None] - position[None, :])[meet]
+    apart = apart[apart > 0]
+    modulus = 1
+    while (apart % modulus == 0).any():
+        modulus += 1
+    return modulus
