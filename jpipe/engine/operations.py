@@ -21,7 +21,6 @@ from jpipe.engine.guard import guarded
 from jpipe.engine.stage_layers import (
     add_gradients,
     for_each_layer,
-    for_each_layer_reversed,
     layer_parameters,
     read_layer_stash,
     run_layers,
@@ -283,8 +282,8 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
                 gradients = add_gradients(gradients, run, gp, lambda: lane.chunk, i)
             return gx, rings, gradients
 
-        gy, rings, gradients = for_each_layer_reversed(
-            stage, r, layer, (gy, rings, gradients)
+        gy, rings, gradients = for_each_layer(
+            stage, r, layer, (gy, rings, gradients), backwards=True
         )
         inexact = [[a for a in leaves if is_inexact(a)] for _, leaves in run.pop]
         gy, *popped = split_leaves(gy, inexact)

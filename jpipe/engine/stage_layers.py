@@ -5,6 +5,7 @@ layer's places, leading indices and the row of the layer, and nothing of the eng
 measuring can run a layer as the engine does.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from jax import lax
 from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import StageContext
+from jpipe.engine.guard import guarded
 from jpipe.engine.transport import arrived_skips
 from jpipe.layers.backward import LayerProgram
 from jpipe.packing import Place
@@ -32,33 +34,35 @@ def for_each_layer(
     r: int,
     body: Callable[[Any, LoopState], LoopState],
     state: LoopState,
+    *,
+    backwards: bool = False,
 ) -> LoopState:
-    """`state = body(i, state)` for each layer i of run r of the program, the first layer first."""
-    lengths = _lengths(stage, r)
+    """`state = body(i, state)` for each layer i of run r of the program.
+
+    Args:
+      stage: the stage.
+      r: number of the run.
+      body: `(i, state) -> state`.
+      state: before the first layer.
+      backwards: whether the last layer comes first.
+    """
+    lengths = {stage.stages.lengths[s][r] for s in stage.program.stages}
+    longest = max(lengths)
     if lengths == {1}:
         return body(0, state)
-    return lax.fori_loop(0, _length(stage, r, lengths), body, state)
-
-
-def for_each_layer_reversed(
-    stage: StageContext,
-    r: int,
-    body: Callable[[Any, LoopState], LoopState],
-    state: LoopState,
-) -> LoopState:
-    """`state = body(i, state)` for each layer i of run r of the program, the last layer first."""
-    length = _length(stage, r, _lengths(stage, r))
-    return for_each_layer(stage, r, lambda i, state: body(length - 1 - i, state), state)
-
-
-def _lengths(stage: StageContext, r: int) -> set[int]:
-    """The numbers of layers that the program's stages have in run r."""
-    return {stage.stages.lengths[s][r] for s in stage.program.stages}
-
-
-def _length(stage: StageContext, r: int, lengths: set[int]) -> jax.Array | int:
-    """The number of layers in run r: static if all stages of the program agree."""
-    return next(iter(lengths)) if len(lengths) == 1 else stage.scalars.num_layers(r)
+    length = longest if len(lengths) == 1 else stage.scalars.num_layers(r)
+    policy = stage.spec.lowered.guard
+    if policy == "cond":
+        turn = lambda i, s: body(length - 1 - i if backwards else i, s)  # noqa: E731
+        return lax.fori_loop(0, length, turn, state)
+    # A GPU waits for the host before every turn of a loop inside of a branch.
+    for i in reversed(range(longest)) if backwards else range(longest):
+        if i < min(lengths):
+            state = body(i, state)
+        else:
+            run = functools.partial(lambda i, state, _: body(i, state), i)
+            state = guarded(policy, i < length, run, state, None)
+    return state
 
 
 # -- One layer
