@@ -15,6 +15,7 @@ from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss
 from jpipe.layers.trace import Traced, trace_layers
+from jpipe.lowering.lower import guard_of
 from jpipe.mesh import DATA, STAGE
 from jpipe.schedule import Schedule
 from jpipe.stages.cut import Stages, cut
@@ -137,7 +138,10 @@ class Settings:
     def cut(self, traced: Traced, starts: Sequence[int]) -> Stages:
         """The traced layers cut into stages that begin at `starts`."""
         ties = resolve_ties(traced.layers, self.ties)
-        return cut(traced, list(starts), self.schedule.num_stages, ties)
+        # A switch costs nothing for another program, and the copies of a `cond` inside of a program.
+        platform = self.mesh.devices.flat[0].platform
+        ends_apart = guard_of(platform) == "switch"
+        return cut(traced, list(starts), self.schedule.num_stages, ties, ends_apart)
 
 
 def abstract(a: Any) -> jax.ShapeDtypeStruct:

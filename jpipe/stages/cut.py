@@ -236,20 +236,24 @@ class Groups(NamedTuple):
         return Packing.of(owners, num_stages=num_stages)
 
 
-def group(kinds: Sequence, starts: Sequence[int]) -> Groups:
+def group(kinds: Sequence, starts: Sequence[int], ends_apart: bool = False) -> Groups:
     """Groups stages.
 
     Args:
       kinds: kind of each layer; equal kinds compare equal.
       starts: first layer of each stage, and the number of layers at the end.
+      ends_apart: whether the first stage and the last stage share no program with other stages.
     """
-    signatures, lengths, program_of_stage = [], [], []
+    signatures, programs, lengths, program_of_stage = [], [], [], []
     for start, stop in itertools.pairwise(starts):
         runs = [(k, len(list(g))) for k, g in itertools.groupby(kinds[start:stop])]
         signature = tuple(k for k, _ in runs)
-        if signature not in signatures:
+        end = (start == 0, stop == starts[-1]) if ends_apart else None
+        program = signature, end
+        if program not in programs:
+            programs.append(program)
             signatures.append(signature)
-        program_of_stage.append(signatures.index(signature))
+        program_of_stage.append(programs.index(program))
         lengths.append(tuple(n for _, n in runs))
     stages_of = [
         tuple(s for s, q in enumerate(program_of_stage) if q == p)
@@ -267,6 +271,7 @@ def cut(
     starts: list[int] | None,
     num_stages: int,
     ties: Sequence[Sequence[tuple[int, int]]] = (),
+    ends_apart: bool = False,
 ) -> Stages:
     """Cuts traced layers into stages.
 
@@ -275,6 +280,7 @@ def cut(
       starts: first layer of each stage, and the number of layers at the end; None balances FLOPs.
       num_stages: S.
       ties: as in `Stages`.
+      ends_apart: as in `group`.
     """
     layers = traced.layers
     if starts is None:
@@ -283,7 +289,7 @@ def cut(
         _Signature(k, layer.stash, layer.pop)
         for k, layer in zip(traced.kind_of_layer, layers)
     ]
-    groups = group(signature_of_layer, starts)
+    groups = group(signature_of_layer, starts, ends_apart)
     packings = {}
     for name in _LEAVES_OF:
         loss = traced.loss.stash if name == "input_stash" and traced.loss else ()
