@@ -27,6 +27,7 @@ The buffers live in the donated training state. As temporaries of the step they 
 anew by every step.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,6 +42,7 @@ from jpipe.engine.operations import OPERATIONS, Operation
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.transport import move, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
+from jpipe.lowering.phases import Phase
 from jpipe.lowering.scalars import TickScalars
 
 RESULTS = ("loss", "aux", "count", "skipped", "gradient_norm")
@@ -151,13 +153,15 @@ def _scan(device: Device, arrays: TickArrays) -> TickArrays:
         spec.schedule.num_microbatches,
     )
 
-    def tick(arrays: TickArrays, xs: tuple) -> tuple[TickArrays, None]:
+    def tick(phase: Phase, arrays: TickArrays, xs: tuple) -> tuple[TickArrays, None]:
         row, uniform = xs
         scalars = TickScalars(spec.scalars, row)
-        return _tick(device, scalars, uniform, bool(updates.any()), arrays), None
+        return _tick(device, scalars, uniform, phase, arrays), None
 
     xs = (rows, jax.tree.map(jnp.asarray, uniform))
-    arrays, _ = lax.scan(tick, arrays, xs)
+    for phase in spec.lowered.phases:
+        in_phase = jax.tree.map(lambda a: a[phase.start : phase.stop], xs)
+        arrays, _ = lax.scan(functools.partial(tick, phase), arrays, in_phase)
     return arrays
 
 
@@ -165,7 +169,7 @@ def _tick(
     device: Device,
     scalars: TickScalars,
     uniform: _Uniform,
-    has_updates: bool,
+    phase: Phase,
     arrays: TickArrays,
 ) -> TickArrays:
     """One tick: see the top of this file."""
@@ -176,14 +180,16 @@ def _tick(
 
     arrays = receive(spec, arrays, scalars, arrays.received)
     gradients = moved(arrays, after="backward")
-    arrays = _run_operation("forward", device, scalars, arrays)
+    if "forward" in phase.operations:
+        arrays = _run_operation("forward", device, scalars, arrays)
     arrays = receive(spec, arrays, scalars, gradients)
     activations = moved(arrays, after="forward")
-    arrays = _run_operation("backward", device, scalars, arrays)
-    arrays = _run_operation("weight_grad", device, scalars, arrays)
-    if has_updates:
+    for name in ("backward", "weight_grad"):
+        if name in phase.operations:
+            arrays = _run_operation(name, device, scalars, arrays)
+    if "update" in phase.operations:
         # Updates hold collectives along "stage", so this number is the same on all devices.
-        number = jnp.where(uniform.updates, 0, -1)
+        number = 0 if phase.updates_in_every_tick else jnp.where(uniform.updates, 0, -1)
         writes = [name for name in UPDATE_WRITES if name in arrays]
         branch = Branch(
             "update", writes, lambda written, _: update(device, scalars, written)

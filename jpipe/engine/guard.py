@@ -49,7 +49,10 @@ class Branch(NamedTuple):
 
 
 def run_one_of(
-    policy: str, number: jax.Array, branches: Sequence[Branch], arrays: TickArrays
+    policy: str,
+    number: jax.Array | int,
+    branches: Sequence[Branch],
+    arrays: TickArrays,
 ) -> TickArrays:
     """The arrays after branch `number`, or as they are if `number` is negative.
 
@@ -58,10 +61,14 @@ def run_one_of(
 
     Args:
       policy: one of `jpipe.lowering.lower.GUARDS`.
-      number: int32 `[]`.
+      number: int32 `[]`; a Python integer is a branch that always runs.
       branches: the programs.
       arrays: all arrays of the tick.
     """
+    if isinstance(number, int):
+        branch = branches[number]
+        with jax.named_scope(branch.name):
+            return _replaced(arrays, branch.run(*arrays.split(branch.writes)))
     if policy == "cond":
         for b, branch in enumerate(branches):
             written, read = arrays.split(branch.writes)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
+from jpipe.lowering.phases import Phase, find_phases
 from jpipe.lowering.rings import STASHES, Ring, make_rings
 from jpipe.schedule import IDLE, Schedule, newest_version
 
@@ -81,6 +82,7 @@ class Lowered:
         round.
       drain_rounds: rounds without new microbatches after which nothing is in flight.
       guard: one of `GUARDS`.
+      phases: runs of ticks, in order.
     """
 
     schedule: Schedule
@@ -94,7 +96,8 @@ class Lowered:
     newest: np.ndarray
     num_batches: int
     drain_rounds: int
-    guard: str = "cond"
+    guard: str
+    phases: tuple[Phase, ...]
 
     @property
     def num_slots(self) -> dict[str, int]:
@@ -157,6 +160,7 @@ def lower(
         num_batches=_num_batches(schedule, columns, recompute),
         drain_rounds=last_tick // schedule.num_ticks,
         guard=guard,
+        phases=find_phases(operations, guard),
     )
 
 
