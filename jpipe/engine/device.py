@@ -28,6 +28,7 @@ anew by every step.
 """
 
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -160,7 +161,8 @@ def _scan(device: Device, arrays: TickArrays) -> TickArrays:
 
     xs = (rows, jax.tree.map(jnp.asarray, uniform))
     for phase in spec.lowered.phases:
-        in_phase = jax.tree.map(lambda a: a[phase.start : phase.stop], xs)
+        ticks = slice(phase.start, phase.stop)
+        in_phase = jax.tree.map(operator.itemgetter(ticks), xs)
         arrays, _ = lax.scan(functools.partial(tick, phase), arrays, in_phase)
     return arrays
 
@@ -189,7 +191,7 @@ def _tick(
             arrays = _run_operation(name, device, scalars, arrays)
     if "update" in phase.operations:
         # Updates hold collectives along "stage", so this number is the same on all devices.
-        number = 0 if phase.updates_in_every_tick else jnp.where(uniform.updates, 0, -1)
+        number = 0 if phase.always_updates else jnp.where(uniform.updates, 0, -1)
         writes = [name for name in UPDATE_WRITES if name in arrays]
         branch = Branch(
             "update", writes, lambda written, _: update(device, scalars, written)

@@ -19,13 +19,13 @@ class Phase(NamedTuple):
       start: the first tick.
       stop: the tick after the last.
       operations: names of the operations that any device runs in these ticks.
-      updates_in_every_tick: whether some device updates in every tick.
+      always_updates: whether some device updates in every tick, so that the host need not decide.
     """
 
     start: int
     stop: int
     operations: tuple[str, ...]
-    updates_in_every_tick: bool
+    always_updates: bool
 
 
 def find_phases(
@@ -53,7 +53,7 @@ def find_phases(
             start,
             stop,
             tuple(name for name, ticks in runs.items() if ticks[start:stop].any()),
-            bool(runs["update"][start:stop].all()),
+            guard == "switch" and bool(runs["update"][start:stop].all()),
         )
         for start, stop in zip(ordered, ordered[1:])
     )
