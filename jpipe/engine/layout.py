@@ -23,6 +23,7 @@ from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, Lowered
 from jpipe.mesh import DATA, DEVICE_MEMORY, STAGE
 from jpipe.packing import Packing
+from jpipe.stages.messages import IDENTITY
 
 NUM_DISCARD_SLOTS = 1
 """An inbox ends with a discard slot, for the messages of ticks in which nothing arrives for it."""
@@ -296,7 +297,7 @@ def buffer_shapes(
 def _encoded(codec: Any, message: Packing) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a message as it is transferred."""
     shapes = packed_shapes(None, message)
-    return shapes if codec is None else jax.eval_shape(codec.encode, shapes)
+    return shapes if codec in (None, IDENTITY) else jax.eval_shape(codec.encode, shapes)
 
 
 def packed_shapes(

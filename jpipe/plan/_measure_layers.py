@@ -178,7 +178,7 @@ class _Subject:
             "split_residuals": kind.split_residuals,
         }
         self.packs = {n: Packing.of([[*map(Leaf, own)]]) for n, own in leaves.items()}
-        places = {name: pack.places[0] for name, pack in self.packs.items()}
+        places = {name: tuple(pack.places[0]) for name, pack in self.packs.items()}
         self._run = LayerRun(kind=0, longest=1, stash=(), pop=(), **places)
         self._output_grads = [y for y in kind.outputs if is_inexact(y)]
         lists = list(kind.parameters), list(kind.stash), self._output_grads
@@ -252,8 +252,8 @@ class _Subject:
     def _forward_and_stash(self, reads: dict, carry: dict, slot, row) -> dict:
         given = self._arguments(reads, row)
         outputs, kept, aux = self.kind.forward_and_stash(*given)
-        rings = {name: carry[name] for name in _STASHES}
-        rings = write_layer_stash(rings, self._run, self.kind, kept, lambda _: slot, 0)
+        old = {name: carry[name] for name in _STASHES}
+        rings = write_layer_stash(old, self._run, self.kind, kept, lambda _: slot, 0)
         return {"outputs": outputs, "aux": _added(carry["aux"], aux), **rings}
 
     def _stash(self, reads: dict, slot, only: str | None = None) -> list:
@@ -273,9 +273,9 @@ class _Subject:
 
     def _input_grad(self, reads: dict, carry: dict, slot, row) -> dict:
         inputs, left = self._of_output_grads(self.kind.input_grad, reads, slot, row)
-        rings = {"split_residuals": carry["split_residuals"]}
+        old = {"split_residuals": carry["split_residuals"]}
         places = self._run.split_residuals
-        rings = write_stash(rings, "split_residuals", places, left, lambda _: slot)
+        rings = write_stash(old, "split_residuals", places, left, lambda _: slot)
         return {"input_grads": inputs, **rings}
 
     def _weight_grad(self, reads: dict, carry: dict, slot, row) -> dict:
