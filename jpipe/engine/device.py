@@ -39,7 +39,7 @@ from jax import lax
 from jpipe.engine.arrays import ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device, StageContext
 from jpipe.engine.guard import Branch, run_one_of
-from jpipe.engine.operations import OPERATIONS, Operation
+from jpipe.engine.operations import OPERATIONS
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.transport import move, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
@@ -208,21 +208,21 @@ def _run_operation(
     for j in range(spec.lowered.operations[name].num_lanes):
         lane = scalars.lane(name, j)
         stages = [StageContext(device, p, lane) for p in spec.stages.programs]
-        branches = [_branch(OPERATIONS[name], stage) for stage in stages]
-        with jax.named_scope(name):
-            arrays = run_one_of(spec.lowered.guard, lane.program, branches, arrays)
+        branches = [_branch(name, stage) for stage in stages]
+        arrays = run_one_of(spec.lowered.guard, lane.program, branches, arrays)
     return arrays
 
 
-def _branch(operation: Operation, stage: StageContext) -> Branch:
-    """The operation on the stages of one program."""
+def _branch(name: str, stage: StageContext) -> Branch:
+    """An operation on the stages of one program."""
+    operation = OPERATIONS[name]
 
     def run(written: Written, read: ReadOnly) -> Written:
         written = operation.run(stage, written, read)
         return written.replace(op_count=written.op_count + 1)
 
-    name = f"stage{_ranges(stage.program.stages)}"
-    return Branch(name, [*operation.writes(stage), "op_count"], run)
+    scope = f"{name}/stage{_ranges(stage.program.stages)}"
+    return Branch(scope, [*operation.writes(stage), "op_count"], run)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
