@@ -87,7 +87,8 @@ def run_one_of(
             return _replaced(written, branch.run(*of_branch))
 
     runs = [functools.partial(run, branch) for branch in branches]
-    return _replaced(arrays, lax.switch(number + 1, [_touched, *runs], written))
+    idle = functools.partial(_touched, number >= 0)
+    return _replaced(arrays, lax.switch(number + 1, [idle, *runs], written))
 
 
 def guarded(
@@ -111,7 +112,9 @@ def guarded(
     return lax.cond(
         predicate,
         lambda arrays: operation(arrays, read),
-        _touched if policy == "switch" else lambda arrays: arrays,
+        functools.partial(_touched, predicate)
+        if policy == "switch"
+        else lambda arrays: arrays,
         written,
     )
 
@@ -120,16 +123,22 @@ def _replaced(arrays: TickArrays, written: TickArrays) -> TickArrays:
     return arrays.replace(**{name: getattr(written, name) for name in written})
 
 
-def _touched(tree: WrittenArrays) -> WrittenArrays:
-    """The arrays, each large one with one element written back to its place."""
+def _touched(runs: jax.Array, tree: WrittenArrays) -> WrittenArrays:
+    """The arrays, each large one with one element written back to its place.
+
+    Args:
+      runs: bool `[]`, False in the idle branch, although the compiler does not know it.
+      tree: the arrays.
+    """
 
     def touched(array: jax.Array) -> jax.Array:
         if array.size < _LARGE:
             return array
         start = [jnp.int32(0)] * array.ndim
         element = lax.dynamic_slice(array, start, [1] * array.ndim)
-        # Without the barrier XLA removes the write.
-        element = lax.optimization_barrier(element)
+        # XLA removes a write that it knows to change nothing, and copies an element by a copy of
+        # its own. The selection is part of the kernel that writes.
+        element = jnp.where(runs, jnp.zeros_like(element), element)
         return lax.dynamic_update_slice(array, element, start)
 
     return jax.tree.map(touched, tree)
