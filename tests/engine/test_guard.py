@@ -1,17 +1,31 @@
-"""Guards: an operation that is left out changes nothing."""
+"""Guards: an operation that is left out changes nothing, and policies compute the same."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from families import schedule_named
+from helpers import with_nan_buffers
+from skipping import DIM, LAYERS, loss_fn
 
-from jpipe.engine.guard import guarded
-from jpipe.lowering.lower import GUARDS, lower
-from jpipe.schedules import gpipe
+import jpipe
+from jpipe import settings
+from jpipe.engine import spec
+from jpipe.engine.arrays import TickArrays
+from jpipe.engine.guard import Branch, compiler_options, guarded, run_one_of
+from jpipe.lowering.lower import GUARDS, guard_of, lower
+from jpipe.schedules import gpipe, pipemare
+
+each_policy = pytest.mark.parametrize("policy", GUARDS)
+LARGE = 2**16  # elements, which an idle branch touches
 
 
-@pytest.mark.parametrize("policy", GUARDS)
-def test_guarded(policy):
+@each_policy
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_guarded(policy, size):
     def operation(written, read):
         return {"a": written["a"] + read}
 
@@ -19,11 +33,112 @@ def test_guarded(policy):
     def run(now, a, b):
         return guarded(policy, now, operation, {"a": a}, b)
 
-    a, b = jnp.arange(3.0), jnp.full(3, jnp.nan)
+    a, b = jnp.arange(float(size)) + 1, jnp.full(size, jnp.nan)
     np.testing.assert_array_equal(run(False, a, b)["a"], a)
-    np.testing.assert_array_equal(run(True, a, jnp.ones(3))["a"], a + 1)
+    np.testing.assert_array_equal(run(True, a, jnp.ones(size))["a"], a + 1)
+
+
+@each_policy
+@pytest.mark.parametrize("number", [-1, 0, 1])
+def test_one_of_two_branches_runs(policy, number):
+    """The branches write other arrays, and each reads what the other writes."""
+
+    def first(written, read):
+        return written.replace(loss=written.loss + read.count)
+
+    def second(written, read):
+        return written.replace(count=written.count + 2 * read.loss)
+
+    @jax.jit
+    def run(number, loss, count):
+        arrays = TickArrays(loss=loss, count=count, skipped=jnp.ones(2))
+        branches = [
+            Branch("first", ["loss"], first),
+            Branch("second", ["count"], second),
+        ]
+        return run_one_of(policy, number, branches, arrays)
+
+    loss, count = jnp.arange(float(LARGE)), jnp.full(LARGE, 3.0)
+    arrays = run(number, loss, count)
+    np.testing.assert_array_equal(arrays.loss, loss + 3 * (number == 0))
+    np.testing.assert_array_equal(arrays.count, count + 2 * loss * (number == 1))
+    np.testing.assert_array_equal(arrays.skipped, np.ones(2))
+
+
+@pytest.mark.parametrize(
+    "name,replicas",
+    [
+        ("one_f_one_b/paired", 1),
+        ("zero_bubble_v", 1),
+        ("pipemare/unit", 1),
+        ("gpipe", 2),
+    ],
+)
+def test_policies_train_the_same(name, replicas, monkeypatch):
+    """The policy of GPUs, run on CPU devices."""
+    table, results = schedule_named(name, 4, 8), []
+    rng = np.random.default_rng(0)
+    shape = (3, 16 * replicas, DIM)
+    inputs, targets = (rng.standard_normal(shape).astype("float32") for _ in range(2))
+    batches = [{"inputs": x, "targets": y} for x, y in zip(inputs, targets)]
+    for policy in GUARDS:
+        for module in (spec, settings):
+            monkeypatch.setattr(
+                module, "guard_of", lambda platform, policy=policy: policy
+            )
+        pipe = jpipe.Pipeline(
+            LAYERS,
+            loss=loss_fn,
+            optimizer=optax.adam(0.01),
+            schedule=table,
+            mesh=jpipe.make_mesh(stage=table.num_devices, data=replicas),
+            overlap=policy == "switch",
+        )
+        state, losses = pipe.init(jax.random.key(0), batches[0]), []
+        for batch in batches:
+            if table.synchronous:
+                state = with_nan_buffers(state)
+            state, metrics = pipe.step(state, batch)
+            losses.append(np.asarray(metrics["loss"]))
+        state, _ = pipe.flush(state)
+        results.append((losses, pipe.get_params(state)))
+    assert np.isfinite(results[0][0]).all()
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, *results)
+
+
+def test_the_policy_of_a_platform():
+    assert [guard_of(p) for p in ("cpu", "tpu", "gpu")] == ["cond", "cond", "switch"]
+    assert compiler_options("cond") == {}
+
+
+def test_phases_of_a_switch():
+    """Ticks before the first update have none, and one tick updates."""
+    table = gpipe(2, 3)
+    (whole,) = lower(table).phases
+    assert (whole.start, whole.stop) == (0, table.num_ticks)
+    before, last = lower(table, guard="switch").phases
+    assert (before.start, before.stop) == (0, table.num_ticks - 1)
+    assert before.operations == ("forward", "backward")
+    assert last.operations == ("backward", "update") and last.always_updates
+
+
+def test_phases_of_an_asynchronous_table():
+    table = pipemare(3, 4)
+    phases = lower(table, guard="switch").phases
+    ticks = [t for phase in phases for t in range(phase.start, phase.stop)]
+    assert ticks == list(range(table.num_ticks))
+    updates = [
+        t
+        for t, row in enumerate(lower(table).operations["update"].stage >= 0)
+        if row.any()
+    ]
+    for phase in phases:
+        inside = [t for t in updates if phase.start <= t < phase.stop]
+        assert bool(inside) == ("update" in phase.operations)
+        assert phase.always_updates == (len(inside) == phase.stop - phase.start)
 
 
 def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="`guard` must be one of 'cond', got 'never'"):
+    with pytest.raises(ValueError, match="`guard` must be one of 'cond', 'switch'"):
         lower(gpipe(2, 2), guard="never")
