@@ -3,6 +3,7 @@
 Letters: B batch, T positions, D width, H heads.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -16,6 +17,23 @@ def _identity(x: jax.Array) -> jax.Array:
 def dropout(rate: float, rngs: nnx.Rngs) -> Callable:
     """Dropout; at rate 0 the identity, which needs no random numbers."""
     return nnx.Dropout(rate, rngs=rngs) if rate else _identity
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    mask: jax.Array | None = None,
+    *,
+    is_causal: bool = False,
+) -> jax.Array:
+    """`jax.nn.dot_product_attention`, whose backward keeps only query, key and value.
+
+    The probabilities are as many as positions times positions. The backward computes them again,
+    so a pipeline does not keep them for every microbatch in flight.
+    """
+    attention = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal)
+    return jax.checkpoint(attention)(query, key, value, mask=mask)
 
 
 class Attention(nnx.Module):
@@ -54,7 +72,7 @@ class Attention(nnx.Module):
         def heads(x: jax.Array) -> jax.Array:  # [B, T, H, D / H]
             return x.reshape(*x.shape[:2], self.num_heads, -1)
 
-        attended = jax.nn.dot_product_attention(
+        attended = attend(
             heads(self.query(x)),
             heads(self.key(memory)),
             heads(self.value(memory)),

@@ -17,7 +17,7 @@ from flax import nnx
 
 from models import checks
 from models.losses import CrossEntropy
-from models.sublayers import dropout
+from models.sublayers import attend, dropout
 
 _KERNEL = nnx.initializers.normal(0.02)
 
@@ -99,7 +99,7 @@ class Block(nnx.Module):
         qkv = self.qkv(self.attention_norm(x))
         qkv = qkv.reshape(*x.shape[:2], 3, self.num_heads, -1)  # [B, T, 3, H, D / H]
         query, key, value = jnp.moveaxis(qkv, 2, 0)
-        attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        attended = attend(query, key, value, is_causal=True)
         x = x + self.dropout(self.attention_out(attended.reshape(x.shape)))
         hidden = nnx.gelu(self.mlp_in(self.mlp_norm(x)))
         return x + self.dropout(self.mlp_out(hidden))

@@ -266,6 +266,10 @@ class TrainConfig:
     """Seed of the weights and of the order of the data."""
     run_dir: str | None = None
     """A new folder for the files of the run. None: `runs/NAME-TIME`."""
+    compilation_cache: str | None = "~/.cache/jpipe"
+    """The folder that keeps compiled programs, so that the next run of the same programs
+    starts sooner. None: every run compiles anew. `JAX_COMPILATION_CACHE_DIR` names
+    another folder."""
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "num_steps", "log_every"):

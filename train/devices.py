@@ -1,6 +1,10 @@
-"""The devices of a run; on a machine with only a CPU, the CPU as several devices."""
+"""The devices of a run, and the cache of programs that were compiled for them.
+
+On a machine with only a CPU, the CPU is split into several devices.
+"""
 
 import os
+import pathlib
 
 import jax
 
@@ -31,6 +35,23 @@ def prepare_cpu(num_devices: int) -> None:
         if flag not in flags:
             flags += f" --{flag}={seconds}"
     os.environ["XLA_FLAGS"] = flags.strip()
+
+
+def cache_compilations(folder: str | None) -> None:
+    """Keeps compiled programs in a folder, from where later runs load them.
+
+    A folder that the user has named to JAX, by the option `jax_compilation_cache_dir` or as
+    JAX_COMPILATION_CACHE_DIR, is used instead.
+
+    Args:
+      folder: the folder; "~" is the home directory. None: programs are compiled anew.
+    """
+    if folder is None or jax.config.jax_compilation_cache_dir is not None:
+        return
+    path = pathlib.Path(folder).expanduser().absolute()
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    # A model has many small programs, such as those that initialise its layers.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
 def check_devices(num_devices: int, num_replicas: int = 1, model: int = 1) -> None:

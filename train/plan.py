@@ -279,7 +279,7 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     from jpipe import draw, plan
     from train import report
     from train.config import TrainConfig
-    from train.devices import check_devices, prepare_cpu
+    from train.devices import cache_compilations, check_devices, prepare_cpu
 
     name, config = flags.parse(words, TrainConfig)
     numbers = args.microbatches or _numbers_of_microbatches(config, args.devices)
@@ -295,6 +295,7 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
         )
     prepare_cpu(args.devices)
     check_devices(args.devices)
+    cache_compilations(config.compilation_cache)
     profiles = _profiles(name, config, numbers, args)
     cores = args.cores or profiles[0].num_cores
     shares_cores = jax.default_backend() == "cpu"

@@ -46,7 +46,7 @@ from models import Loss
 from train import flags, plot, report
 from train.config import TrainConfig
 from train.data import Batch, Dataset, Examples, in_order, num_labels, shuffled
-from train.devices import check_devices, prepare_cpu
+from train.devices import cache_compilations, check_devices, prepare_cpu
 from train.interrupt import Interrupt
 from train.log import Log, LogError, NonFiniteGradientsError, NonFiniteLossError
 from train.run_dir import new_run_dir
@@ -127,6 +127,7 @@ def prepare(argv: list[str]) -> Run:
     sizes = {"data": config.pipeline.data, "model": config.pipeline.model}
     prepare_cpu(schedule.num_devices * math.prod(sizes.values()))
     check_devices(schedule.num_devices, *sizes.values())
+    cache_compilations(config.compilation_cache)
     with new_run_dir(config.run_dir, name) as run_dir:
         mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
         options = options_of_pipeline(config, mesh)

@@ -5,6 +5,7 @@ Two programs are compared by `Equations.text` (equal texts are equal programs) o
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,8 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+
+from jpipe.layers import convolution
 
 # Primitives that call a jaxpr -> the parameter that holds this jaxpr. Calls are inlined because
 # nothing is differentiated after tracing: custom derivative rules and checkpoints are used up, and
@@ -232,10 +235,47 @@ def _inline(jaxpr: Any, constants: Sequence, args: Sequence) -> list:
             out = _inline(getattr(inner, "jaxpr", inner), constants, values)
         elif eqn.primitive.name == "name":  # only checkpoint policies read names
             out = values
+        elif _is_slow_convolution(eqn):
+            out = [convolution.convolve(eqn.params, *values)]
         else:
-            out = _bind(eqn, values)
+            out = _bind(_with_fast_convolutions(eqn), values)
         env.update(zip(eqn.outvars, out))
     return [value_of(env, v) for v in jaxpr.outvars]
+
+
+def _is_slow_convolution(eqn: Any) -> bool:
+    if eqn.primitive.name != convolution.NAME:
+        return False
+    return convolution.is_permuted(eqn.params, eqn.outvars[0].aval.ndim)
+
+
+def _with_fast_convolutions(eqn: Any) -> Any:
+    """An equation whose jaxprs, such as the body of a loop, have no slow convolution."""
+
+    def has_slow(jaxpr: Any) -> bool:
+        return any(
+            _is_slow_convolution(e) or any(map(has_slow, _jaxprs_of(e)))
+            for e in jaxpr.eqns
+        )
+
+    def rewritten(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(rewritten, value))
+        if not isinstance(value, jex.ClosedJaxpr) or not has_slow(value.jaxpr):
+            return value
+        run = functools.partial(_inline, value.jaxpr, value.consts)
+        return jax.make_jaxpr(lambda *args: run(args))(*value.in_avals)
+
+    params = {name: rewritten(value) for name, value in eqn.params.items()}
+    return eqn.replace(params=params) if any(map(has_slow, _jaxprs_of(eqn))) else eqn
+
+
+def _jaxprs_of(eqn: Any) -> list:
+    """The closed jaxprs among the parameters of an equation."""
+    values = [
+        v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))
+    ]
+    return [v.jaxpr for v in values if isinstance(v, jex.ClosedJaxpr)]
 
 
 # -- Dependence
