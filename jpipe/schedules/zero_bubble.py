@@ -145,8 +145,8 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
     the model, so at any time these are as many bytes as in 1F1B on S / 2 devices in unit
     ticks, where the paper's claim of 1F1B's memory comes from.
 
-    This library takes more. It keeps one ring of activations per stage of a device, each
-    as long as its own maximum, and all devices run one program: see the example.
+    The two stages of a device share the slots of its activations, so this library keeps as
+    many: see the example. What waits for weight gradients comes on top of that.
 
     Args:
       num_stages: S, even: twice the number of devices.
@@ -165,9 +165,8 @@ def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
       >>> facts.makespan
       51
 
-      The rings of the first stages of all devices hold 7 activations, those of the second
-      stages 6, which are (7 + 6) / 2 = 6.5 of a device's whole share. 1F1B in unit ticks
-      holds 4.
+      A device never holds more than 8 activations of its two stages at one time, which are
+      4 of its whole share. 1F1B in unit ticks holds 4 too.
 
       >>> facts.in_flight.tolist()  # stages 0 .. 3 come first on devices 0 .. 3
       [7, 6, 5, 4, 6, 5, 4, 3]
