@@ -30,7 +30,7 @@ anew by every step.
 import functools
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -193,9 +193,11 @@ def _tick(
         # Updates hold collectives along "stage", so this number is the same on all devices.
         number = 0 if phase.always_updates else jnp.where(uniform.updates, 0, -1)
         writes = [name for name in UPDATE_WRITES if name in arrays]
-        branch = Branch(
-            "update", writes, lambda written, _: update(device, scalars, written)
-        )
+
+        def run(written: Written, _: ReadOnly) -> Written:
+            return cast(Written, update(device, scalars, written))
+
+        branch = Branch("update", writes, run)
         arrays = run_one_of(spec.lowered.guard, number, [branch], arrays)
     return arrays.replace(received=activations | moved(arrays, after=None))
 

@@ -23,6 +23,7 @@ from jpipe.lowering.lower import GUARDS
 
 WrittenArrays = TypeVar("WrittenArrays")
 ReadArrays = TypeVar("ReadArrays")
+Record = TypeVar("Record", bound=TickArrays)
 
 _LARGE = 2**16  # elements; XLA may copy smaller buffers
 
@@ -93,7 +94,7 @@ def run_one_of(
 
 def guarded(
     policy: str,
-    predicate: jax.Array,
+    predicate: jax.Array | bool,
     operation: Callable[[WrittenArrays, ReadArrays], WrittenArrays],
     written: WrittenArrays,
     read: ReadArrays,
@@ -119,11 +120,11 @@ def guarded(
     )
 
 
-def _replaced(arrays: TickArrays, written: TickArrays) -> TickArrays:
+def _replaced(arrays: Record, written: TickArrays) -> Record:
     return arrays.replace(**{name: getattr(written, name) for name in written})
 
 
-def _touched(runs: jax.Array, tree: WrittenArrays) -> WrittenArrays:
+def _touched(runs: jax.Array | bool, tree: WrittenArrays) -> WrittenArrays:
     """The arrays, each large one with one element written back to its place.
 
     Args:

@@ -41,7 +41,9 @@ def find_phases(
       operations: name -> operations, `[T, D, lanes]`.
       guard: one of `GUARDS`.
     """
-    runs = {name: (o.stage >= 0).any(axis=(1, 2)) for name, o in operations.items()}
+    runs: dict[str, np.ndarray] = {
+        name: np.any(o.stage >= 0, axis=(1, 2)) for name, o in operations.items()
+    }
     num_ticks = len(runs["forward"])
     bounds = {0, num_ticks}
     updates = np.flatnonzero(runs["update"])

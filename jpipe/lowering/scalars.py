@@ -281,8 +281,8 @@ def scalar_table(
         table.add_plain(("channel", i, "lane"), np.roll(channel.lane, late, axis=0))
         for inbox, arrives in channel.arrives.items():
             stage, position = np.moveaxis(arrives, 2, 0)
-            name = ("channel", i, "slot", inbox)
-            _add_slot(table, lowered, name, inbox, stage, position)
+            slot_name = ("channel", i, "slot", inbox)
+            _add_slot(table, lowered, slot_name, inbox, stage, position)
     return table
 
 
