@@ -1,0 +1,683 @@
+"""Reads a training step that XLA compiled for GPUs.
+
+XLA writes three texts about a program:
+
+- the optimised HLO: computations, each a list of instructions in the order of execution;
+- the buffer assignment: where in memory each value lies, so which copies move bytes;
+- the thunk sequence: what the runtime executes, and which parts it records in a *command buffer* (a
+  CUDA graph), which runs without the host.
+
+`Step` joins them. `Step.executed` walks a computation and takes the branches that one device takes
+in one tick, see `Activity`. `Step.work` sums what the device executes on the way.
+
+The reader knows the engine by the names of its scopes alone: an operation is guarded by a
+conditional or by a loop of 0 or 1 turns with the scope "forward/stage1-2/cond" or
+"forward/stage1-2/while", an update by "update/cond". An operation without a guard always runs.
+"""
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+# Bytes per number of XLA's types.
+SIZES = {"f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4}
+SIZES |= {"bf16": 2, "f16": 2, "s16": 2, "u16": 2, "pred": 1, "s8": 1, "u8": 1}
+
+_GUARD = re.compile(
+    r"/(forward|backward|weight_grad)/stage([\d,-]+)/(?:cond|while|switch)$"
+)
+_UPDATE = re.compile(r"/update/(?:cond|while)$")
+# Operations that move an array, perhaps in another layout, and compute nothing.
+_MOVES = {"parameter", "copy", "transpose", "bitcast"}
+# Operations that do not change where the array of a `dynamic-update-slice` comes from.
+_VIEWS = {"bitcast", "reshape", "convert"}
+# Instructions that are neither a kernel nor a call of a library.
+_NO_KERNEL = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "partition-id",
+    "replica-id",
+    "after-all",
+    "opt-barrier",
+    "while",
+    "conditional",
+    "call",
+    "copy",
+    "copy-start",
+    "copy-done",
+}
+
+
+class Activity(NamedTuple):
+    """What a device does in a tick.
+
+    Attributes:
+      operations: pairs (operation, stage), the operation one of "forward", "backward" and
+        "weight_grad"; empty for an idle tick.
+      updates: whether the tick has an update.
+    """
+
+    operations: frozenset[tuple[str, int]] = frozenset()
+    updates: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """An instruction of a computation.
+
+    Attributes:
+      name: its name, with "%".
+      shape: the printed shape of its result, with the layout.
+      opcode: what it does.
+      operands: names of the instructions whose results it reads.
+      scope: JAX's name of the operation that it comes from.
+      branches: computations of a conditional, in the order of XLA.
+      calls: computations that it calls: of a fusion, a call, or the body of a loop.
+      trip_count: turns of a loop, None if XLA does not know the number.
+      line: the printed line.
+    """
+
+    name: str
+    shape: str
+    opcode: str
+    operands: tuple[str, ...]
+    scope: str
+    branches: tuple[str, ...]
+    calls: tuple[str, ...]
+    trip_count: int | None
+    line: str
+
+    @classmethod
+    def parse(cls, line: str) -> "Instruction":
+        """The instruction of a printed line.
+
+        Example:
+          >>> i = Instruction.parse("  ROOT %a.1 = f32[2]{0} add(%x, %y), metadata={}")
+          >>> i.name, i.shape, i.opcode, i.operands
+          ('%a.1', 'f32[2]{0}', 'add', ('%x', '%y'))
+        """
+        name, rest = line.strip().removeprefix("ROOT ").split(" = ", 1)
+        if rest.startswith("("):
+            end = _closing(rest)
+            shape, rest = rest[: end + 1], rest[end + 2 :]
+        else:
+            shape, rest = rest.split(" ", 1)
+        opcode = rest.split("(", 1)[0]
+        arguments = rest[len(opcode) :]
+        scope = re.search(r'op_name="([^"]*)"', line)
+        turns = re.search(r'"known_trip_count":\{"n":"(\d+)"', line)
+        branches = re.search(r"branch_computations=\{([^}]*)\}", line)
+        either = re.findall(r"(?:true|false)_computation=(%[\w.\-]+)", line)
+        return cls(
+            name=name,
+            shape=shape,
+            opcode=opcode,
+            operands=tuple(
+                re.findall(r"%[\w.\-]+", arguments[: _closing(arguments) + 1])
+            ),
+            scope=scope[1] if scope else "",
+            branches=tuple(branches[1].split(", ") if branches else either),
+            calls=tuple(re.findall(r"(?:calls|body|to_apply)=(%[\w.\-]+)", line)),
+            trip_count=int(turns[1]) if turns else None,
+            line=line,
+        )
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result; of a tuple, of its first array."""
+        return shape_bytes(self.shape)
+
+    @property
+    def layout(self) -> str:
+        """The layout of the result: the order of its dims in memory."""
+        layout = re.search(r"\{([\d,]*)", self.shape)
+        return layout[1] if layout else ""
+
+
+def _closing(text: str) -> int:
+    """The position of the parenthesis that closes the first one."""
+    depth = 0
+    for i, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return i
+    raise ValueError(f"an instruction has an open parenthesis: {text[:80]!r}.")
+
+
+def shape_bytes(shape: str) -> int:
+    """Bytes of the first array of a printed shape.
+
+    Example:
+      >>> shape_bytes("(bf16[4,1000]{1,0}, u32[])")
+      8000
+    """
+    array = re.search(r"(\w+)\[([\d,]*)\]", shape)
+    if array is None:  # a token
+        return 0
+    size = SIZES.get(array[1], 4)
+    for n in array[2].split(","):
+        size *= int(n) if n else 1
+    return size
+
+
+class Hlo:
+    """The optimised HLO of a program.
+
+    Attributes:
+      computations: name -> instructions, in the order of execution.
+      entry: name of the computation that the program starts with.
+    """
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[Instruction]] = {}
+        self.entry = ""
+        current: list[Instruction] | None = None
+        for line in text.splitlines():
+            if line.startswith(("%", "ENTRY ")) and line.rstrip().endswith("{"):
+                name = line.removeprefix("ENTRY ").split()[0]
+                current = self.computations.setdefault(name, [])
+                if line.startswith("ENTRY "):
+                    self.entry = name
+            elif line.startswith("}"):
+                current = None
+            elif current is not None and " = " in line:
+                current.append(Instruction.parse(line))
+        if not self.entry:
+            raise ValueError("the text has no ENTRY computation: it is not HLO.")
+        # Parts of the program call one computation once, so a name is unique.
+        self.by_name = {i.name: i for c in self.computations.values() for i in c}
+
+    def fused(self, instruction: Instruction) -> list[Instruction]:
+        """The instructions of a fusion."""
+        return self.computations[instruction.calls[0]]
+
+    def all_of(self, computation: str) -> Iterator[Instruction]:
+        """All instructions that a computation may execute, in any branch; no fused ones."""
+        for instruction in self.computations[computation]:
+            yield instruction
+            for called in self.inner(instruction):
+                yield from self.all_of(called)
+
+    @staticmethod
+    def inner(instruction: Instruction) -> tuple[str, ...]:
+        """The computations that an instruction executes as lists of instructions."""
+        if instruction.opcode == "conditional":
+            return instruction.branches
+        if instruction.opcode in ("while", "call", "async-start"):
+            return instruction.calls
+        return ()
+
+    def is_product(self, instruction: Instruction) -> bool:
+        """Whether an instruction is a matrix product or a convolution."""
+        if instruction.opcode == "custom-call":
+            return "__cublas" in instruction.line or "__cudnn" in instruction.line
+        if instruction.opcode == "fusion":
+            return any(
+                i.opcode in ("dot", "convolution") for i in self.fused(instruction)
+            )
+        return instruction.opcode in ("dot", "convolution")
+
+    def is_transpose(self, instruction: Instruction) -> bool:
+        """Whether an instruction changes the order of an array's dims in memory and nothing else."""
+        if instruction.opcode == "copy":
+            operand = self.by_name.get(instruction.operands[0])
+            return operand is not None and operand.layout != instruction.layout
+        return self._only_moves(instruction) and any(
+            i.opcode in ("copy", "transpose") for i in self.fused(instruction)
+        )
+
+    def _only_moves(self, instruction: Instruction) -> bool:
+        return (
+            instruction.opcode == "fusion"
+            and not instruction.shape.startswith("(")
+            and all(i.opcode in _MOVES for i in self.fused(instruction))
+        )
+
+    def updated_slices(self, fusion: Instruction) -> Iterator[tuple[int, str, int]]:
+        """The arrays of which a fusion rewrites a slice.
+
+        Yields:
+          The number of the operand, the index of the result as XLA prints it, and the bytes of the
+          array.
+        """
+        inside = self.fused(fusion)
+        by_name = {i.name: i for i in inside}
+        root = next(i for i in inside if i.line.lstrip().startswith("ROOT "))
+
+        def source(instruction: Instruction) -> Instruction:
+            while instruction.opcode in _VIEWS:
+                instruction = by_name[instruction.operands[0]]
+            return instruction
+
+        is_tuple = root.opcode == "tuple"
+        results = [by_name[name] for name in root.operands] if is_tuple else [root]
+        for k, result in enumerate(map(source, results)):
+            if result.opcode != "dynamic-update-slice":
+                continue
+            array = source(by_name[result.operands[0]])
+            if array.opcode == "parameter":
+                number = int(re.search(r"parameter\((\d+)\)", array.line)[1])
+                yield number, f"{{{k}}}" if is_tuple else "", result.bytes
+
+
+class Place(NamedTuple):
+    """Where a value lies: number of the allocation, and offset in bytes."""
+
+    allocation: int
+    offset: int
+
+
+class Buffers:
+    """The buffer assignment of a program.
+
+    Args:
+      assignment: the text "buffer-assignment".
+      values: the text "buffer-assignment-values".
+    """
+
+    def __init__(self, assignment: str, values: str):
+        places: dict[int, Place] = {}
+        self._results: dict[tuple[str, str], Place] = {}
+        allocation = -1
+        for line in assignment.splitlines():
+            if header := re.match(r"allocation (\d+):", line):
+                allocation = int(header[1])
+            value = re.match(
+                r" value: <(\d+) (\S+?)(\{[\d,]*\})?(?: \(phi\))? @\d+> "
+                r"\(size=\d+,offset=(\d+)\)",
+                line,
+            )
+            if value:
+                place = Place(allocation, int(value[4]))
+                places[int(value[1])] = place
+                self._results["%" + value[2], value[3] or ""] = place
+        self._operands: dict[tuple[str, int], Place] = {}
+        number, uses = None, False
+        for line in values.splitlines():
+            if header := re.match(r"<(\d+) ", line):
+                number, uses = int(header[1]), False
+            elif line.startswith(" uses:"):
+                uses = True
+            elif line.startswith((" positions", " from")):
+                uses = False
+            elif uses and number in places:
+                use = re.match(r"  (\S+), operand (\d+)( \{[\d,]*\})?", line)
+                if use and not use[3]:
+                    self._operands["%" + use[1], int(use[2])] = places[number]
+
+    def in_place(self, name: str, operand: int = 0, result: str = "") -> bool:
+        """Whether a result of an instruction lies where its operand lies."""
+        source = self._operands.get((name, operand))
+        return source is not None and source == self._results.get((name, result))
+
+
+@dataclasses.dataclass
+class Thunk:
+    """A piece of work of the runtime.
+
+    Attributes:
+      kind: as XLA prints it, such as "kKernel".
+      column: the column of its line in the dump.
+      groups: the thunks inside of it: branches, or condition and body.
+    """
+
+    kind: str
+    column: int
+    groups: list[list["Thunk"]] = dataclasses.field(default_factory=list)
+
+
+def parse_thunks(text: str) -> list[Thunk]:
+    """The thunks of a dumped thunk sequence.
+
+    In the dump, the groups of a thunk stand below it, two columns further right. XLA prints the
+    label "condition:" without its indentation, so that this label belongs to the line above it.
+    """
+    root = Thunk("root", -1, [[]])
+    open_thunks = [root]
+    for line in text.splitlines():
+        column = len(line) - len(line.lstrip())
+        thunk = re.match(r"\s*\d+: (k\w+)", line)
+        if thunk:
+            while open_thunks[-1].column >= column:
+                open_thunks.pop()
+            parent = open_thunks[-1]
+            if not parent.groups:
+                parent.groups.append([])
+            parent.groups[-1].append(Thunk(thunk[1], column))
+            open_thunks.append(parent.groups[-1][-1])
+        elif line.strip() == "condition:":
+            open_thunks[-1].groups.append([])
+        elif re.match(r"\s+(body|true_branch|false_branch|branch_\d+):", line):
+            while open_thunks[-1].column >= column:
+                open_thunks.pop()
+            open_thunks[-1].groups.append([])
+    return root.groups[0]
+
+
+class Permute(NamedTuple):
+    """A collective permute of a tick.
+
+    Attributes:
+      megabytes: MB that a device sends.
+      asynchronous: whether it runs beside the compute.
+      kernels: kernels between its start and its done, in one tick.
+      products: matrix products there.
+    """
+
+    megabytes: float
+    asynchronous: bool
+    kernels: int
+    products: int
+
+
+@dataclasses.dataclass
+class Work:
+    """What a device executes.
+
+    Attributes:
+      kernels: kernels of XLA; no copies.
+      products: matrix products and convolutions of libraries.
+      copies: copies from one buffer to another.
+      copied: MB of these copies.
+      largest_copy: MB of the largest.
+      self_copied: MB of copies of a buffer onto itself, which the runtime does not leave out.
+      transposed: MB of arrays that are only written in another order of their dims.
+      host_waits: how often the device waits for the host.
+    """
+
+    kernels: int = 0
+    products: int = 0
+    copies: int = 0
+    copied: float = 0.0
+    largest_copy: float = 0.0
+    self_copied: float = 0.0
+    transposed: float = 0.0
+    host_waits: int = 0
+
+
+class Step:
+    """A compiled training step.
+
+    Args:
+      hlo: the optimised HLO.
+      buffers: the buffer assignment.
+      thunks: the thunk sequence, after the passes that make command buffers.
+    """
+
+    def __init__(self, hlo: Hlo, buffers: Buffers, thunks: Sequence[Thunk]):
+        self.hlo = hlo
+        self.buffers = buffers
+        self.one_command_buffer = [t.kind for t in thunks] == ["kCommandBuffer"]
+        self._recorded: set[str] = set()
+        self._match(hlo.entry, thunks, recorded=False)
+
+    @classmethod
+    def read(cls, hlo: str, folder: pathlib.Path) -> "Step":
+        """The step of an HLO text and a folder of `--xla_dump_to`."""
+        sequences = [
+            *folder.glob("*thunk_sequence_after_thunk_passes.txt"),
+            *folder.glob("*thunk_sequence.txt"),  # no pass changed anything
+        ]
+        texts = [
+            next(folder.glob(f"*{name}.txt")).read_text()
+            for name in ("buffer-assignment", "buffer-assignment-values")
+        ]
+        return cls(Hlo(hlo), Buffers(*texts), parse_thunks(sequences[0].read_text()))
+
+    def _match(self, computation: str, thunks: Iterable[Thunk], recorded: bool) -> None:
+        """Notes which loops and conditionals of a computation are in a command buffer.
+
+        Thunks have no names, but stand in the order of the instructions.
+        """
+        instructions = list(self._control_flow(computation))
+        matched = list(_control_flow_thunks(thunks, recorded))
+        opcodes = {"kWhile": "while", "kConditional": "conditional"}
+        kinds = [opcodes[thunk.kind] for thunk, _ in matched]
+        if kinds != [i.opcode for i in instructions]:
+            raise ValueError(
+                f"the thunk sequence does not fit {computation}: it has the loops and "
+                f"conditionals {kinds}, the computation has "
+                f"{[i.opcode for i in instructions]}."
+            )
+        for instruction, (thunk, is_recorded) in zip(instructions, matched):
+            if is_recorded:
+                self._recorded.add(instruction.name)
+            groups = thunk.groups[-1:] if thunk.kind == "kWhile" else thunk.groups
+            for called, group in zip(Hlo.inner(instruction), groups, strict=True):
+                self._match(called, group, is_recorded)
+
+    def _control_flow(self, computation: str) -> Iterator[Instruction]:
+        """Loops and conditionals of a computation, not those inside of them."""
+        for instruction in self.hlo.computations[computation]:
+            if instruction.opcode in ("while", "conditional"):
+                yield instruction
+            else:
+                for called in Hlo.inner(instruction):
+                    yield from self._control_flow(called)
+
+    # -- What a device executes
+
+    def tick_loops(self) -> list[Instruction]:
+        """The loops over ticks, or microbatches: those at the top that have matrix products."""
+        loops = [
+            i
+            for i in self._control_flow(self.hlo.entry)
+            if i.opcode == "while"
+            and any(map(self.hlo.is_product, self.hlo.all_of(i.calls[0])))
+        ]
+        if not loops:
+            raise ValueError(
+                "no loop of the program has a matrix product: XLA unrolled the ticks. "
+                "Use more microbatches."
+            )
+        return loops
+
+    def executed(
+        self, instructions: Iterable[Instruction], activity: Activity, times: int = 1
+    ) -> Iterator[tuple[Instruction, int]]:
+        """The instructions that a device executes, each with the number of times."""
+        for instruction in instructions:
+            yield instruction, times
+            if instruction.opcode == "while":
+                turns = times * _turns(instruction, activity)
+                if turns:
+                    body = self.hlo.computations[instruction.calls[0]]
+                    yield from self.executed(body, activity, turns)
+            elif instruction.opcode == "conditional":
+                branch = self.hlo.computations[self._branch(instruction, activity)]
+                yield from self.executed(branch, activity, times)
+            else:
+                for called in Hlo.inner(instruction):
+                    body = self.hlo.computations[called]
+                    yield from self.executed(body, activity, times)
+
+    def _branch(self, conditional: Instruction, activity: Activity) -> str:
+        """The branch that a device takes.
+
+        A guard's branch is taken if the device does what it guards. Any other conditional asks for
+        something rare (first or last stage, end of a minibatch), which is left out. Of a choice
+        between programs, the branch of the device's stage is taken.
+        """
+        branches = conditional.branches
+        if len(branches) > 2:
+            return self._branch_of_stage(branches, activity)
+        # XLA's order: true, false of a predicate; 0, 1 of a number.
+        if "true_computation=" in conditional.line:
+            branches = branches[::-1]
+        return branches[int(_taken(conditional, activity))]
+
+    def _branch_of_stage(self, branches: Sequence[str], activity: Activity) -> str:
+        """The branch with an operation of the device's stage, else the one with least work."""
+        for branch in branches:
+            scopes = {i.scope for i in self.hlo.all_of(branch)}
+            named = [re.search(r"/(\w+)/stage([\d,-]+)/", scope) for scope in scopes]
+            if any(match and _does(activity, match) for match in named):
+                return branch
+        return min(branches, key=lambda name: len(self.hlo.computations[name]))
+
+    def work(self, instructions: Iterable[Instruction], activity: Activity) -> Work:
+        """The sum over the instructions that a device executes."""
+        work = Work()
+        for instruction, times in self.executed(instructions, activity):
+            self._add(work, instruction, times, activity)
+        return work
+
+    def tick(self, loop: Instruction, activity: Activity) -> Work:
+        """What a device executes in one tick of a loop."""
+        return self.work(self.hlo.computations[loop.calls[0]], activity)
+
+    def _add(
+        self, work: Work, instruction: Instruction, times: int, activity: Activity
+    ) -> None:
+        """Adds an instruction that is executed `times` times."""
+        opcode, name = instruction.opcode, instruction.name
+        if self.hlo.is_product(instruction):
+            work.products += times
+        elif opcode in ("copy", "copy-start"):
+            self._add_copy(work, instruction, times)
+        elif opcode == "fusion":
+            work.kernels += times
+            if self.hlo.is_transpose(instruction):
+                work.transposed += times * instruction.bytes / 1e6
+            for operand, result, size in self.hlo.updated_slices(instruction):
+                if not self.buffers.in_place(name, operand, result):
+                    _add_moved(work, size / 1e6, times)
+        elif opcode not in _NO_KERNEL and not opcode.endswith(("-start", "-done")):
+            work.kernels += times
+        if name in self._recorded:
+            return
+        if opcode == "conditional":
+            work.host_waits += times
+        elif opcode == "while" and instruction.trip_count is None:
+            # The host asks before every turn, and once more to learn that there is none.
+            work.host_waits += times * (_turns(instruction, activity) + 1)
+
+    def _add_copy(self, work: Work, copy: Instruction, times: int) -> None:
+        megabytes = copy.bytes / 1e6
+        if self.hlo.is_transpose(copy):
+            work.transposed += times * megabytes
+        elif self.buffers.in_place(copy.name):
+            work.self_copied += times * megabytes
+        else:
+            _add_moved(work, megabytes, times)
+
+    def permutes(self, loop: Instruction, activity: Activity) -> list[Permute]:
+        """The collective permutes of a tick, and what a device does under each."""
+        permutes = []
+        bodies = {loop.calls[0]}
+        bodies |= {
+            called for i in self.hlo.all_of(loop.calls[0]) for called in Hlo.inner(i)
+        }
+        for body in sorted(bodies):
+            instructions = self.hlo.computations[body]
+            for k, start in enumerate(instructions):
+                if start.opcode != "collective-permute-start":
+                    continue
+                done = next(
+                    j
+                    for j in range(k + 1, len(instructions))
+                    if instructions[j].opcode == "collective-permute-done"
+                    and start.name in instructions[j].operands
+                )
+                under = self.work(instructions[k + 1 : done], activity)
+                asynchronous = '"is_sync":true' not in start.line
+                permutes.append(
+                    Permute(
+                        start.bytes / 1e6,
+                        asynchronous,
+                        under.kernels if asynchronous else 0,
+                        under.products if asynchronous else 0,
+                    )
+                )
+        return permutes
+
+    def unknown_loops(self) -> int:
+        """How many loops of the program have a length that XLA does not know."""
+        return sum(
+            i.opcode == "while" and i.trip_count is None
+            for i in self.hlo.all_of(self.hlo.entry)
+        )
+
+    def host_waits(self, num_updates: int) -> int:
+        """How often a device waits for the host in a step.
+
+        A loop of unknown length counts with one turn, so this is the least number.
+
+        Args:
+          num_updates: ticks of the step that have an update.
+        """
+        nothing = Activity()
+        loops = self.tick_loops()
+        waits = self.work(self._outside(loops), nothing).host_waits
+        per_tick = [self.tick(loop, nothing).host_waits for loop in loops]
+        waits += sum(n * (i.trip_count or 1) for n, i in zip(per_tick, loops))
+        updating = [
+            self.tick(loop, nothing._replace(updates=True)).host_waits for loop in loops
+        ]
+        return waits + num_updates * max(b - a for a, b in zip(per_tick, updating))
+
+    def _outside(self, loops: Sequence[Instruction]) -> list[Instruction]:
+        """The entry's instructions without some loops."""
+        names = {loop.name for loop in loops}
+        entry = self.hlo.computations[self.hlo.entry]
+        return [i for i in entry if i.name not in names]
+
+
+def _control_flow_thunks(
+    thunks: Iterable[Thunk], recorded: bool
+) -> Iterator[tuple[Thunk, bool]]:
+    """Loops and conditionals, not those inside of them; and whether a command buffer has them."""
+    for thunk in thunks:
+        if thunk.kind in ("kWhile", "kConditional"):
+            yield thunk, recorded
+        else:
+            inside = recorded or thunk.kind == "kCommandBuffer"
+            for group in thunk.groups:
+                yield from _control_flow_thunks(group, inside)
+
+
+def _taken(instruction: Instruction, activity: Activity) -> bool:
+    """Whether a device runs what a conditional or a loop guards."""
+    if _UPDATE.search(instruction.scope):
+        return activity.updates
+    guard = _GUARD.search(instruction.scope)
+    return guard is not None and _does(activity, guard)
+
+
+def _does(activity: Activity, scope: re.Match) -> bool:
+    """Whether a device does the operation of a scope, (operation, stages)."""
+    stages = _numbers(scope[2])
+    return any(
+        name == scope[1] and stage in stages for name, stage in activity.operations
+    )
+
+
+def _turns(loop: Instruction, activity: Activity) -> int:
+    """The turns of a loop; of a loop of unknown length 1, or 0 if it guards what is not done."""
+    if loop.trip_count is not None:
+        return loop.trip_count
+    guards = _GUARD.search(loop.scope) or _UPDATE.search(loop.scope)
+    return int(_taken(loop, activity)) if guards else 1
+
+
+def _numbers(ranges: str) -> set[int]:
+    """The numbers of printed ranges.
+
+    Example:
+      >>> sorted(_numbers("1-3,5"))
+      [1, 2, 3, 5]
+    """
+    ends = [list(map(int, part.split("-"))) for part in ranges.split(",")]
+    return {n for pair in ends for n in range(pair[0], pair[-1] + 1)}
+
+
+def _add_moved(work: Work, megabytes: float, times: int) -> None:
+    """Adds a copy from one buffer to another."""
+    work.copies += times
+    work.copied += times * megabytes
+    work.largest_copy = max(work.largest_copy, megabytes)
