@@ -335,8 +335,10 @@ def parse_thunks(text: str) -> list[Thunk]:
     """The thunks of a dumped thunk sequence.
 
     In the dump, the groups of a thunk stand below it, two columns further right. XLA prints the
-    label "condition:" without its indentation, so that this label belongs to the line above it.
+    label "condition:" without its indentation, so that this label belongs to the line above it. After
+    "No thunks.", XLA begins no new line.
     """
+    text = text.replace("No thunks.", "\n")
     root = Thunk("root", -1, [[]])
     open_thunks = [root]
     for line in text.splitlines():

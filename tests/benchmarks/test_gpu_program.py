@@ -199,6 +199,8 @@ FORWARD = gpu.Activity(frozenset({("forward", 2)}))
 
 
 def step(thunks: str = THUNKS):
+    # As XLA writes it.
+    thunks = thunks.replace("No thunks.\n", "No thunks.")
     return gpu.Step(
         gpu.Hlo(HLO), gpu.Buffers(ASSIGNMENT, VALUES), gpu.parse_thunks(thunks)
     )
