@@ -26,6 +26,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -119,8 +120,8 @@ def compile_row(request: dict) -> dict:
     return {
         "jax": jax.__version__,
         "seconds": round(seconds, 1),
-        "temporaries_gb": memory.temp_size_in_bytes / 1e9,
-        "state_gb": memory.alias_size_in_bytes / 1e9,
+        "temporaries_gb": round(memory.temp_size_in_bytes / 1e9, 4),
+        "state_gb": round(memory.alias_size_in_bytes / 1e9, 4),
         **read(Step.read(compiled.as_text(), dump), schedule),
     }
 
@@ -152,7 +153,8 @@ def read(step: Step, schedule) -> dict:
     def tick(activity: Activity) -> dict:
         """The tick of the loop that does most: a ramp's tick leaves operations out."""
         works = [step.tick(loop, activity) for loop in loops]
-        return vars(max(works, key=lambda w: (w.products, w.kernels, w.copied)))
+        fullest = max(works, key=lambda w: (w.products, w.kernels, w.copied))
+        return {name: round(value, 3) for name, value in vars(fullest).items()}
 
     ticks = {label: tick(activity) for label, activity in busy.items()}
     for label, work in ticks.items():
@@ -173,7 +175,7 @@ def read(step: Step, schedule) -> dict:
         },
         "permutes": {
             label: [
-                permute._asdict()
+                permute._replace(megabytes=round(permute.megabytes, 3))._asdict()
                 for loop in loops
                 for permute in step.permutes(loop, activity)
             ]
@@ -276,9 +278,9 @@ def compile_in_process(args: argparse.Namespace, request: dict) -> dict:
         except subprocess.TimeoutExpired:
             return row | {"failed": f"took more than {args.timeout} s"}
         if process.returncode:
-            lines = process.stderr.strip().splitlines() or ["no message"]
             print(process.stderr[-4000:], file=sys.stderr)
-            return row | {"failed": lines[-1][:500]}
+            errors = re.findall(r"^[\w.]*Error: .*", process.stderr, re.MULTILINE)
+            return row | {"failed": (errors or ["no message"])[-1][:500]}
         return row | json.loads(process.stdout.splitlines()[-1])
 
 
@@ -322,6 +324,7 @@ COLUMNS = (
     "largest, MB",
     "onto itself, MB",
     "transposed, MB",
+    "written, MB",
     "temporaries, GB",
     "state, GB",
     "host waits per tick",
@@ -370,9 +373,9 @@ def _cells(row: dict, plain: dict | None) -> list[str]:
             return f"{busy[0][name]:,}"
         return ", ".join(f"{label} {work[name]:,}" for label, work in ticks.items())
 
-    def most(name: str, digits: int = 0) -> str:
-        most_busy = f"{max(work[name] for work in busy):,.{digits}f}"
-        return most_busy if idle is None else f"{most_busy}; {idle[name]:,.{digits}f}"
+    def most(name: str) -> str:
+        most_busy = _number(max(work[name] for work in busy))
+        return most_busy if idle is None else f"{most_busy}; {_number(idle[name])}"
 
     against = ""
     if plain is not None:
@@ -381,23 +384,31 @@ def _cells(row: dict, plain: dict | None) -> list[str]:
             for name in ("kernels", "products")
         ]
         against = ", ".join(f"{ratio:.2f}" for ratio in ratios)
+    waits = [max(work["host_waits"] for work in busy)]
+    waits += [idle["host_waits"]] if idle else []
     return [
-        f"{row['schedule']}",
+        row["schedule"],
         each("kernels"),
         each("products"),
         against,
-        most("copied", 1),
-        most("largest_copy", 1),
-        most("self_copied", 1),
-        most("transposed", 1),
+        most("copied"),
+        most("largest_copy"),
+        most("self_copied"),
+        most("transposed"),
+        most("written"),
         f"{row['temporaries_gb']:.2f}",
         f"{row['state_gb']:.2f}",
-        most("host_waits"),
+        "; ".join(map(str, waits)),
         f"{row['host_waits_step']:,}",
         str(row["unknown_loops"]),
         _under_permutes(row["permutes"]),
         "yes" if row["one_command_buffer"] else "no",
     ]
+
+
+def _number(value: float) -> str:
+    """MB, with a digit after the point if they are few."""
+    return f"{value:,.0f}" if value == 0 or value >= 100 else f"{value:,.1f}"
 
 
 def _under_permutes(permutes: dict[str, list[dict]]) -> str:
@@ -462,7 +473,8 @@ def main() -> None:
         rows.append(row)
         print(json.dumps(row), flush=True)
         if out:
-            out.write_text(json.dumps(merged(saved(out), row), indent=1) + "\n")
+            lines = ",\n".join(map(json.dumps, merged(saved(out), row)))
+            out.write_text(f"[\n{lines}\n]\n")
     print(table(rows))
 
 

@@ -165,6 +165,22 @@ def shape_bytes(shape: str) -> int:
     return size
 
 
+class Result(NamedTuple):
+    """An array that a fusion writes.
+
+    Attributes:
+      index: of the result, as XLA prints it; "" if the fusion has one result.
+      size: bytes of the array.
+      written: bytes that the fusion writes if it gets the array in place.
+      operand: number of the operand whose slice it replaces; None if it writes the whole array.
+    """
+
+    index: str
+    size: int
+    written: int
+    operand: int | None
+
+
 class Hlo:
     """The optimised HLO of a program.
 
@@ -238,31 +254,28 @@ class Hlo:
             and all(i.opcode in _MOVES for i in self.fused(instruction))
         )
 
-    def updated_slices(self, fusion: Instruction) -> Iterator[tuple[int, str, int]]:
-        """The arrays of which a fusion rewrites a slice.
-
-        Yields:
-          The number of the operand, the index of the result as XLA prints it, and the bytes of the
-          array.
-        """
+    def results(self, fusion: Instruction) -> Iterator["Result"]:
+        """The arrays that a fusion writes."""
         inside = self.fused(fusion)
         by_name = {i.name: i for i in inside}
         root = next(i for i in inside if i.line.lstrip().startswith("ROOT "))
 
-        def source(instruction: Instruction) -> Instruction:
+        def source(name: str) -> Instruction:
+            instruction = by_name[name]
             while instruction.opcode in _VIEWS:
                 instruction = by_name[instruction.operands[0]]
             return instruction
 
         is_tuple = root.opcode == "tuple"
-        results = [by_name[name] for name in root.operands] if is_tuple else [root]
-        for k, result in enumerate(map(source, results)):
-            if result.opcode != "dynamic-update-slice":
-                continue
-            array = source(by_name[result.operands[0]])
-            if array.opcode == "parameter":
-                number = int(re.search(r"parameter\((\d+)\)", array.line)[1])
-                yield number, f"{{{k}}}" if is_tuple else "", result.bytes
+        for k, name in enumerate(root.operands if is_tuple else [root.name]):
+            result, index = source(name), f"{{{k}}}" if is_tuple else ""
+            written, operand = by_name[name].bytes, None
+            if result.opcode == "dynamic-update-slice":
+                array = source(result.operands[0])
+                if array.opcode == "parameter":
+                    written = by_name[result.operands[1]].bytes
+                    operand = int(re.search(r"parameter\((\d+)\)", array.line)[1])
+            yield Result(index, by_name[name].bytes, written, operand)
 
 
 class Place(NamedTuple):
@@ -389,6 +402,7 @@ class Work:
       largest_copy: MB of the largest.
       self_copied: MB of copies of a buffer onto itself, which the runtime does not leave out.
       transposed: MB of arrays that are only written in another order of their dims.
+      written: MB that kernels write.
       host_waits: how often the device waits for the host.
     """
 
@@ -399,6 +413,7 @@ class Work:
     largest_copy: float = 0.0
     self_copied: float = 0.0
     transposed: float = 0.0
+    written: float = 0.0
     host_waits: int = 0
 
 
@@ -546,9 +561,12 @@ class Step:
             work.kernels += times
             if self.hlo.is_transpose(instruction):
                 work.transposed += times * instruction.bytes / 1e6
-            for operand, result, size in self.hlo.updated_slices(instruction):
-                if not self.buffers.in_place(name, operand, result):
-                    _add_moved(work, size / 1e6, times)
+            for result in self.hlo.results(instruction):
+                work.written += times * result.written / 1e6
+                if result.operand is not None and not self.buffers.in_place(
+                    name, result.operand, result.index
+                ):
+                    _add_moved(work, result.size / 1e6, times)
         elif opcode not in _NO_KERNEL and not opcode.endswith(("-start", "-done")):
             work.kernels += times
         if name in self._recorded:

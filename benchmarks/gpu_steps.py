@@ -19,7 +19,6 @@ from models.transformer import Block
 
 TARGET = pathlib.Path(__file__).parent / "gpu_h100.txtpb"
 STAGES_PER_DEVICE = {"interleaved": 2, "zero_bubble_v": 2}
-COMPUTE_DTYPE = jnp.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +46,13 @@ class Case(NamedTuple):
       parts: factory of each layer, with the names of its skips, `{"stash": ...}` or `{"pop": ...}`.
       loss: `(outputs, microbatch) -> loss`.
       batch: the abstract minibatch.
+      dtype: what the layers compute in.
     """
 
     parts: Sequence[tuple[Callable[..., nnx.Module], dict[str, str]]]
     loss: Callable[[jax.Array, Any], jax.Array]
     batch: dict[str, jax.ShapeDtypeStruct]
+    dtype: Any
 
     @property
     def layers(self) -> list:
@@ -68,11 +69,12 @@ def _rows(sizes: Sizes, *shape: int, dtype: Any) -> jax.ShapeDtypeStruct:
 def _equal(num_devices: int, sizes: Sizes) -> Case:
     num_layers = sizes.layers * num_devices
     block = functools.partial(Block, sizes.dim, sizes.dim // 128, num_layers)
-    inputs = _rows(sizes, sizes.seq, sizes.dim, dtype=COMPUTE_DTYPE)
+    inputs = _rows(sizes, sizes.seq, sizes.dim, dtype=jnp.bfloat16)
     return Case(
         [(block, {})] * num_layers,
         lambda outputs, batch: jnp.mean(jnp.square(outputs.astype(jnp.float32))),
         {"inputs": inputs},
+        jnp.bfloat16,
     )
 
 
@@ -89,19 +91,24 @@ def _ends(num_devices: int, sizes: Sizes) -> Case:
 
 
 def _resnet50(num_devices: int, sizes: Sizes) -> Case:
-    images = _rows(sizes, sizes.image, sizes.image, 3, dtype=COMPUTE_DTYPE)
-    return _classifier(ResNet.of_depth(50), images, _rows(sizes, dtype=jnp.int32))
+    # The statistics of batch norm are in float32, so its outputs are too.
+    images = _rows(sizes, sizes.image, sizes.image, 3, dtype=jnp.float32)
+    labels = _rows(sizes, dtype=jnp.int32)
+    return _classifier(ResNet.of_depth(50), images, labels, jnp.float32)
 
 
 def _unet(num_devices: int, sizes: Sizes) -> Case:
     model = UNet(width=sizes.width, num_levels=4)
     side = sizes.image // 16 * 16
-    images = _rows(sizes, side, side, 1, dtype=COMPUTE_DTYPE)
+    images = _rows(sizes, side, side, 1, dtype=jnp.bfloat16)
     return _classifier(model, images, _rows(sizes, side, side, dtype=jnp.int32))
 
 
 def _classifier(
-    model: Any, inputs: jax.ShapeDtypeStruct, labels: jax.ShapeDtypeStruct
+    model: Any,
+    inputs: jax.ShapeDtypeStruct,
+    labels: jax.ShapeDtypeStruct,
+    dtype: Any = jnp.bfloat16,
 ) -> Case:
     """A model of `models/`, with its own loss."""
     loss = model.loss()
@@ -110,6 +117,7 @@ def _classifier(
         model.parts() if isinstance(model, UNet) else no_skips,
         lambda outputs, batch: loss(outputs, batch)[0],
         {"inputs": inputs, "labels": labels},
+        dtype,
     )
 
 
@@ -146,21 +154,11 @@ def pipeline(
         mesh=jpipe.make_mesh(
             stage=num_devices, ring=schedule.ring, devices=devices(num_devices)
         ),
-        compute_dtype=COMPUTE_DTYPE,
+        compute_dtype=case.dtype,
     )
 
 
 # -- The plain scan
-
-
-def _cast(tree: Any) -> Any:
-    """A tree with floating-point arrays in the dtype that layers compute in."""
-    return jax.tree.map(
-        lambda a: (
-            a.astype(COMPUTE_DTYPE) if jnp.issubdtype(a.dtype, jnp.floating) else a
-        ),
-        tree,
-    )
 
 
 class _Run(NamedTuple):
@@ -172,6 +170,7 @@ class _Run(NamedTuple):
       parameters: abstract weights; of more than one layer `[layers, ...]`.
       state: abstract mutable state, likewise.
       length: number of layers.
+      dtype: what the layers compute in.
     """
 
     graph: Any
@@ -179,12 +178,14 @@ class _Run(NamedTuple):
     parameters: Any
     state: Any
     length: int
+    dtype: Any
 
     def apply(
         self, parameters: Any, state: Any, x: Any, popped: Sequence
     ) -> tuple[Any, Any]:
         """Outputs and new state of one layer."""
-        layer = nnx.merge(self.graph, _cast(parameters), state)
+        parameters = jax.tree.map(lambda a: a.astype(self.dtype), parameters)
+        layer = nnx.merge(self.graph, parameters, state, copy=True)
         outputs = layer(x, *popped)
         return outputs, nnx.split(layer, nnx.Param, ...)[2]
 
@@ -205,7 +206,7 @@ def _runs(case: Case) -> list[_Run]:
             states = jax.tree.map(
                 lambda a, n=length: jax.ShapeDtypeStruct((n, *a.shape), a.dtype), states
             )
-        runs.append(_Run(graph, skips, *states, length))
+        runs.append(_Run(graph, skips, *states, length, case.dtype))
     return runs
 
 

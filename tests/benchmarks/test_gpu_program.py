@@ -217,6 +217,8 @@ def test_work_of_a_tick():
     assert (busy.copies, busy.copied) == (0, 0)
     assert busy.self_copied == 1.0
     assert busy.transposed == 2.0  # `copy.3` and `fusion.4`
+    # 3 layers of 16 bytes, a row of the ring and 16 bytes, the transpose.
+    assert busy.written == pytest.approx((3 * 16 + 1000 + 16 + 1e6) / 1e6)
     assert busy.host_waits == 1  # the update's conditional is recorded
 
     idle = program.tick(loop, gpu.Activity())
