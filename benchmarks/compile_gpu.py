@@ -145,7 +145,8 @@ def read(step: Step, schedule) -> dict:
             for stage in stages
             for names in busy_ticks(schedule, stage)
         ]
-        busy = busy_ticks(schedule, schedule.num_stages // 2)
+        in_the_middle = schedule.device == schedule.num_devices // 2
+        busy = busy_ticks(schedule, min(schedule.stage[in_the_middle]))
         busy = {"+".join(LETTERS[name] for name in k): v for k, v in busy.items()}
         num_updates = int((schedule.update != IDLE).any(axis=1).sum())
     loops = step.tick_loops()
@@ -211,9 +212,14 @@ def busy_ticks(schedule, stage: int) -> dict[tuple[str, ...], Activity]:
         seen.setdefault(names, collections.Counter())[frozenset(work)] += 1
     return {
         names: Activity(activities.most_common(1)[0][0])
-        for names, activities in seen.items()
+        for names, activities in sorted(seen.items(), key=_place)
         if not any(set(names) < set(others) for others in seen)
     }
+
+
+def _place(kind: tuple[tuple[str, ...], object]) -> list[int]:
+    """Where a kind of ticks stands among others: forwards first."""
+    return [list(LETTERS).index(name) for name in kind[0]]
 
 
 # -- All rows
