@@ -31,41 +31,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 
 from gpu_program import Activity, Step
+from gpu_rows import MODELS, SCHEDULES, SIZES, SMALL, merged, saved, table, wanted_rows
 
 HERE = pathlib.Path(__file__).parent
 ENVIRONMENT = HERE / "gpu_env"
 REQUIREMENTS = HERE / "requirements-gpu.txt"
 RESULTS = HERE / "compile_gpu.json"
 
-# Name of a row -> schedule and its options.
-SCHEDULES: dict[str, tuple[str, dict]] = {
-    "plain": ("", {}),
-    "one-stage": ("one_f_one_b", {"ticks": "paired"}),
-    "gpipe": ("gpipe", {}),
-    "1f1b": ("one_f_one_b", {"ticks": "paired"}),
-    "1f1b-unit": ("one_f_one_b", {"ticks": "unit"}),
-    "interleaved": ("interleaved", {}),
-    "zb-h1": ("zero_bubble_h1", {}),
-    "zb-h2": ("zero_bubble_h2", {}),
-    "zb-v": ("zero_bubble_v", {}),
-    "pipemare": ("pipemare", {}),
-    "pipedream": ("pipedream", {}),
-    "2bw": ("pipedream_2bw", {}),
-}
-MODELS = ("equal", "ends", "resnet50", "unet")
-# Models that have more layers for more devices.
-GROWING = ("equal", "ends")
 # No device can try which kernel is fastest, so matrix products are calls of cuBLASLt. The kernels
 # themselves are not read, so XLA need not optimise them.
 BASE_FLAGS = (
     "--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0 "
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
-SMALL = {"dim": 256, "seq": 256, "layers": 2, "image": 64, "width": 16}
-SMALL |= {"microbatches": 4}
 LETTERS = {"forward": "F", "backward": "B", "weight_grad": "W"}
 
 
@@ -225,30 +205,6 @@ def _place(kind: tuple[tuple[str, ...], object]) -> list[int]:
 # -- All rows
 
 
-def requests(args: argparse.Namespace) -> Iterator[dict]:
-    """What `compile_row` gets for each row, without "dump"."""
-    sizes = {name: getattr(args, name) for name in SIZES}
-    sizes = {name: value for name, value in sizes.items() if value is not None}
-    sizes = (SMALL if args.small else {}) | sizes
-    for model in args.models:
-        for stages in args.stages:
-            for schedule in args.schedules:
-                if schedule == "plain":
-                    wanted = model in GROWING or stages == min(args.stages)
-                else:
-                    wanted = (schedule == "one-stage") == (stages == 1)
-                if wanted:
-                    yield {
-                        "model": model,
-                        "schedule": schedule,
-                        "stages": stages
-                        if model in GROWING or schedule != "plain"
-                        else 1,
-                        "sizes": sizes,
-                        "flags": args.flags,
-                    }
-
-
 def compile_in_process(args: argparse.Namespace, request: dict) -> dict:
     """The row of a request: what `compile_row` returns, or the reason why it "failed"."""
     row = request | {"date": time.strftime("%Y-%m-%d"), "commit": _commit(args.root)}
@@ -297,142 +253,6 @@ def _commit(root: pathlib.Path) -> str:
     return git.stdout.strip() or "unknown"
 
 
-def key(row: dict) -> tuple:
-    """What program a row is of."""
-    sizes = tuple(sorted(row["sizes"].items()))
-    return row["model"], row["stages"], row["schedule"], row["flags"], sizes
-
-
-def saved(path: pathlib.Path | None) -> list[dict]:
-    """The rows of a file; none if there is no file."""
-    return json.loads(path.read_text()) if path and path.exists() else []
-
-
-def merged(rows: list[dict], new: dict) -> list[dict]:
-    """The rows, with the one of the same program replaced; sorted as the table is."""
-    others = [row for row in rows if key(row) != key(new)]
-
-    def place(row: dict) -> tuple:
-        order = MODELS.index(row["model"]), row["stages"]
-        return *order, list(SCHEDULES).index(row["schedule"]), row["flags"]
-
-    return sorted([*others, new], key=place)
-
-
-# -- The table
-
-COLUMNS = (
-    "program",
-    "kernels",
-    "products",
-    "against plain",
-    "copied, MB",
-    "largest, MB",
-    "onto itself, MB",
-    "transposed, MB",
-    "written, MB",
-    "temporaries, GB",
-    "state, GB",
-    "host waits per tick",
-    "per step",
-    "loops",
-    "under permutes",
-    "one command buffer",
-)
-
-
-def table(rows: list[dict]) -> str:
-    """The rows as Markdown: one table per model, number of devices, flags and sizes."""
-    lines: list[str] = []
-    title = None
-    for row in rows:
-        sizes = ", ".join(f"{name} {value}" for name, value in row["sizes"].items())
-        stages = row["stages"]
-        new_title = f"`{row['model']}`, {stages} device{'s' if stages > 1 else ''}"
-        new_title += f", {sizes}" if sizes else ""
-        new_title += f", `{row['flags']}`" if row["flags"] else ""
-        if new_title != title:
-            title = new_title
-            lines += ["", title, "", "| " + " | ".join(COLUMNS) + " |"]
-            lines.append("|---" * len(COLUMNS) + "|")
-        if "failed" in row:
-            lines.append(f"| {row['schedule']} | {row['failed']} |")
-        else:
-            lines.append("| " + " | ".join(_cells(row, _plain_of(row, rows))) + " |")
-    return "\n".join(lines).strip() + "\n"
-
-
-def _plain_of(row: dict, rows: list[dict]) -> dict | None:
-    """The plain scan of the same model."""
-    stages = row["stages"] if row["model"] in GROWING else 1
-    wanted = key(row | {"schedule": "plain", "stages": stages})
-    return next((r for r in rows if key(r) == wanted and "failed" not in r), None)
-
-
-def _cells(row: dict, plain: dict | None) -> list[str]:
-    ticks = dict(row["ticks"])
-    idle = ticks.pop("idle", None)
-    busy = list(ticks.values())
-
-    def each(name: str) -> str:
-        if "microbatch" in ticks:
-            return f"{busy[0][name]:,}"
-        return ", ".join(f"{label} {work[name]:,}" for label, work in ticks.items())
-
-    def most(name: str) -> str:
-        most_busy = _number(max(work[name] for work in busy))
-        return most_busy if idle is None else f"{most_busy}; {_number(idle[name])}"
-
-    against = ""
-    if plain is not None:
-        ratios = [
-            row["microbatch"][name] / plain["microbatch"][name]
-            for name in ("kernels", "products")
-        ]
-        against = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-    waits = [max(work["host_waits"] for work in busy)]
-    waits += [idle["host_waits"]] if idle else []
-    return [
-        row["schedule"],
-        each("kernels"),
-        each("products"),
-        against,
-        most("copied"),
-        most("largest_copy"),
-        most("self_copied"),
-        most("transposed"),
-        most("written"),
-        f"{row['temporaries_gb']:.2f}",
-        f"{row['state_gb']:.2f}",
-        "; ".join(map(str, waits)),
-        f"{row['host_waits_step']:,}",
-        str(row["unknown_loops"]),
-        _under_permutes(row["permutes"]),
-        "yes" if row["one_command_buffer"] else "no",
-    ]
-
-
-def _number(value: float) -> str:
-    """MB, with a digit after the point if they are few."""
-    return f"{value:,.0f}" if value == 0 or value >= 100 else f"{value:,.1f}"
-
-
-def _under_permutes(permutes: dict[str, list[dict]]) -> str:
-    """For each permute its MB, and the kernels and products under it in the tick that has most."""
-    cells = []
-    for same in zip(*permutes.values(), strict=True):
-        most = max(same, key=lambda p: (p["products"], p["kernels"]))
-        work = f"{most['kernels']} + {most['products']}"
-        under = work if most["asynchronous"] else "synchronous"
-        cells.append(f"{most['megabytes']:.1f} MB: {under}")
-    return "; ".join(cells)
-
-
-# -- The command line
-
-SIZES = ("dim", "seq", "layers", "image", "width", "microbatches", "microbatch_size")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -470,11 +290,15 @@ def main() -> None:
         return
     if interpreter() is None:
         parser.error("the compiler for CUDA is missing. Run this script with --setup.")
-    changed = args.small or any(getattr(args, name) is not None for name in SIZES)
+    sizes = {name: getattr(args, name) for name in SIZES}
+    sizes = {name: size for name, size in sizes.items() if size is not None}
+    sizes = (SMALL if args.small else {}) | sizes
     own = args.root.resolve() == HERE.parent.resolve()
-    out = args.out or (RESULTS if own and not changed else None)
+    out = args.out or (RESULTS if own and not sizes else None)
     rows = []
-    for request in requests(args):
+    for request in wanted_rows(
+        args.models, args.schedules, args.stages, sizes, args.flags
+    ):
         row = compile_in_process(args, request)
         rows.append(row)
         print(json.dumps(row), flush=True)

@@ -5,7 +5,7 @@
 """
 
 import fcntl
-import importlib.util
+import importlib
 import json
 import os
 import pathlib
@@ -30,16 +30,11 @@ KERNELS_AGAINST_PLAIN = 1.05
 
 
 def load():
-    spec = importlib.util.spec_from_file_location(
-        "compile_gpu", FOLDER / "compile_gpu.py"
-    )
-    module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(FOLDER))
     try:
-        spec.loader.exec_module(module)
+        return importlib.import_module("compile_gpu")
     finally:
         sys.path.remove(str(FOLDER))
-    return module
 
 
 pytestmark = pytest.mark.skipif(

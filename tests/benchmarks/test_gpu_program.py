@@ -1,24 +1,25 @@
-"""`benchmarks/gpu_program.py` reads HLO, buffer assignments and thunk sequences."""
+"""`benchmarks/gpu_program.py` and `gpu_texts.py` read what XLA writes about a program."""
 
-import importlib.util
+import importlib
 import pathlib
 import sys
 import textwrap
 
 import pytest
 
-FILE = pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu_program.py"
+FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
 
 
-def load():
-    spec = importlib.util.spec_from_file_location("gpu_program", FILE)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["gpu_program"] = module  # dataclasses look up the module of a class
-    spec.loader.exec_module(module)
-    return module
+def load(name: str):
+    """A module of the folder, whose modules import each other by their names."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(FOLDER))
 
 
-gpu = load()
+gpu, texts = load("gpu_program"), load("gpu_texts")
 
 # A step of 6 ticks: a guarded forward with a loop of 3 layers, and an update with a loop of unknown
 # length. The idle branch of the forward copies a ring, and each tick copies another one.
@@ -202,7 +203,7 @@ def step(thunks: str = THUNKS):
     # As XLA writes it.
     thunks = thunks.replace("No thunks.\n", "No thunks.")
     return gpu.Step(
-        gpu.Hlo(HLO), gpu.Buffers(ASSIGNMENT, VALUES), gpu.parse_thunks(thunks)
+        texts.Hlo(HLO), texts.Buffers(ASSIGNMENT, VALUES), texts.parse_thunks(thunks)
     )
 
 
@@ -241,7 +242,7 @@ def test_a_slice_that_is_not_written_in_place_is_a_copy():
         "fusion.2{0} @0> (size=1000000,offset=1000000)",
     )
     program = gpu.Step(
-        gpu.Hlo(HLO), gpu.Buffers(elsewhere, VALUES), gpu.parse_thunks(THUNKS)
+        texts.Hlo(HLO), texts.Buffers(elsewhere, VALUES), texts.parse_thunks(THUNKS)
     )
     (loop,) = program.tick_loops()
     assert program.tick(loop, FORWARD).copied == 1.0
@@ -293,7 +294,7 @@ def test_guarding_loop():
     forward = forward[: forward.index("  true_branch:")]
     thunks = loop_over_ticks(forward + UPDATE_THUNKS)
     program = gpu.Step(
-        gpu.Hlo(text), gpu.Buffers(ASSIGNMENT, VALUES), gpu.parse_thunks(thunks)
+        texts.Hlo(text), texts.Buffers(ASSIGNMENT, VALUES), texts.parse_thunks(thunks)
     )
     (loop,) = program.tick_loops()
     busy, idle = (program.tick(loop, a) for a in (FORWARD, gpu.Activity()))
