@@ -269,7 +269,13 @@ def add(
     i: jax.Array | int = 0,
 ) -> dict:
     """The arrays with `value` added to leaf i at `place`; see `read`."""
-    return write(arrays, place, lead, read(arrays, place, lead, i) + value, i)
+    array, start = arrays[place.array], _start(arrays, place, lead, i)
+    # XLA for GPUs reads, adds and writes in one kernel only if the block is not reshaped between.
+    sizes = [1] * len(lead) + list(place.block)
+    block = lax.dynamic_slice(array, start, sizes, allow_negative_indices=False)
+    block = _row_major(block) + _row_major(_split_as(place, value).reshape(sizes))
+    array = lax.dynamic_update_slice(array, block, start, allow_negative_indices=False)
+    return {**arrays, place.array: array}
 
 
 def read_all(

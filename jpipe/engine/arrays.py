@@ -25,6 +25,7 @@ class TickArrays:
       gradient_norm: `[1]`, norm of the gradient over all stages at the latest update.
       gradients: packed gradient accumulators, `[R, ...]`.
       inbox: inbox -> packed messages that have arrived, `[K + 1, ...]`; the last slot discards.
+      input_stash: packed values that a backward needs of its forward, `[K, ...]`.
       loss: `[1]`, sum of the losses of finished microbatches.
       loss_scale: the arrays of `LossScale`, `[1]` each.
       mutable_state: packed mutable state of the layers, `[R, ...]`.
@@ -36,14 +37,15 @@ class TickArrays:
       read_parameters: pass -> the weights that a parameter hook gives to this pass, packed like
         `parameters`.
       received: channel -> the message that has arrived and is not in an inbox yet.
-      rings: ring -> packed stashes, `[K, ...]`.
       sent_activations: output of a forward -> its packed message; keys are positions in
         `Lowered.outgoing`.
       sent_gradients: the same for backwards.
       skipped: int32 `[R]`, skipped updates of each column.
+      split_residuals: packed values that a weight gradient needs of its backward, `[K, ...]`.
       squared_norm: `[R]`, latest squared gradient norm of each column.
       statistics: sums over the microbatches of a minibatch that move `mutable_state`, packed like
         it.
+      weight_stash: packed values that a weight gradient needs of its forward, `[K, ...]`.
     """
 
     aux: list[jax.Array]
@@ -52,6 +54,7 @@ class TickArrays:
     gradient_norm: jax.Array
     gradients: Packed
     inbox: Mapping[str, Packed]
+    input_stash: Packed
     loss: jax.Array
     loss_scale: Mapping[str, jax.Array]
     mutable_state: Packed
@@ -61,12 +64,13 @@ class TickArrays:
     op_count: jax.Array
     read_parameters: Mapping[str, Packed]
     received: Mapping[int, Packed]
-    rings: Mapping[str, Packed]
     sent_activations: Mapping[int, Packed]
     sent_gradients: Mapping[int, Packed]
     skipped: jax.Array
+    split_residuals: Packed
     squared_norm: jax.Array
     statistics: Packed
+    weight_stash: Packed
 
     def __init__(self, **arrays: Any):
         unknown = set(arrays) - set(_FIELDS)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from jpipe.engine.spec import PassSpec
@@ -29,6 +30,8 @@ class Device:
       position: int32 `[]`, position along the axis "stage".
       batch: leaves of the minibatches that are kept, `[num_batches * N, microbatch, ...]` each.
       inputs: the leaves of `batch["inputs"]` among them.
+      layer_numbers: 0, 1, 2, ..., for each layer of the longest run, int32 `[]` each, as values that
+        the compiler does not know; empty under the policy "cond". See `StageContext.runtime_index`.
       minibatch_weights: `[num_batches]`, the weight of each minibatch, which divides the sums of the loss, averaged over
         replicas; None if the loss is a mean.
     """
@@ -40,6 +43,7 @@ class Device:
     key: jax.Array
     replica: jax.Array | int
     position: jax.Array
+    layer_numbers: tuple[jax.Array, ...] = ()
     batch: tuple[jax.Array, ...] = ()
     inputs: tuple[jax.Array, ...] = ()
     minibatch_weights: jax.Array | None = None
@@ -58,6 +62,9 @@ class Device:
           counters: "round", "started" and "key", `[1]` each.
           num_entered: int32 `[1]`.
         """
+        longest = 0
+        if spec.lowered.guard == "switch":
+            longest = max(max(lengths, default=0) for lengths in spec.stages.lengths)
         return cls(
             spec,
             num_entered=num_entered[0],
@@ -66,6 +73,9 @@ class Device:
             key=counters["key"][0],
             replica=lax.axis_index(DATA) if DATA in spec.mesh.shape else 0,
             position=lax.axis_index(STAGE),
+            layer_numbers=tuple(
+                jnp.minimum(counters["round"][0], 0) + i for i in range(longest)
+            ),
         )
 
     def with_batch(self, batch: Any) -> "Device":
@@ -127,6 +137,15 @@ class StageContext:
     def column(self) -> list[jax.Array]:
         """Leading indices of the column in arrays `[R, ...]`."""
         return [self.scalars.chunk]
+
+    def runtime_index(self, i: jax.Array | int) -> jax.Array | int:
+        """`i`, as an index of an array that is read there and then written there.
+
+        XLA for GPUs reads at a constant index in a kernel of its own, and copies the whole array
+        before it writes. Under the policy "switch" the compiler must not know the index.
+        """
+        numbers = self.device.layer_numbers
+        return numbers[i] if numbers and isinstance(i, int) else i
 
     def if_first(
         self, on_first: Callable[[], Value], elsewhere: Callable[[], Value]

@@ -3,9 +3,9 @@
 A tick runs these steps, in this order:
 
     receive     received messages   -> inbox slots
-    forward     inbox, batch        -> rings, loss, outgoing activations
-    backward    inbox, rings        -> gradients, rings, outgoing gradients
-    weight_grad rings               -> gradients
+    forward     inbox, batch        -> stashes, loss, outgoing activations
+    backward    inbox, stashes      -> gradients, stashes, outgoing gradients
+    weight_grad stashes             -> gradients
     update      gradients           -> parameters, optimizer state
     move        outgoing messages   -> received messages, on other devices
 

@@ -7,7 +7,8 @@ The policy is a decision of the lowering: see `jpipe.lowering.lower.guard_of`.
 "switch": one `lax.switch` over the programs of an operation, and a branch for a device that is idle.
 On GPUs XLA copies every buffer that a branch passes through without a change. The idle branch
 therefore writes one element of each large buffer back to its place. XLA then keeps the buffers in
-place, if it analyses live ranges by region: see `compiler_options`.
+place, if it analyses live ranges by region. The host decides about a conditional unless the
+conditional is part of a CUDA graph. `compiler_options` asks XLA for both.
 """
 
 import functools
@@ -28,10 +29,14 @@ Record = TypeVar("Record", bound=TickArrays)
 _LARGE = 2**16  # elements; XLA may copy smaller buffers
 
 
-def compiler_options(policy: str) -> dict[str, bool]:
+def compiler_options(policy: str) -> dict[str, bool | int]:
     """The options of XLA that a policy needs, for `jax.jit`."""
     if policy == "switch":
-        return {"xla_gpu_copy_insertion_use_region_analysis": True}
+        return {
+            "xla_gpu_copy_insertion_use_region_analysis": True,
+            # A conditional is one command. By default XLA makes no CUDA graph of so few.
+            "xla_gpu_graph_min_graph_size": 1,
+        }
     return {}
 
 
@@ -88,7 +93,7 @@ def run_one_of(
             return _replaced(written, branch.run(*of_branch))
 
     runs = [functools.partial(run, branch) for branch in branches]
-    idle = functools.partial(_touched, number >= 0)
+    idle = functools.partial(_touched, number)
     return _replaced(arrays, lax.switch(number + 1, [idle, *runs], written))
 
 
@@ -113,7 +118,7 @@ def guarded(
     return lax.cond(
         predicate,
         lambda arrays: operation(arrays, read),
-        functools.partial(_touched, predicate)
+        functools.partial(_touched, jnp.asarray(predicate, jnp.int32) - 1)
         if policy == "switch"
         else lambda arrays: arrays,
         written,
@@ -124,22 +129,25 @@ def _replaced(arrays: Record, written: TickArrays) -> Record:
     return arrays.replace(**{name: getattr(written, name) for name in written})
 
 
-def _touched(runs: jax.Array | bool, tree: WrittenArrays) -> WrittenArrays:
+def _touched(number: jax.Array, tree: WrittenArrays) -> WrittenArrays:
     """The arrays, each large one with one element written back to its place.
 
     Args:
-      runs: bool `[]`, False in the idle branch, although the compiler does not know it.
+      number: int32 `[]`, -1 in the idle branch, although the compiler does not know it.
       tree: the arrays.
     """
 
     def touched(array: jax.Array) -> jax.Array:
         if array.size < _LARGE:
             return array
-        start = [jnp.int32(0)] * array.ndim
-        element = lax.dynamic_slice(array, start, [1] * array.ndim)
+        # XLA writes in place if it reads the array at the same index, and if it does not know the
+        # index. -1 is clamped to 0.
+        start = [number] * array.ndim
+        slice_, write = lax.dynamic_slice, lax.dynamic_update_slice
+        element = slice_(array, start, [1] * array.ndim, allow_negative_indices=False)
         # XLA removes a write that it knows to change nothing, and copies an element by a copy of
         # its own. The selection is part of the kernel that writes.
-        element = jnp.where(runs, jnp.zeros_like(element), element)
-        return lax.dynamic_update_slice(array, element, start)
+        element = jnp.where(number >= 0, jnp.zeros_like(element), element)
+        return write(array, element, start, allow_negative_indices=False)
 
     return jax.tree.map(touched, tree)

@@ -272,10 +272,11 @@ def buffer_shapes(
             for inbox, pack in message.items()
             if slots[inbox]
         },
-        "rings": {
+        **{
             ring: packed_shapes(mesh, packings.rings[ring], slots[ring])
-            for ring in STASHES
             if slots[ring] and not schedule.forward_only
+            else {}
+            for ring in STASHES
         },
         "sent_activations": sent["forward"],
         "sent_gradients": sent["backward"],

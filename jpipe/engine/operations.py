@@ -6,7 +6,7 @@ of statistics over replicas.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from jpipe import packing
-from jpipe.engine.arrays import Packed, ReadOnly, Written
+from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import StageContext
 from jpipe.engine.guard import guarded
 from jpipe.engine.stage_layers import (
@@ -36,8 +36,12 @@ from jpipe.engine.transport import (
 )
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
+from jpipe.lowering.rings import STASHES
 from jpipe.packing import Packing, Place
 from jpipe.stages.cut import LayerRun
+
+FORWARD_STASHES, SPLIT = ["input_stash", "weight_stash"], "split_residuals"
+# Rings by the operation that writes them: a forward, or a backward without weight gradient.
 
 
 class Operation(NamedTuple):
@@ -88,6 +92,21 @@ def _stage_inputs(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
     return stage.if_first(lambda: _microbatch(stage, stage.device.inputs), from_inbox)
 
 
+def _rings(*records: TickArrays) -> dict[str, Packed]:
+    """The rings of stashes that the records hold, by name."""
+    return {
+        name: getattr(record, name)
+        for record in records
+        for name in STASHES
+        if name in record
+    }
+
+
+def _with_rings(written: Written, rings: Mapping[str, Packed]) -> Written:
+    """The record with new values for the rings that it holds."""
+    return written.replace(**{n: rings[n] for n in STASHES if n in written})
+
+
 # -- Forward
 
 
@@ -102,7 +121,9 @@ def forward_writes(stage: StageContext) -> list[str]:
     """The arrays that `forward` writes."""
     if stage.spec.schedule.forward_only:
         return ["outputs", SENT["forward"]]
-    names = ["rings", "loss", "aux", "count", SENT["forward"]]
+    names = ["loss", "aux", "count", SENT["forward"]]
+    if not stage.spec.recompute:
+        names += FORWARD_STASHES
     return names + (["mutable_state", "statistics"] if _moves_state(stage) else [])
 
 
@@ -118,11 +139,12 @@ def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         read,
         _stage_inputs(stage, read),
         mutable_state=written.mutable_state if moves_state else read.mutable_state,
-        rings=written.rings if stashes else None,
+        rings=_rings(written) if stashes else None,
         statistics=written.statistics if moves_state else None,
     )
     if stashes:
-        written = written.replace(rings=result.rings)
+        assert result.rings is not None
+        written = _with_rings(written, result.rings)
     if moves_state:
         written = written.replace(statistics=result.statistics)
         written = _commit_state(stage, written)
@@ -151,14 +173,12 @@ def _add_loss(
 ) -> Written:
     """Adds the loss of the microbatch to the sums, and writes its stash if `stashes`."""
     if stashes:
-        values, aux, rings = _loss_and_stash(stage, written, outputs)
+        values, aux, written = _loss_and_stash(stage, written, outputs)
     else:
         extra = _loss_extra(stage)
         values, aux = stage.stages.loss.forward([], outputs, extra)
-        rings = written.rings
     (value,) = values
     return written.replace(
-        rings=rings,
         loss=written.loss + value[None],
         aux=[a + b[None] for a, b in zip(written.aux, aux)],
         count=written.count + 1,
@@ -177,13 +197,13 @@ def _loss_extra(stage: StageContext) -> list[jax.Array]:
 
 def _loss_and_stash(
     stage: StageContext, written: Written, outputs: list[jax.Array]
-) -> tuple:
-    """Values and aux of the loss, and the rings with its stash."""
+) -> tuple[list[jax.Array], list[jax.Array], Written]:
+    """Values and aux of the loss, and the arrays with its stash."""
     extra = _loss_extra(stage)
     values, stash, aux = stage.stages.loss.forward_and_stash([], outputs, extra)
     places, slot_of = stage.program.loss_stash, stage.scalars.slot
-    rings = write_stash(written.rings, "input_stash", places, stash, slot_of)
-    return values, aux, rings
+    rings = write_stash(_rings(written), "input_stash", places, stash, slot_of)
+    return values, aux, _with_rings(written, rings)
 
 
 def _commit_state(stage: StageContext, written: Written) -> Written:
@@ -219,6 +239,7 @@ def _commit_layer(
     The state stays as it is if its new value is not finite.
     """
     state, statistics = arrays
+    i = stage.runtime_index(i)
     num_microbatches = stage.spec.schedule.num_microbatches
     old = packing.read_all(state, run.state, column, i)
     sums = packing.read_all(statistics, run.state, column, i)
@@ -238,8 +259,9 @@ def _commit_layer(
 
 def backward_writes(stage: StageContext) -> list[str]:
     """The arrays that `backward` writes."""
-    names = ["rings", SENT["backward"]]
-    return names if stage.spec.schedule.splits_backward else ["gradients", *names]
+    names = [SENT["backward"]]
+    names += [SPLIT] if stage.spec.schedule.splits_backward else ["gradients"]
+    return names + (FORWARD_STASHES if stage.spec.recompute else [])
 
 
 def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
@@ -255,7 +277,8 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         lambda: _loss_gradient(stage, written, read),
         lambda: _arrived_gradient(stage, read),
     )
-    rings, gradients = written.rings, None if split else written.gradients
+    rings = _rings(written, read)
+    gradients = None if split else written.gradients
     lane = stage.scalars
     skip_gradients = arrived_skip_gradients(stage.spec, stage.program, read.inbox, lane)
     for r, run in reversed(list(enumerate(stage.program.runs))):
@@ -274,12 +297,11 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
             if split:
                 gx, values = kind.input_grad(parameters, stash, gy)
                 places = run.split_residuals
-                rings = write_stash(
-                    rings, "split_residuals", places, values, lane.slot, i
-                )
+                rings = write_stash(rings, SPLIT, places, values, lane.slot, i)
             else:
                 gp, gx = kind.backward(parameters, stash, gy)
-                gradients = add_gradients(gradients, run, gp, lambda: lane.chunk, i)
+                row = stage.runtime_index(i)
+                gradients = add_gradients(gradients, run, gp, lambda: lane.chunk, row)
             return gx, rings, gradients
 
         gy, rings, gradients = for_each_layer(
@@ -290,7 +312,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         # Gradients of skips from earlier stages leave with this backward; others meet the layer
         # that stashed the skip.
         skip_gradients |= {name: g for (name, _), g in zip(run.pop, popped)}
-    written = written.replace(rings=rings)
+    written = _with_rings(written, rings)
     if not split:
         written = written.replace(gradients=gradients)
     written = send_skips(stage.spec, stage.program, written, lane, skip_gradients)
@@ -310,14 +332,15 @@ def _recompute(stage: StageContext, written: Written, read: ReadOnly) -> Written
         _stage_inputs(stage, read),
         mutable_state=read.mutable_state,
         weight_pass="backward",
-        rings=written.rings,
+        rings=_rings(written),
     )
-    written = written.replace(rings=result.rings)
+    assert result.rings is not None
+    written = _with_rings(written, result.rings)
 
-    def with_loss() -> dict:
+    def with_loss() -> Written:
         return _loss_and_stash(stage, written, result.outputs)[-1]
 
-    return written.replace(rings=stage.if_last(with_loss, lambda: written.rings))
+    return stage.if_last(with_loss, lambda: written)
 
 
 def _loss_gradient(
@@ -326,7 +349,7 @@ def _loss_gradient(
     """The gradient of the minibatch's loss by the stage's outputs, times the loss scale."""
     loss, slot = stage.stages.loss, [stage.scalars.slot("input_stash")]
     places = stage.program.loss_stash
-    stash = packing.read_all(written.rings["input_stash"], places, slot)
+    stash = packing.read_all(_rings(written, read)["input_stash"], places, slot)
     num_microbatches = stage.spec.schedule.num_microbatches
     divisor: Any = num_microbatches
     if stage.device.minibatch_weights is not None:
@@ -367,16 +390,17 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
         ) -> Packed:
             parameters = layer_parameters(stage, read, "backward", run, i)
             stash = read_layer_stash(
-                read.rings, run, kind, lane.slot, i, only="weight_stash"
+                _rings(read), run, kind, lane.slot, i, only="weight_stash"
             )
             values = []
             if run.split_residuals:
                 slot = [lane.slot("split_residuals")]
                 values = packing.read_all(
-                    read.rings["split_residuals"], run.split_residuals, slot, i
+                    read.split_residuals, run.split_residuals, slot, i
                 )
             values = kind.weight_grad(parameters, stash, values)
-            return add_gradients(gradients, run, values, lambda: lane.chunk, i)
+            row = stage.runtime_index(i)
+            return add_gradients(gradients, run, values, lambda: lane.chunk, row)
 
         gradients = for_each_layer(stage, r, layer, gradients)
     return written.replace(gradients=gradients)

@@ -246,6 +246,7 @@ def run_layers(
                 slot_of = stage.scalars.slot
                 rings = write_layer_stash(rings, run, kind, stash, slot_of, i)
             if statistics is not None and run.state:
+                i = stage.runtime_index(i)
                 for place, value in zip(run.state, aux, strict=True):
                     statistics = packing.add(statistics, place, stage.column, value, i)
             return y, rings, statistics

@@ -320,7 +320,7 @@ def num_bytes(avals):
     return sum(a.size * a.dtype.itemsize for a in avals)
 
 
-@every_layer
+@pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"transformer"}))
 def test_everything_saveable_stashes_what_no_policy_stashes(name):
     assert sorted(
         shapes(traced(name, policy="everything_saveable").stash), key=str
@@ -337,7 +337,12 @@ def test_nothing_saveable_stashes_inputs_alone(name):
 @pytest.mark.parametrize("name", ["transformer", "resnet"])
 def test_dots_saveable_stashes_in_between(name):
     sizes = [num_bytes(traced(name, policy=policy).stash) for policy in POLICIES]
-    assert sizes[0] == sizes[1] > sizes[2] >= sizes[3] >= sizes[4]
+    assert sizes[1] > sizes[2] >= sizes[3] >= sizes[4]
+    if name == "transformer":
+        # Its attention has a checkpoint of its own, and this policy saves the inner values too.
+        assert sizes[0] < sizes[1]
+    else:
+        assert sizes[0] == sizes[1]
     assert sizes[4] == num_bytes(traced(name).inputs)
 
 

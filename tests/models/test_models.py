@@ -745,20 +745,6 @@ def test_convolution_equals_that_of_flax(size, stride, use_bias, image):
         np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max(), rtol=0)
 
 
-def test_convolution_gradients_need_no_permuted_dimensions():
-    # XLA:CPU runs those on a slow path inside `scan` and `cond`.
-    graph, state = nnx.split(
-        Conv(3, 4, 3, stride=2, kernel_init=UNIT, rngs=nnx.Rngs(0))
-    )
-    gradient = jax.jit(
-        jax.grad(lambda s, x: nnx.merge(graph, s)(x).sum(), argnums=(0, 1))
-    )
-    text = gradient.lower(state, example(PIXELS, (2, 8, 8, 3))).as_text()
-    convolutions = [line for line in text.splitlines() if ".convolution(" in line]
-    assert len(convolutions) >= 2
-    assert all("[b, 0, 1, f]x[0, 1, i, o]->[b, 0, 1, f]" in c for c in convolutions)
-
-
 def test_every_model_can_be_chosen_on_the_command_line():
     classes = typing.get_args(models.Model)
     losses = {"Loss", "CrossEntropy", "Segmentation"}
