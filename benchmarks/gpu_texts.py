@@ -7,7 +7,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 # Bytes per number of XLA's types.
@@ -227,9 +227,39 @@ class Hlo:
             if result.opcode == "dynamic-update-slice":
                 array = source(result.operands[0])
                 if array.opcode == "parameter":
-                    written = by_name[result.operands[1]].bytes
+                    if _reads_only_what_it_writes(inside, source, result, array):
+                        written = by_name[result.operands[1]].bytes
                     operand = int(re.search(r"parameter\((\d+)\)", array.line)[1])
             yield Result(index, by_name[name].bytes, written, operand)
+
+
+def _reads_only_what_it_writes(
+    inside: Sequence[Instruction],
+    source: Callable[[str], Instruction],
+    update: Instruction,
+    array: Instruction,
+) -> bool:
+    """Whether a fusion with an update of `array` reads no other elements of it.
+
+    XLA writes the whole array otherwise, even if the result lies where the array lies.
+
+    Args:
+      inside: the instructions of the fusion.
+      source: name of an instruction -> what it is a view of.
+      update: the `dynamic-update-slice`.
+      array: the parameter that it updates.
+    """
+    sizes = {i.name: i.bytes for i in inside}
+    for i in inside:
+        if i is update or i.opcode in _VIEWS:
+            continue
+        if all(source(name) is not array for name in i.operands):
+            continue
+        same_place = i.operands[1:] == update.operands[2:]
+        same_size = i.bytes == sizes[update.operands[1]]
+        if not (i.opcode == "dynamic-slice" and same_place and same_size):
+            return False
+    return True
 
 
 class Place(NamedTuple):

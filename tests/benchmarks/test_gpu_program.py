@@ -248,6 +248,35 @@ def test_a_slice_that_is_not_written_in_place_is_a_copy():
     assert program.tick(loop, FORWARD).copied == 1.0
 
 
+@pytest.mark.parametrize(
+    ("read", "written"),
+    [
+        ("dynamic-slice(%a, %i, %i), dynamic_slice_sizes={1,250}", 1000),
+        ("dynamic-slice(%a, %j, %i), dynamic_slice_sizes={1,250}", 1e6),
+        ("slice(%a), slice={[3:4], [0:250]}", 1e6),
+    ],
+)
+def test_a_fusion_that_reads_the_array_elsewhere_writes_the_whole_array(read, written):
+    program = texts.Hlo(f"""\
+%fused (a: f32[1000,250], i: s32[], j: s32[]) -> f32[1000,250] {{
+  %a = f32[1000,250]{{1,0}} parameter(0)
+  %i = s32[] parameter(1)
+  %j = s32[] parameter(2)
+  %old = f32[1,250]{{1,0}} {read}
+  %new = f32[1,250]{{1,0}} add(%old, %old)
+  ROOT %dus = f32[1000,250]{{1,0}} dynamic-update-slice(%a, %new, %i, %i)
+}}
+
+ENTRY %main (x: f32[1000,250], y: s32[]) -> f32[1000,250] {{
+  %x = f32[1000,250]{{1,0}} parameter(0)
+  %y = s32[] parameter(1)
+  ROOT %fusion = f32[1000,250]{{1,0}} fusion(%x, %y, %y), kind=kLoop, calls=%fused
+}}
+""")
+    (result,) = program.results(program.by_name["%fusion"])
+    assert result.written == written
+
+
 def test_permutes():
     program = step()
     (loop,) = program.tick_loops()
