@@ -25,6 +25,9 @@ for _flag, _value in _WANTED.items():
     if _flag not in _FLAGS:
         _FLAGS += f" --{_flag}={_value}"
 os.environ["XLA_FLAGS"] = _FLAGS.strip()
+# The training script keeps compiled programs in the home directory. Tests, and scripts that tests
+# start, do not.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
 import jax  # noqa: E402
 

@@ -27,13 +27,12 @@ The buffers live in the donated training state. As temporaries of the step they 
 anew by every step.
 """
 
-import functools
-import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jpipe.engine.arrays import ReadOnly, TickArrays, Written
@@ -43,23 +42,10 @@ from jpipe.engine.operations import OPERATIONS
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.transport import move, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
-from jpipe.lowering.phases import Phase
 from jpipe.lowering.scalars import TickScalars
 
 RESULTS = ("loss", "aux", "count", "skipped", "gradient_norm")
 """Arrays of a training pass that the host reads: see `TickArrays`."""
-
-
-class _Uniform(NamedTuple):
-    """What is the same on every device in a tick, so that a collective may depend on it.
-
-    Attributes:
-      sends: for each channel bool `[]` (`[T]` before the scan), whether any device sends.
-      updates: bool `[]` (`[T]`), whether any device updates.
-    """
-
-    sends: list[Any]
-    updates: Any
 
 
 def run_pass(
@@ -142,10 +128,17 @@ def _empty_results(spec: PassSpec) -> dict[str, Any]:
 
 
 def _scan(device: Device, arrays: TickArrays) -> TickArrays:
-    """All ticks."""
+    """All ticks.
+
+    On GPUs a tick begins with the update of the tick before, and the last update follows the loop. The
+    loop of a synchronous table then has no update. In other tables XLA would not begin a transfer
+    before an update at the end of the tick, because it does not know that most ticks leave the update
+    out.
+    """
     spec = device.spec
-    updates = (spec.lowered.operations["update"].stage >= 0).any(axis=(1, 2))
-    uniform = _Uniform([channel.sends for channel in spec.lowered.channels], updates)
+    update_ticks = spec.lowered.operations["update"].stage >= 0
+    updates = np.any(update_ticks, axis=(1, 2))
+    late = spec.lowered.guard == "switch"
     rows = spec.scalars.of_device(
         device.position,
         device.round,
@@ -153,53 +146,86 @@ def _scan(device: Device, arrays: TickArrays) -> TickArrays:
         device.num_entered,
         spec.schedule.num_microbatches,
     )
+    here: Any = None if late or not updates.any() else jnp.asarray(updates)
+    before: Any = None
+    if late and updates[:-1].any():
+        rows_before = jnp.concatenate([jnp.full_like(rows[:1], -1), rows[:-1]])
+        before = rows_before, jnp.asarray(np.append(False, updates[:-1]))
 
-    def tick(phase: Phase, arrays: TickArrays, xs: tuple) -> tuple[TickArrays, None]:
-        row, uniform = xs
-        scalars = TickScalars(spec.scalars, row)
-        return _tick(device, scalars, uniform, phase, arrays), None
+    def tick(arrays: TickArrays, xs: tuple) -> tuple[TickArrays, None]:
+        row, sends, here, before = xs
+        if before is not None:
+            row_before, updates = before
+            scalars = TickScalars(spec.scalars, row_before)
+            arrays = _update(device, scalars, updates, arrays)
+        return _tick(device, TickScalars(spec.scalars, row), sends, here, arrays), None
 
-    xs = (rows, jax.tree.map(jnp.asarray, uniform))
-    for phase in spec.lowered.phases:
-        ticks = slice(phase.start, phase.stop)
-        in_phase = jax.tree.map(operator.itemgetter(ticks), xs)
-        arrays, _ = lax.scan(functools.partial(tick, phase), arrays, in_phase)
+    sends = [jnp.asarray(channel.sends) for channel in spec.lowered.channels]
+    arrays, _ = lax.scan(tick, arrays, (rows, sends, here, before))
+    if late and updates[-1]:
+        arrays = _update(device, TickScalars(spec.scalars, rows[-1]), True, arrays)
     return arrays
 
 
 def _tick(
     device: Device,
     scalars: TickScalars,
-    uniform: _Uniform,
-    phase: Phase,
+    sends: Sequence[jax.Array],
+    updates: jax.Array | None,
     arrays: TickArrays,
 ) -> TickArrays:
-    """One tick: see the top of this file."""
+    """One tick: see the top of this file.
+
+    Args:
+      device: the device.
+      scalars: of the tick.
+      sends: for each channel bool `[]`, whether any device sends.
+      updates: bool `[]`, whether any device updates; None: the tick does not hold its update.
+      arrays: all arrays.
+    """
     spec = device.spec
 
     def moved(arrays: TickArrays, after: str | None) -> dict:
-        return move(spec, arrays, scalars, uniform.sends, after)
+        return move(spec, arrays, scalars, sends, after)
 
     arrays = receive(spec, arrays, scalars, arrays.received)
     gradients = moved(arrays, after="backward")
-    if "forward" in phase.operations:
-        arrays = _run_operation("forward", device, scalars, arrays)
+    arrays = _run_operation("forward", device, scalars, arrays)
     arrays = receive(spec, arrays, scalars, gradients)
     activations = moved(arrays, after="forward")
     for name in ("backward", "weight_grad"):
-        if name in phase.operations:
-            arrays = _run_operation(name, device, scalars, arrays)
-    if "update" in phase.operations:
-        # Updates hold collectives along "stage", so this number is the same on all devices.
-        number = 0 if phase.always_updates else jnp.where(uniform.updates, 0, -1)
-        writes = [name for name in UPDATE_WRITES if name in arrays]
-
-        def run(written: Written, _: ReadOnly) -> Written:
-            return cast(Written, update(device, scalars, written))
-
-        branch = Branch("update", writes, run)
-        arrays = run_one_of(spec.lowered.guard, number, [branch], arrays)
+        arrays = _run_operation(name, device, scalars, arrays)
+    if updates is not None:
+        arrays = _update(device, scalars, updates, arrays)
     return arrays.replace(received=activations | moved(arrays, after=None))
+
+
+def _update(
+    device: Device,
+    scalars: TickScalars,
+    updates: jax.Array | bool,
+    arrays: TickArrays,
+) -> TickArrays:
+    """The update of a tick.
+
+    Args:
+      device: the device.
+      scalars: of the tick.
+      updates: bool `[]`, whether any device updates. It is the same on all devices, because updates
+        hold collectives along "stage".
+      arrays: all arrays.
+    """
+    spec = device.spec
+    number: jax.Array | int = 0
+    if not (updates is True or spec.updates_in_every_tick):
+        number = jnp.where(updates, 0, -1)
+    writes = [name for name in UPDATE_WRITES if name in arrays]
+
+    def run(written: Written, _: ReadOnly) -> Written:
+        return cast(Written, update(device, scalars, updates, written))
+
+    branch = Branch("update", writes, run)
+    return run_one_of(spec.lowered.guard, number, [branch], arrays)
 
 
 def _run_operation(

@@ -29,13 +29,27 @@ Record = TypeVar("Record", bound=TickArrays)
 _LARGE = 2**16  # elements; XLA may copy smaller buffers
 
 
-def compiler_options(policy: str) -> dict[str, bool | int]:
+_GRAPH_COMMANDS = (
+    "FUSION",
+    "CUBLAS",
+    "CUBLASLT",
+    "CUDNN",
+    "CUSTOM_CALL",
+    "CONDITIONAL",
+    "DYNAMIC_SLICE_FUSION",
+    "WHILE",
+)
+
+
+def compiler_options(policy: str) -> dict[str, bool | int | str]:
     """The options of XLA that a policy needs, for `jax.jit`."""
     if policy == "switch":
         return {
             "xla_gpu_copy_insertion_use_region_analysis": True,
             # A conditional is one command. By default XLA makes no CUDA graph of so few.
             "xla_gpu_graph_min_graph_size": 1,
+            # XLA's default and WHILE: an update is a conditional with loops inside.
+            "xla_gpu_enable_command_buffer": ",".join(_GRAPH_COMMANDS),
         }
     return {}
 

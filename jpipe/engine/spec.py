@@ -96,6 +96,17 @@ class PassSpec:
         return self.mesh.shape.get(DATA, 1)
 
     @property
+    def updates_in_every_tick(self) -> bool:
+        """Whether every tick runs `jpipe.engine.updates.update`, with or without a column to update.
+
+        On GPUs the host decides about a conditional with a collective, and the device waits. What
+        all updates exchange is a few numbers, and exchanging them in every tick costs less. Means
+        over replicas and sums of tied gradients are large.
+        """
+        small = self.num_replicas == 1 and not self.stages.ties
+        return self.lowered.guard == "switch" and small
+
+    @property
     def num_versions(self) -> int:
         """V, weight versions on every device."""
         return (self.trained or self.lowered).num_versions

@@ -8,16 +8,16 @@ the gradient is not finite on any other column that applies the same minibatch i
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jpipe import packing
-from jpipe.engine.arrays import Packed, TickArrays
+from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device
-from jpipe.engine.guard import guarded
+from jpipe.engine.guard import Branch, guarded, run_one_of
 from jpipe.engine.spec import TiedCopy
 from jpipe.engine.transport import put_row
 from jpipe.lowering.scalars import LaneScalars, TickScalars
@@ -25,6 +25,8 @@ from jpipe.mesh import STAGE
 from jpipe.packing import Place
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, UpdateFacts
 from jpipe.stages.optimizer import LeafSlots, StageUpdate, UpdateGroup
+
+Record = TypeVar("Record", bound=TickArrays)
 
 UPDATE_WRITES = (
     "gradient_norm",
@@ -39,9 +41,29 @@ UPDATE_WRITES = (
 )
 """The arrays of `TickArrays` that `update` reads and writes."""
 
+_APPLY_WRITES = (
+    "gradients",
+    "optimizer_state",
+    "parameters",
+    "read_parameters",
+    "skipped",
+)
 
-def update(device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArrays:
-    """All updates of one tick."""
+
+def update(
+    device: Device,
+    scalars: TickScalars,
+    updates: jax.Array | bool,
+    arrays: TickArrays,
+) -> TickArrays:
+    """All updates of one tick.
+
+    Args:
+      device: the device.
+      scalars: of the tick.
+      updates: bool `[]`, whether any device updates in this tick. If not, no array changes.
+      arrays: all arrays that an update reads or writes.
+    """
     spec = device.spec
     lanes = [
         scalars.lane("update", j)
@@ -52,11 +74,11 @@ def update(device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArra
             arrays = _mean_over_replicas(device, lane, arrays)
     for copies in spec.ties:
         arrays = _sum_tied_gradients(device, copies, arrays)
-    arrays, norms = _norms(device, lanes, arrays)
+    arrays, norms = _norms(device, lanes, updates, arrays)
     for lane in lanes:
         skip = jnp.any(norms.broken & (norms.versions == lane.absolute_version))
-        for u, program in enumerate(spec.updates.programs):
-            arrays = _Apply(
+        programs = [
+            _Apply(
                 device=device,
                 program=program,
                 scalars=lane,
@@ -64,7 +86,15 @@ def update(device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArra
                 skip=skip,
                 global_norm=norms.global_norm,
                 scale=norms.scale,
-            ).run(arrays)
+            )
+            for u, program in enumerate(spec.updates.programs)
+        ]
+        if spec.lowered.guard == "cond":
+            for program in programs:
+                arrays = program.run(arrays, program.now.astype(jnp.int32))
+        else:
+            branches = [Branch("apply", _APPLY_WRITES, p.run_once) for p in programs]
+            arrays = run_one_of(spec.lowered.guard, lane.program, branches, arrays)
     for copies in spec.ties:
         arrays = _copy_tied_weights(device, copies, arrays)
     return arrays.replace(op_count=arrays.op_count + 1)
@@ -159,17 +189,15 @@ class _Norms(NamedTuple):
 
 
 def _norms(
-    device: Device, lanes: Sequence[LaneScalars], arrays: TickArrays
+    device: Device,
+    lanes: Sequence[LaneScalars],
+    updates_any: jax.Array | bool,
+    arrays: TickArrays,
 ) -> tuple[TickArrays, _Norms]:
     """The norms, and arrays with the squared norms and the loss scale after this update."""
     num_chunks = device.spec.lowered.num_chunks
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
-    dtype = device.spec.updates.norm_dtype
-    squares: Any = [
-        jnp.sum(jnp.square(a.astype(dtype)), axis=tuple(range(1, a.ndim)))
-        for a in arrays.gradients.values()
-    ]
-    squares = functools.reduce(jnp.add, squares, jnp.zeros(num_chunks, dtype))
+    squares = _squares(device, lanes, arrays)
     version = jnp.full(num_chunks, -1, jnp.int32)
     for lane in lanes:
         updates = (chunks == lane.chunk) & (lane.program >= 0)
@@ -180,14 +208,38 @@ def _norms(
     global_norm, scale = jnp.sqrt(jnp.sum(all_latest)), None
     if device.spec.loss_scale is not None:
         scale = arrays.loss_scale["scale"][0]
-        global_norm /= scale.astype(dtype)
+        global_norm /= scale.astype(global_norm.dtype)
+        after = device.spec.loss_scale.after_update(arrays.loss_scale, ~broken.any())
         arrays = arrays.replace(
-            loss_scale=device.spec.loss_scale.after_update(
-                arrays.loss_scale, ~broken.any()
-            )
+            loss_scale=_where(updates_any, after, arrays.loss_scale)
         )
-    arrays = arrays.replace(squared_norm=latest, gradient_norm=global_norm[None])
+    norm = jnp.where(updates_any, global_norm, arrays.gradient_norm[0])
+    arrays = arrays.replace(squared_norm=latest, gradient_norm=norm[None])
     return arrays, _Norms(global_norm, scale, broken, all_versions)
+
+
+def _squares(
+    device: Device, lanes: Sequence[LaneScalars], arrays: TickArrays
+) -> jax.Array:
+    """`[R]`, the squared norm of each column's gradient; anything if no column updates."""
+    dtype = device.spec.updates.norm_dtype
+
+    def squares(_: jax.Array, gradients: Packed) -> jax.Array:
+        total = jnp.zeros(device.spec.lowered.num_chunks, dtype)
+        for a in gradients.values():
+            square = jnp.square(a.astype(dtype))
+            total += jnp.sum(square, axis=tuple(range(1, a.ndim)))
+        return total
+
+    latest, gradients = arrays.squared_norm, arrays.gradients
+    if not device.spec.updates_in_every_tick:
+        return squares(latest, gradients)
+    now = jnp.stack([lane.program >= 0 for lane in lanes]).any()
+    return guarded(device.spec.lowered.guard, now, squares, latest, gradients)
+
+
+def _where(condition: jax.Array | bool, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 # -- The optimizer
@@ -222,19 +274,12 @@ class _Apply:
     global_norm: jax.Array
     scale: jax.Array | None
 
-    def run(self, arrays: TickArrays) -> TickArrays:
-        """The arrays after the update, with the column's gradients set to zero."""
-        if self._policy == "cond":
-            return self._apply(arrays, self.now.astype(jnp.int32))
-        apply = lambda arrays, _: self._apply(arrays, 1)  # noqa: E731
-        return guarded(self._policy, self.now, apply, arrays, None)
+    def run_once(self, written: Written, _: ReadOnly) -> Written:
+        """`run` with one update."""
+        return self.run(written, 1)
 
-    @property
-    def _policy(self) -> str:
-        return self.device.spec.lowered.guard
-
-    def _apply(self, arrays: TickArrays, num_updates: jax.Array | int) -> TickArrays:
-        """`run`, `num_updates` times, which is 0 or 1."""
+    def run(self, arrays: Record, num_updates: jax.Array | int) -> Record:
+        """The arrays after 0 or 1 updates, which leave gradients of zero in the column."""
         forward_delay, backward_lead = (
             self.scalars.delay(name).astype(jnp.float32) for name in PASSES
         )
@@ -288,7 +333,7 @@ class _Apply:
             values = group.run(*unscaled, *shared_and_extra)
             return [values[j] for j in kept]
 
-        if self._policy == "cond":
+        if self.device.spec.lowered.guard == "cond":
             values = lax.cond(self.skip, lambda: before, compute)
         else:
             inputs, before = lax.optimization_barrier((inputs, before))
@@ -349,19 +394,20 @@ class _Apply:
         gradients would have to be copied.
         """
         chunk = self.scalars.chunk
-        if self._policy == "cond":
+        if self.device.spec.lowered.guard == "cond":
             return _emptied_by_rows(gradients, chunk, num_done > 0)
-        chunk += jnp.minimum(num_done, 0)
-        return {
-            name: lax.dynamic_update_index_in_dim(
-                a,
-                jnp.zeros(a.shape[1:], a.dtype),
-                chunk,
-                0,
-                allow_negative_indices=False,
+
+        # XLA writes a selection in place, and would make a new array of zeros.
+        def emptied(array: jax.Array) -> jax.Array:
+            column = lax.dynamic_index_in_dim(
+                array, chunk, allow_negative_indices=False
             )
-            for name, a in gradients.items()
-        }
+            column = jnp.where(num_done < 0, column, jnp.zeros_like(column))
+            return lax.dynamic_update_index_in_dim(
+                array, column, chunk, 0, allow_negative_indices=False
+            )
+
+        return {name: emptied(a) for name, a in gradients.items()}
 
 
 def _emptied_by_rows(gradients: Packed, chunk: jax.Array, now: jax.Array) -> Packed:

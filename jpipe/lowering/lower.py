@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
-from jpipe.lowering.phases import Phase, find_phases
 from jpipe.lowering.rings import STASHES, Ring, make_rings
 from jpipe.schedule import IDLE, Schedule, newest_version
 
@@ -82,7 +81,6 @@ class Lowered:
         round.
       drain_rounds: rounds without new microbatches after which nothing is in flight.
       guard: one of `GUARDS`.
-      phases: runs of ticks, in order.
     """
 
     schedule: Schedule
@@ -97,7 +95,6 @@ class Lowered:
     num_batches: int
     drain_rounds: int
     guard: str
-    phases: tuple[Phase, ...]
 
     @property
     def num_slots(self) -> dict[str, int]:
@@ -160,7 +157,6 @@ def lower(
         num_batches=_num_batches(schedule, columns, recompute),
         drain_rounds=last_tick // schedule.num_ticks,
         guard=guard,
-        phases=find_phases(operations, guard),
     )
 
 

@@ -17,7 +17,7 @@ from jpipe.engine import spec
 from jpipe.engine.arrays import TickArrays
 from jpipe.engine.guard import Branch, compiler_options, guarded, run_one_of
 from jpipe.lowering.lower import GUARDS, guard_of, lower
-from jpipe.schedules import gpipe, pipemare
+from jpipe.schedules import gpipe
 
 each_policy = pytest.mark.parametrize("policy", GUARDS)
 LARGE = 2**16  # elements, which an idle branch touches
@@ -110,33 +110,6 @@ def test_policies_train_the_same(name, replicas, monkeypatch):
 def test_the_policy_of_a_platform():
     assert [guard_of(p) for p in ("cpu", "tpu", "gpu")] == ["cond", "cond", "switch"]
     assert compiler_options("cond") == {}
-
-
-def test_phases_of_a_switch():
-    """Ticks before the first update have none, and one tick updates."""
-    table = gpipe(2, 3)
-    (whole,) = lower(table).phases
-    assert (whole.start, whole.stop) == (0, table.num_ticks)
-    before, last = lower(table, guard="switch").phases
-    assert (before.start, before.stop) == (0, table.num_ticks - 1)
-    assert before.operations == ("forward", "backward")
-    assert last.operations == ("backward", "update") and last.always_updates
-
-
-def test_phases_of_an_asynchronous_table():
-    table = pipemare(3, 4)
-    phases = lower(table, guard="switch").phases
-    ticks = [t for phase in phases for t in range(phase.start, phase.stop)]
-    assert ticks == list(range(table.num_ticks))
-    updates = [
-        t
-        for t, row in enumerate(lower(table).operations["update"].stage >= 0)
-        if row.any()
-    ]
-    for phase in phases:
-        inside = [t for t in updates if phase.start <= t < phase.stop]
-        assert bool(inside) == ("update" in phase.operations)
-        assert phase.always_updates == (len(inside) == phase.stop - phase.start)
 
 
 def test_an_unknown_policy_is_refused():
