@@ -308,7 +308,7 @@ class _Apply:
             parameters=updated["parameters"],
             optimizer_state=updated["optimizer_state"],
             read_parameters={name: updated[name] for name in arrays.read_parameters},
-            gradients=self._emptied(arrays.gradients, num_done),
+            gradients=self._emptied(arrays.gradients, updated, num_done),
             skipped=arrays.skipped.at[chunk].add(
                 (self.now & self.skip).astype(jnp.int32)
             ),
@@ -387,22 +387,25 @@ class _Apply:
             for slots, value in zip(all_slots, values, strict=True)
         ]
 
-    def _emptied(self, gradients: Packed, num_done: jax.Array) -> Packed:
+    def _emptied(
+        self, gradients: Packed, updated: dict[str, Packed], num_done: jax.Array
+    ) -> Packed:
         """Gradients whose column is zero if any part is done.
 
-        Reading `num_done` delays this until all parts have read the gradients. Emptied earlier, the
-        gradients would have to be copied.
+        Reading `num_done`, or a barrier, delays this until all parts have read the gradients. Emptied
+        earlier, the gradients would have to be copied.
         """
         chunk = self.scalars.chunk
         if self.device.spec.lowered.guard == "cond":
             return _emptied_by_rows(gradients, chunk, num_done > 0)
+        gradients, _ = lax.optimization_barrier((gradients, updated))
 
         # XLA writes a selection in place, and would make a new array of zeros.
         def emptied(array: jax.Array) -> jax.Array:
             column = lax.dynamic_index_in_dim(
                 array, chunk, allow_negative_indices=False
             )
-            column = jnp.where(num_done < 0, column, jnp.zeros_like(column))
+            column = jnp.where(self.now, jnp.zeros_like(column), column)
             return lax.dynamic_update_index_in_dim(
                 array, column, chunk, 0, allow_negative_indices=False
             )
