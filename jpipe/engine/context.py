@@ -117,11 +117,14 @@ class StageContext:
       device: the device.
       program: the program, static. It runs on one of `program.stages`.
       scalars: of the lane: which stage, microbatch, version and slots.
+      chunk: `scalars.chunk`, read before the branch that the stage runs in; None: it is read where
+        it is needed. See `runtime_index`.
     """
 
     device: Device
     program: StageProgram
     scalars: LaneScalars
+    chunk: jax.Array | None = None
 
     @property
     def spec(self) -> PassSpec:
@@ -136,13 +139,14 @@ class StageContext:
     @property
     def column(self) -> list[jax.Array]:
         """Leading indices of the column in arrays `[R, ...]`."""
-        return [self.scalars.chunk]
+        return [self.scalars.chunk if self.chunk is None else self.chunk]
 
     def runtime_index(self, i: jax.Array | int) -> jax.Array | int:
         """`i`, as an index of an array that is read there and then written there.
 
-        XLA for GPUs reads at a constant index in a kernel of its own, and copies the whole array
-        before it writes. Under the policy "switch" the compiler must not know the index.
+        XLA for GPUs reads and writes in one kernel if both have one and the same index. It computes
+        an index once per use, except for those that a branch gets from outside. At a constant index
+        it reads in a kernel of its own, and copies the whole array before it writes.
         """
         numbers = self.device.layer_numbers
         return numbers[i] if numbers and isinstance(i, int) else i

@@ -235,7 +235,8 @@ def _run_operation(
     spec = device.spec
     for j in range(spec.lowered.operations[name].num_lanes):
         lane = scalars.lane(name, j)
-        stages = [StageContext(device, p, lane) for p in spec.stages.programs]
+        chunk = lane.chunk if spec.lowered.guard == "switch" else None
+        stages = [StageContext(device, p, lane, chunk) for p in spec.stages.programs]
         branches = [_branch(name, stage) for stage in stages]
         arrays = run_one_of(spec.lowered.guard, lane.program, branches, arrays)
     return arrays

@@ -48,6 +48,9 @@ def compiler_options(policy: str) -> dict[str, bool | int | str]:
             "xla_gpu_copy_insertion_use_region_analysis": True,
             # A conditional is one command. By default XLA makes no CUDA graph of so few.
             "xla_gpu_graph_min_graph_size": 1,
+            # All messages of a tick travel at the same time.
+            "xla_gpu_collective_permute_combine_threshold_bytes": 0,
+            "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
             # XLA's default and WHILE: an update is a conditional with loops inside.
             "xla_gpu_enable_command_buffer": ",".join(_GRAPH_COMMANDS),
         }

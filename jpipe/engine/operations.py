@@ -301,7 +301,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
             else:
                 gp, gx = kind.backward(parameters, stash, gy)
                 row = stage.runtime_index(i)
-                gradients = add_gradients(gradients, run, gp, lambda: lane.chunk, row)
+                gradients = add_gradients(gradients, run, gp, lambda: stage.column, row)
             return gx, rings, gradients
 
         gy, rings, gradients = for_each_layer(
@@ -400,7 +400,7 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
                 )
             values = kind.weight_grad(parameters, stash, values)
             row = stage.runtime_index(i)
-            return add_gradients(gradients, run, values, lambda: lane.chunk, row)
+            return add_gradients(gradients, run, values, lambda: stage.column, row)
 
         gradients = for_each_layer(stage, r, layer, gradients)
     return written.replace(gradients=gradients)

@@ -125,12 +125,12 @@ def add_gradients(
     gradients: Packed,
     run: LayerRun,
     values: Sequence[jax.Array],
-    chunk_of: Callable[[], jax.Array],
+    column_of: Callable[[], list[jax.Array]],
     i: jax.Array | int,
 ) -> Packed:
     """Adds the parameter gradients of layer i to the accumulators of its column."""
     for place, value in zip(run.parameters, values, strict=True):
-        gradients = packing.add(gradients, place, [chunk_of()], value, i)
+        gradients = packing.add(gradients, place, column_of(), value, i)
     return gradients
 
 
