@@ -19,8 +19,9 @@ owner uses.
 
 import collections
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -88,11 +89,12 @@ def array_bytes(shape: Sequence[int], dtype, platform: str) -> int:
 class Place:
     """Where a run of `count` equal leaves is stored.
 
-    Leaf i is row `base + i` of a pool, or starts at `base + i * size` of a vector.
+    Leaf i begins at index `base + i * stride`: it is one row of a pool, or `size` numbers of a vector.
 
     Attributes:
       array: name of the array.
       base: first index of leaf 0.
+      stride: number of indices from one leaf to the next.
       count: number of leaves.
       shape: shape of a leaf.
       flat: whether the array is a vector.
@@ -101,6 +103,7 @@ class Place:
 
     array: str
     base: int
+    stride: int
     count: int
     shape: tuple[int, ...]
     flat: bool
@@ -108,7 +111,7 @@ class Place:
 
     def start(self, i: jax.Array | int = 0) -> jax.Array | int:
         """The first index of leaf i."""
-        return self.base + i * math.prod(self.shape) if self.flat else self.base + i
+        return self.base + i * self.stride
 
     @property
     def block(self) -> tuple[int, ...]:
@@ -144,8 +147,9 @@ class Packing:
         """Packs the leaves of each owner.
 
         Args:
-          owners: for each owner a list of `Leaf` or `(aval, count)`; `count` equal leaves are
-            stored one after the other.
+          owners: for each owner a list of `Leaf` or `(aval, count)`. Leaves of one count that follow
+            each other in the list belong together: leaf 0 of all of them is stored first, then leaf
+            1. So what a layer writes lies side by side.
           occupancy: a shape and dtype gets a pool if, on average over the stages, at least this
             fraction of the pool is used. Leaves that are split always get a pool.
           num_stages: number of stages that each owner stands for; None: one each.
@@ -165,18 +169,27 @@ class Packing:
         dtypes, places, used, specs = {}, [], [], {}
         for leaves in owners:
             next_free: dict = collections.defaultdict(int)
-            own_places = []
-            for aval, count, spec in leaves:
-                shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
-                flat = (shape, dtype, spec) not in pooled
-                name = f"{dtype}" if flat else f"{dtype}{list(shape)}"
-                if any(spec):
-                    name += f" split {list(spec)}"
-                    specs[name] = spec
-                dtypes[name] = (() if flat else _stored(shape, spec), dtype)
-                place = Place(name, next_free[name], count, shape, flat, spec)
-                own_places.append(place)
-                next_free[name] += count * (math.prod(shape) if flat else 1)
+            own_places: list[Place] = []
+            for count, together in itertools.groupby(leaves, lambda leaf: leaf.count):
+                first = len(own_places)
+                used_together: dict = collections.Counter()
+                for aval, _, spec in together:
+                    shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
+                    flat = (shape, dtype, spec) not in pooled
+                    name = f"{dtype}" if flat else f"{dtype}{list(shape)}"
+                    if any(spec):
+                        name += f" split {list(spec)}"
+                        specs[name] = spec
+                    dtypes[name] = (() if flat else _stored(shape, spec), dtype)
+                    base = next_free[name] + used_together[name]
+                    own_places.append(Place(name, base, 0, count, shape, flat, spec))
+                    used_together[name] += math.prod(shape) if flat else 1
+                own_places[first:] = [
+                    dataclasses.replace(p, stride=used_together[p.array])
+                    for p in own_places[first:]
+                ]
+                for name, stride in used_together.items():
+                    next_free[name] += count * stride
             places.append(tuple(own_places))
             used.append(
                 sum(
@@ -254,28 +267,7 @@ def write(
     i: jax.Array | int = 0,
 ) -> dict:
     """The arrays with leaf i at `place` replaced by `value`; see `read`."""
-    array, start = arrays[place.array], _start(arrays, place, lead, i)
-    block = _split_as(place, value).reshape([1] * len(lead) + list(place.block))
-    block = _row_major(block)
-    array = lax.dynamic_update_slice(array, block, start, allow_negative_indices=False)
-    return {**arrays, place.array: array}
-
-
-def add(
-    arrays: Mapping[str, jax.Array],
-    place: Place,
-    lead: Sequence,
-    value: jax.Array,
-    i: jax.Array | int = 0,
-) -> dict:
-    """The arrays with `value` added to leaf i at `place`; see `read`."""
-    array, start = arrays[place.array], _start(arrays, place, lead, i)
-    # XLA for GPUs reads, adds and writes in one kernel only if the block is not reshaped between.
-    sizes = [1] * len(lead) + list(place.block)
-    block = lax.dynamic_slice(array, start, sizes, allow_negative_indices=False)
-    block = _row_major(block) + _row_major(_split_as(place, value).reshape(sizes))
-    array = lax.dynamic_update_slice(array, block, start, allow_negative_indices=False)
-    return {**arrays, place.array: array}
+    return dict(write_all(arrays, [place], lead, [value], i))
 
 
 def read_all(
@@ -294,11 +286,74 @@ def write_all(
     lead: Sequence,
     values: Sequence[jax.Array],
     i: jax.Array | int = 0,
+    *,
+    joined: bool = False,
 ) -> Mapping[str, jax.Array]:
-    """The arrays with leaf i of every place replaced; see `read`."""
-    for place, value in zip(places, values, strict=True):
-        arrays = write(arrays, place, lead, value, i)
+    """The arrays with leaf i of every place replaced; see `read`.
+
+    Args:
+      arrays: packed arrays.
+      places: the places.
+      lead: indices of the leading axes.
+      values: one per place.
+      i: number of the leaf.
+      joined: whether leaves that lie side by side are written at once. On GPUs these are fewer
+        kernels.
+    """
+    for place, block in _blocks(places, values, len(lead), joined):
+        start = _start(arrays, place, lead, i)
+        arrays = {**arrays, place.array: _updated(arrays[place.array], block, start)}
     return arrays
+
+
+def add_all(
+    arrays: Mapping[str, jax.Array],
+    places: Sequence[Place],
+    lead: Sequence,
+    values: Sequence[jax.Array],
+    i: jax.Array | int = 0,
+    *,
+    joined: bool = False,
+) -> Mapping[str, jax.Array]:
+    """The arrays with a value added to leaf i of every place; see `write_all`."""
+    for place, block in _blocks(places, values, len(lead), joined):
+        array, start = arrays[place.array], _start(arrays, place, lead, i)
+        # XLA for GPUs reads, adds and writes in one kernel only if the block is not reshaped between.
+        old = lax.dynamic_slice(array, start, block.shape, allow_negative_indices=False)
+        array = _updated(array, _row_major(old) + block, start)
+        arrays = {**arrays, place.array: array}
+    return arrays
+
+
+def _blocks(
+    places: Sequence[Place],
+    values: Sequence[jax.Array],
+    num_leading: int,
+    joined: bool,
+) -> Iterator[tuple[Place, jax.Array]]:
+    """Blocks `[1, ..., 1, rows, ...]` of values that lie side by side, with the place of the first."""
+    pairs = list(zip(places, values, strict=True))
+    groups: list[list[tuple[Place, jax.Array]]] = []
+    if joined:
+        pairs.sort(key=lambda pair: (pair[0].array, pair[0].base))
+    for place, value in pairs:
+        last = groups[-1][-1][0] if joined and groups else None
+        follows = last is not None and (
+            (last.array, last.stride, last.base + last.block[0], ())
+            == (place.array, place.stride, place.base, place.spec)
+        )
+        if follows:
+            groups[-1].append((place, value))
+        else:
+            groups.append([(place, value)])
+    for group in groups:
+        blocks = [_split_as(p, v).reshape(p.block) for p, v in group]
+        block = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
+        yield group[0][0], _row_major(block.reshape(*[1] * num_leading, *block.shape))
+
+
+def _updated(array: jax.Array, block: jax.Array, start: list[jax.Array]) -> jax.Array:
+    return lax.dynamic_update_slice(array, block, start, allow_negative_indices=False)
 
 
 def _split_as(place: Place, value: jax.Array) -> jax.Array:

@@ -143,7 +143,7 @@ def test_add():
     pack = Packing.of(OWNERS)
     place, other = pack.places[1][0], pack.places[1][2]
     arrays = arrays_of(pack, 1, fill=1)
-    arrays = packing.add(arrays, place, [0], jnp.full(place.shape, 2.0), 1)
+    arrays = packing.add_all(arrays, [place], [0], [jnp.full(place.shape, 2.0)], 1)
     np.testing.assert_array_equal(
         packing.read(arrays, place, [0], 1), np.full((3, 2), 3.0)
     )
@@ -151,15 +151,61 @@ def test_add():
         np.testing.assert_array_equal(packing.read(arrays, p, [0], i), np.ones((3, 2)))
 
 
-def test_read_all_and_write_all():
-    pack = Packing.of(OWNERS)
+@pytest.mark.parametrize("occupancy", [0.0, 0.5, np.inf])
+@pytest.mark.parametrize("joined", [False, True])
+def test_read_all_write_all_and_add_all(joined, occupancy):
+    pack = Packing.of(OWNERS, occupancy)
     places = pack.places[1]
     values = [jnp.asarray(leaf(j, 0, p, np.float32)) for j, p in enumerate(places)]
-    arrays = packing.write_all(arrays_of(pack), places, [], values)
+    arrays = packing.write_all(arrays_of(pack), places, [], values, joined=joined)
     for got, want in zip(packing.read_all(arrays, places, []), values, strict=True):
         np.testing.assert_array_equal(got, want)
+    arrays = packing.add_all(arrays, places, [], values, joined=joined)
+    for got, want in zip(packing.read_all(arrays, places, []), values, strict=True):
+        np.testing.assert_array_equal(got, 2 * want)
+    written = sum(p.shape and np.prod(p.shape) or 1 for p in places)
+    assert sum(np.count_nonzero(a) for a in arrays.values()) <= written
     with pytest.raises(ValueError, match="shorter"):
-        packing.write_all(arrays, places, [], values[:-1])
+        packing.write_all(arrays, places, [], values[:-1], joined=joined)
+
+
+def num_writes(function, *args):
+    jaxpr = jax.make_jaxpr(function)(*args)
+    return sum(e.primitive.name == "dynamic_update_slice" for e in jaxpr.eqns)
+
+
+@pytest.mark.parametrize("occupancy", [0.0, np.inf])
+def test_what_a_layer_writes_lies_side_by_side(occupancy):
+    # Three layers with two matrices and two vectors each, then a layer with one matrix.
+    run = [(aval(3, 2), 3), (aval(4), 3), (aval(3, 2), 3), (aval(4), 3)]
+    pack = Packing.of([[*run, (aval(3, 2), 1)]], occupancy)
+    places = pack.places[0][:4]
+    arrays = arrays_of(pack, 2)
+    want = arrays
+    for i in range(3):
+        values = [jnp.asarray(leaf(j, i, p, np.float32)) for j, p in enumerate(places)]
+
+        def write(arrays, joined, i=i, values=values):
+            return packing.write_all(arrays, places, [1], values, i, joined=joined)
+
+        # One write per pool, or one into the vector.
+        assert num_writes(lambda a: write(a, True), arrays) == len(pack.arrays)
+        assert num_writes(lambda a: write(a, False), arrays) == 4
+        arrays, want = write(arrays, True), write(want, False)
+    jax.tree.map(np.testing.assert_array_equal, arrays, want)
+
+
+def test_values_with_a_spec_are_written_one_by_one():
+    spec = (None, "model")
+    pack = Packing.of([[(aval(4, 8), 1, spec), (aval(4, 8), 1, spec)]])
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    values = [jnp.ones((4, 8))] * 2
+
+    def write(arrays):
+        return packing.write_all(arrays, pack.places[0], [], values, joined=True)
+
+    with jax.set_mesh(mesh):
+        assert num_writes(write, arrays_of(pack)) == 2
 
 
 def test_an_owner_of_nothing():

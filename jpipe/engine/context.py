@@ -141,6 +141,11 @@ class StageContext:
         """Leading indices of the column in arrays `[R, ...]`."""
         return [self.scalars.chunk if self.chunk is None else self.chunk]
 
+    @property
+    def joins(self) -> bool:
+        """Whether a layer writes its values at once: see `jpipe.packing.write_all`."""
+        return self.spec.lowered.guard == "switch"
+
     def runtime_index(self, i: jax.Array | int) -> jax.Array | int:
         """`i`, as an index of an array that is read there and then written there.
 

@@ -26,7 +26,7 @@ WrittenArrays = TypeVar("WrittenArrays")
 ReadArrays = TypeVar("ReadArrays")
 Record = TypeVar("Record", bound=TickArrays)
 
-_LARGE = 2**16  # elements; XLA may copy smaller buffers
+_LARGE = 2**20  # bytes; XLA may copy smaller buffers
 
 
 _GRAPH_COMMANDS = (
@@ -155,7 +155,7 @@ def _touched(number: jax.Array, tree: WrittenArrays) -> WrittenArrays:
     """
 
     def touched(array: jax.Array) -> jax.Array:
-        if array.size < _LARGE:
+        if array.size * array.dtype.itemsize < _LARGE:
             return array
         # XLA writes in place if it reads the array at the same index, and if it does not know the
         # index. -1 is clamped to 0.

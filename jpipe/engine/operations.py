@@ -297,11 +297,15 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
             if split:
                 gx, values = kind.input_grad(parameters, stash, gy)
                 places = run.split_residuals
-                rings = write_stash(rings, SPLIT, places, values, lane.slot, i)
+                rings = write_stash(
+                    rings, SPLIT, places, values, lane.slot, i, stage.joins
+                )
             else:
                 gp, gx = kind.backward(parameters, stash, gy)
                 row = stage.runtime_index(i)
-                gradients = add_gradients(gradients, run, gp, lambda: stage.column, row)
+                gradients = add_gradients(
+                    gradients, run, gp, lambda: stage.column, row, stage.joins
+                )
             return gx, rings, gradients
 
         gy, rings, gradients = for_each_layer(
@@ -400,7 +404,9 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
                 )
             values = kind.weight_grad(parameters, stash, values)
             row = stage.runtime_index(i)
-            return add_gradients(gradients, run, values, lambda: stage.column, row)
+            return add_gradients(
+                gradients, run, values, lambda: stage.column, row, stage.joins
+            )
 
         gradients = for_each_layer(stage, r, layer, gradients)
     return written.replace(gradients=gradients)

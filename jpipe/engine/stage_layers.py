@@ -75,11 +75,13 @@ def write_stash(
     values: Sequence[jax.Array],
     slot_of: SlotOf,
     i: jax.Array | int = 0,
+    joined: bool = False,
 ) -> Mapping[str, Packed]:
-    """Writes stashed values of layer i into their slot of one ring."""
+    """Writes stashed values of layer i into their slot of one ring; `joined` as in `write_all`."""
     if not places:
         return rings
-    packed = packing.write_all(rings[ring], places, [slot_of(ring)], values, i)
+    slot = [slot_of(ring)]
+    packed = packing.write_all(rings[ring], places, slot, values, i, joined=joined)
     return {**rings, ring: packed}
 
 
@@ -90,14 +92,15 @@ def write_layer_stash(
     stash: Sequence[jax.Array],
     slot_of: SlotOf,
     i: jax.Array | int,
+    joined: bool = False,
 ) -> Mapping[str, Packed]:
-    """Writes the whole stash of layer i into the rings."""
+    """Writes the whole stash of layer i into the rings; `joined` as in `write_all`."""
     for ring, places, positions in (
         ("input_stash", run.input_stash, kind.input_stash),
         ("weight_stash", run.weight_stash, kind.weight_stash),
     ):
         values = [stash[j] for j in positions]
-        rings = write_stash(rings, ring, places, values, slot_of, i)
+        rings = write_stash(rings, ring, places, values, slot_of, i, joined)
     return rings
 
 
@@ -127,11 +130,11 @@ def add_gradients(
     values: Sequence[jax.Array],
     column_of: Callable[[], list[jax.Array]],
     i: jax.Array | int,
+    joined: bool = False,
 ) -> Packed:
     """Adds the parameter gradients of layer i to the accumulators of its column."""
-    for place, value in zip(run.parameters, values, strict=True):
-        gradients = packing.add(gradients, place, column_of(), value, i)
-    return gradients
+    column = column_of()
+    return packing.add_all(gradients, run.parameters, column, values, i, joined=joined)
 
 
 def split_leaves(leaves: Sequence, tails: Sequence[Sequence]) -> list[list]:
@@ -244,11 +247,14 @@ def run_layers(
             else:
                 y, stash, aux = kind.forward_and_stash(parameters, [*x, *popped], extra)
                 slot_of = stage.scalars.slot
-                rings = write_layer_stash(rings, run, kind, stash, slot_of, i)
+                rings = write_layer_stash(
+                    rings, run, kind, stash, slot_of, i, stage.joins
+                )
             if statistics is not None and run.state:
                 i = stage.runtime_index(i)
-                for place, value in zip(run.state, aux, strict=True):
-                    statistics = packing.add(statistics, place, stage.column, value, i)
+                statistics = packing.add_all(
+                    statistics, run.state, stage.column, aux, i, joined=stage.joins
+                )
             return y, rings, statistics
 
         y, rings, statistics = for_each_layer(stage, r, layer, (x, rings, statistics))

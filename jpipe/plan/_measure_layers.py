@@ -260,7 +260,9 @@ class _Subject:
         return read_layer_stash(reads, self._run, self.kind, lambda _: slot, 0, only)
 
     def _accumulated(self, carry: dict, gradients: Sequence, row) -> dict:
-        arrays = add_gradients(carry["gradients"], self._run, gradients, lambda: [row], 0)
+        arrays = add_gradients(
+            carry["gradients"], self._run, gradients, lambda: [row], 0
+        )
         return {"gradients": arrays}
 
     def _of_output_grads(self, program: Callable, reads: dict, slot, row) -> tuple:
