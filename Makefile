@@ -6,6 +6,7 @@
 #   make test           the tests without the slow ones, about 20 minutes on two cores
 #   make test-all       all tests
 #   make test-wheel     builds the package, installs it in an empty environment, runs the README
+#   make gpu-compiler   the compiler for H100s; with it the tests also compile steps for GPUs
 #   make check          formatting, likely mistakes, types
 #   make types          types alone
 #   make docs           the documentation, into docs/_build/html; a warning is an error
@@ -22,7 +23,7 @@ DOCS_STAMP := .venv/docs.stamp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: train test test-all test-wheel check types docs format clean
+.PHONY: train test test-all test-wheel gpu-compiler check types docs format clean
 
 train: $(STAMP)
 	$(BIN)/python train/train.py --config $(CONFIG) $(ARGS)
@@ -35,6 +36,12 @@ test-all: $(STAMP)
 
 test-wheel: $(STAMP)
 	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
+
+gpu-compiler: benchmarks/gpu_env/requirements.stamp
+
+benchmarks/gpu_env/requirements.stamp: benchmarks/requirements-gpu.txt $(STAMP)
+	$(BIN)/python benchmarks/compile_gpu.py --setup
+	@touch $@
 
 check: $(STAMP) types
 	$(BIN)/ruff format --check .
