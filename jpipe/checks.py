@@ -180,6 +180,20 @@ def check_overlap(overlap: Any, mesh: Mesh) -> bool:
     return overlap
 
 
+def check_compiler_options(options: Any) -> dict[str, bool | int | float | str]:
+    """`compiler_options` as a dict. XLA itself checks the names, when it compiles."""
+    if options is None:
+        return {}
+    pairs = options.items() if isinstance(options, Mapping) else [(None, None)]
+    for name, value in pairs:
+        if not (isinstance(name, str) and isinstance(value, bool | int | float | str)):
+            raise ValueError(
+                "`compiler_options` must be a dict of options of XLA, name -> bool, number or text, "
+                f"got {options!r}. For example: {{'xla_gpu_enable_triton_gemm': False}}."
+            )
+    return dict(options)
+
+
 # -- Batches and keys
 
 

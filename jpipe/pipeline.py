@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -33,7 +33,7 @@ class Pipeline:
     """Trains a model cut into stages over several devices, by a schedule.
 
     The arguments come in groups. The model and its training: `layers`, `loss`, `has_aux`, `optimizer`,
-    `ties`. The pipeline: `schedule`, `boundaries`, `mesh`, `overlap`. Memory and precision: `recompute`,
+    `ties`. The pipeline: `schedule`, `boundaries`, `mesh`, `overlap`, `compiler_options`. Memory and precision: `recompute`,
     `donate`, `compute_dtype`, `loss_scale`. Corrections of asynchronous schedules: `forward_params`,
     `backward_params`.
 
@@ -91,6 +91,8 @@ class Pipeline:
         backward, a backward's during the next tick's forward. If False, all messages of a tick are
         sent after its compute, which is faster on CPU devices, because they share cores. None is
         False on CPU, else True.
+      compiler_options: options of XLA for the programs of the pipeline, name -> value as for
+        `jax.jit`. They come on top of those that the pipeline sets on GPUs.
 
     Randomness: layer i draws for microbatch m, counted from the start of training, on replica r of
     the pipeline from `fold_in(fold_in(fold_in(fold_in(key, num_layers), i), m), r)` with the key of
@@ -140,6 +142,7 @@ class Pipeline:
         backward_params: Callable[[Any, Any, Any], Any] | None = None,
         overlap: bool | None = None,
         donate: bool = True,
+        compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ):
         checks.check_schedule(schedule)
         checks.check_loss(loss)
@@ -171,6 +174,7 @@ class Pipeline:
             hooks=hooks,
             overlap=self.overlap,
             donate=bool(donate),
+            compiler_options=checks.check_compiler_options(compiler_options),
         )
         self._balance = boundaries if isinstance(boundaries, str) else "flops"
         self._starts: list[int] | None = starts

@@ -80,7 +80,10 @@ class Program:
             donate_argnums=0 if settings.donate else (),
             out_shardings=(replicated, per_device, everywhere),
         )
-        compiler_options = self.engine.compiler_options
+        compiler_options = {
+            **self.engine.compiler_options,
+            **settings.compiler_options,
+        }
         options["compiler_options"] = compiler_options
         self._step = jax.jit(self._run_step, **options)
         self._flush = jax.jit(self._run_flush, **options)

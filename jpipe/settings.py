@@ -46,6 +46,7 @@ class Settings:
     hooks: Mapping[str, Callable]
     overlap: bool
     donate: bool
+    compiler_options: Mapping[str, Any]
 
     @property
     def num_replicas(self) -> int:

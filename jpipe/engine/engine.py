@@ -29,7 +29,7 @@ class Engine(PassSpec):
     """Runs a table on a mesh."""
 
     @property
-    def compiler_options(self) -> dict[str, bool | int | str]:
+    def compiler_options(self) -> dict[str, Any]:
         """The options of XLA that a pass needs, for `jax.jit`."""
         return compiler_options(self.lowered.guard)
 

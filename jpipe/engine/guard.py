@@ -13,7 +13,7 @@ conditional is part of a CUDA graph. `compiler_options` asks XLA for both.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,6 @@ Record = TypeVar("Record", bound=TickArrays)
 
 _LARGE = 2**20  # bytes; XLA may copy smaller buffers
 
-
 _GRAPH_COMMANDS = (
     "FUSION",
     "CUBLAS",
@@ -41,7 +40,7 @@ _GRAPH_COMMANDS = (
 )
 
 
-def compiler_options(policy: str) -> dict[str, bool | int | str]:
+def compiler_options(policy: str) -> dict[str, Any]:
     """The options of XLA that a policy needs, for `jax.jit`."""
     if policy == "switch":
         return {

@@ -13,14 +13,14 @@ from skipping import DIM, LAYERS, loss_fn
 
 import jpipe
 from jpipe import settings
-from jpipe.engine import spec
+from jpipe.engine import engine, spec
 from jpipe.engine.arrays import TickArrays
 from jpipe.engine.guard import Branch, compiler_options, guarded, run_one_of
 from jpipe.lowering.lower import GUARDS, guard_of, lower
 from jpipe.schedules import gpipe
 
 each_policy = pytest.mark.parametrize("policy", GUARDS)
-LARGE = 2**16  # elements, which an idle branch touches
+LARGE = 2**18  # numbers of 4 bytes: an idle branch touches the array
 
 
 @each_policy
@@ -115,3 +115,37 @@ def test_the_policy_of_a_platform():
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="`guard` must be one of 'cond', 'switch'"):
         lower(gpipe(2, 2), guard="never")
+
+
+def pipeline(**options):
+    return jpipe.Pipeline(
+        LAYERS, loss=loss_fn, optimizer=optax.sgd(0.1), schedule=gpipe(2, 2), **options
+    )
+
+
+def test_options_of_xla_come_on_top_of_those_of_the_policy(monkeypatch):
+    of_policy = {"xla_gpu_graph_min_graph_size": 1, "xla_cpu_enable_fast_math": True}
+    monkeypatch.setattr(engine, "compiler_options", lambda policy: of_policy)
+    passed, jit = [], jax.jit
+
+    def recorded(function=None, **options):
+        passed.append(options.get("compiler_options"))
+        return jit(function, **options)
+
+    monkeypatch.setattr(jax, "jit", recorded)
+    batch = {name: np.ones((4, DIM), np.float32) for name in ("inputs", "targets")}
+    pipe = pipeline(compiler_options={"xla_cpu_enable_fast_math": False})
+    pipe.compile(batch)
+    expected = {"xla_gpu_graph_min_graph_size": 1, "xla_cpu_enable_fast_math": False}
+    assert passed.count(expected) == 4  # step, flush, predict, evaluate
+    unknown = pipeline(compiler_options={"xla_no_such_option": 1})
+    with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_option"):
+        unknown.compile(batch)
+
+
+@pytest.mark.parametrize("options", ["--xla", {"a": None}, {1: True}])
+def test_options_of_xla_must_be_a_dict(options):
+    with pytest.raises(
+        ValueError, match="`compiler_options` must be a dict of options"
+    ):
+        pipeline(compiler_options=options)
