@@ -26,7 +26,7 @@ PROGRAMS = {"equal 1f1b": ("equal", "1f1b"), "ends zb-h1": ("ends", "zb-h1")}
 COPIED_MB = 1.0
 HOST_WAITS = 0
 # Limits of a step.
-TEMPORARIES_PER_STATE = 0.5
+TEMPORARIES_AGAINST_PLAIN = 1.25
 WAITS_PER_STEP = 3
 UNKNOWN_LOOPS = 0
 KERNELS_AGAINST_PLAIN = 1.05
@@ -108,8 +108,9 @@ def unknown_loops(row: dict, plain: dict) -> tuple[float, float]:
 
 
 def temporaries(row: dict, plain: dict) -> tuple[float, float]:
-    """GB beside the state."""
-    return row["temporaries_gb"], TEMPORARIES_PER_STATE * row["state_gb"]
+    """GB beside the state, against a stage of the plain scan."""
+    of_stage = plain["temporaries_gb"] / NUM_STAGES
+    return row["temporaries_gb"], TEMPORARIES_AGAINST_PLAIN * of_stage
 
 
 def kernels(row: dict, plain: dict) -> tuple[float, float]:

@@ -77,7 +77,7 @@ def test_the_programs_of_a_page_run(page, tmp_path):
 def workspace(page, folder):
     """A copy of the repository for commands to run in, with the files that the page shows."""
     for name in ("benchmarks", "configs", "models", "train"):
-        ignore = shutil.ignore_patterns("env", "__pycache__")
+        ignore = shutil.ignore_patterns("env", "gpu_env", "__pycache__")
         shutil.copytree(ROOT / name, folder / name, ignore=ignore)
     for name in ("conftest.py", "docs", "jpipe", "pyproject.toml", "tests"):
         (folder / name).symlink_to(ROOT / name)
