@@ -56,7 +56,7 @@ class Sizes:
     vocab: int = 32768
     positions: int = 1024
     microbatches: int = 8
-    microbatch_size: int = 8
+    microbatch_size: int = 4
     rounds: int = 4
     steps: int = 3
     """Timed steps per round."""

@@ -95,7 +95,7 @@ def test_table():
     }
     lines = gpu.table(results).splitlines()
     mfu = gpu.model_flops(gpu.Sizes()) / 0.5 / 989e12
-    assert f"| plain | 0.5000 | 1.000 | 131,072 | {mfu:.1%} | 20.0 | 60.0 |" in lines
+    assert f"| plain | 0.5000 | 1.000 | 65,536 | {mfu:.1%} | 20.0 | 60.0 |" in lines
     assert any(line.startswith("| one-stage | 0.5100 | 1.020 |") for line in lines)
     assert "| gpipe | RESOURCE_EXHAUSTED: out of memory | | | | | |" in lines
     assert lines[-1] == "Overhead of one stage, alternating with plain: +1.5%"

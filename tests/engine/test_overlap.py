@@ -61,7 +61,7 @@ def test_overlap_changes_no_number(name, S, recompute):
     assert np.isfinite(found[0][0]).all() and len(set(map(float, found[0][0]))) > 1
     # XLA fuses the two programs differently, and a fused multiply-add rounds once instead of twice.
     # Without fused multiply-adds (XLA_FLAGS=--xla_cpu_max_isa=AVX) all bits are equal.
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
     jax.tree.map(close, *found)
 
 
