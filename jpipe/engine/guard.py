@@ -5,8 +5,9 @@ The policy is a decision of the lowering: see `jpipe.lowering.lower.guard_of`.
 "cond": one `lax.cond` per program of an operation. XLA updates its buffers in place on CPUs and TPUs.
 
 "switch": one `lax.switch` over the programs of an operation, and a branch for a device that is idle.
-On GPUs XLA copies every buffer that a branch passes through without a change. The idle branch
-therefore writes one element of each large buffer back to its place. XLA then keeps the buffers in
+On GPUs XLA copies every buffer that a branch passes through without a change. The idle branch, and a
+program that does not write all buffers of the operation, therefore write one element of each large
+buffer back to its place. XLA then keeps the buffers in
 place, if it analyses live ranges by region. The host decides about a conditional unless the
 conditional is part of a CUDA graph. `compiler_options` asks XLA for both.
 """
@@ -106,7 +107,13 @@ def run_one_of(
     def run(branch: Branch, written: Written) -> Written:
         of_branch = _replaced(arrays, written).split(branch.writes)
         with jax.named_scope(branch.name):
-            return _replaced(written, branch.run(*of_branch))
+            result = _replaced(written, branch.run(*of_branch))
+        # Other branches may write arrays that this one passes through.
+        return jax.tree.map(
+            lambda new, old: _touched(number, old) if new is old else new,
+            result,
+            written,
+        )
 
     runs = [functools.partial(run, branch) for branch in branches]
     idle = functools.partial(_touched, number)
@@ -149,7 +156,7 @@ def _touched(number: jax.Array, tree: WrittenArrays) -> WrittenArrays:
     """The arrays, each large one with one element written back to its place.
 
     Args:
-      number: int32 `[]`, -1 in the idle branch, although the compiler does not know it.
+      number: int32 `[]`, at least -1, although the compiler does not know it.
       tree: the arrays.
     """
 
@@ -157,13 +164,13 @@ def _touched(number: jax.Array, tree: WrittenArrays) -> WrittenArrays:
         if array.size * array.dtype.itemsize < _LARGE:
             return array
         # XLA writes in place if it reads the array at the same index, and if it does not know the
-        # index. -1 is clamped to 0.
+        # index. An index outside of the array is moved into it.
         start = [number] * array.ndim
         slice_, write = lax.dynamic_slice, lax.dynamic_update_slice
         element = slice_(array, start, [1] * array.ndim, allow_negative_indices=False)
         # XLA removes a write that it knows to change nothing, and copies an element by a copy of
         # its own. The selection is part of the kernel that writes.
-        element = jnp.where(number >= 0, jnp.zeros_like(element), element)
+        element = jnp.where(number < -1, jnp.zeros_like(element), element)
         return write(array, element, start, allow_negative_indices=False)
 
     return jax.tree.map(touched, tree)
