@@ -201,8 +201,9 @@ class Step:
         something rare (first or last stage, end of a minibatch), which is left out. Of a choice
         between programs, the branch of the device's stage is taken.
         """
-        branches = conditional.branches
-        if len(branches) > 2:
+        branches, scope = conditional.branches, conditional.scope
+        is_guard = _GUARD.search(scope) or _UPDATE.search(scope)
+        if len(branches) > 2 or not (is_guard or "/stage" in scope):
             return self._branch_of_stage(branches, activity)
         # XLA's order: true, false of a predicate; 0, 1 of a number.
         if "true_computation=" in conditional.line:
