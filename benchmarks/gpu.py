@@ -127,11 +127,33 @@ def save(results: Mapping[str, Any], out: pathlib.Path) -> None:
     partial.replace(out)
 
 
+def rows_of_same_program(results: Mapping[str, Any], out: pathlib.Path) -> dict:
+    """The saved rows, if they are of the same device, versions, commit and sizes; else none.
+
+    Args:
+      results: of this run.
+      out: the file of an earlier run, which may be missing.
+    """
+    if not out.exists():
+        return {}
+    saved = json.loads(out.read_text())
+    same = set(results) - {"date", "rows"}
+    return saved["rows"] if all(saved.get(n) == results[n] for n in same) else {}
+
+
 def run_rows(args: argparse.Namespace, out: pathlib.Path) -> dict:
-    """Runs all rows and saves each one.
+    """Runs rows and saves each one.
+
+    Args:
+      args: of the command line.
+      out: the file of the results.
+
+    Returns:
+      The results, as they are saved.
 
     Raises:
-      SystemExit: if there is no GPU and this is no rehearsal.
+      SystemExit: if JAX does not start, if there is no GPU and this is no rehearsal, or if there is
+        no row of a name.
     """
     start = time.monotonic()
     sizes = REHEARSAL if args.rehearse else Sizes()
@@ -147,7 +169,7 @@ def run_rows(args: argparse.Namespace, out: pathlib.Path) -> dict:
         machine = run_apart(MACHINE, args.rehearse, GRACE, cache)
         if "failed" in machine:
             raise SystemExit(
-                f"gpu.py: JAX does not start. {machine['failed']}. {INSTALL}"
+                f"gpu.py: JAX or Flax does not start: {machine['failed']}. {INSTALL}"
             )
         if machine["platform"] not in ("gpu", "cuda") and not args.rehearse:
             raise SystemExit(
@@ -166,8 +188,14 @@ def run_rows(args: argparse.Namespace, out: pathlib.Path) -> dict:
 
         fitting, refused = schedules(sizes.microbatches)
         del fitting["one_f_one_b"]  # the row "one-stage"
+        names = ["plain", "one-stage", *fitting]
+        wanted = names if args.only is None else args.only
+        if not set(wanted) <= set(names):
+            raise SystemExit(f"gpu.py: `--only` takes rows of {names}, got {wanted}.")
+        if args.only is not None:
+            rows |= rows_of_same_program(results, out)
         rows |= {name: {"skipped": reason} for name, reason in refused.items()}
-        for row in ("plain", "one-stage", *fitting):
+        for row in wanted:
             rows[row] = run(row)
             print(row, json.dumps(rows[row]), flush=True)
             save(results, out)
@@ -250,6 +278,12 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--rehearse", action="store_true", help="small sizes, on CPU")
     parser.add_argument("--redraw", action="store_true", help="print the saved rows")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        metavar="ROW",
+        help="run these rows; saved rows of the same device, versions, commit and sizes stay",
+    )
     parser.add_argument(
         "--seconds", type=float, default=540, help="after which no row begins"
     )

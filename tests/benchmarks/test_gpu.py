@@ -296,6 +296,21 @@ def test_no_row_begins_when_the_time_is_over(tmp_path, monkeypatch):
     assert all(row == {"failed": "not begun: 0 s are over"} for row in rows.values())
 
 
+def test_some_rows_join_the_saved_ones_of_the_same_program(tmp_path, monkeypatch):
+    def run(machine, *arguments):
+        rows = {gpu.MACHINE: machine}
+        monkeypatch.setattr(gpu, "run_apart", lambda row, *_: rows.get(row, ROW))
+        gpu.main(["--out", str(out), *arguments])
+        return list(json.loads(out.read_text())["rows"])
+
+    out = tmp_path / "gpu.json"
+    assert run(MACHINE, "--only", "plain") == ["plain"]
+    assert run(MACHINE, "--only", "gpipe", "plain") == ["plain", "gpipe"]
+    assert run(MACHINE | {"jax": "2"}, "--only", "gpipe") == ["gpipe"]
+    with pytest.raises(SystemExit, match="`--only` takes rows of .*'one-stage'.*'x'"):
+        run(MACHINE, "--only", "x")
+
+
 def test_a_rehearsal_does_not_replace_results(capsys):
     with pytest.raises(SystemExit):
         gpu.main(["--rehearse", "--out", str(gpu.RESULTS)])
