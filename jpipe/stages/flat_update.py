@@ -108,7 +108,7 @@ def flat_update(
         state_leaves, state_tree = jax.tree.flatten(state)
         extra_avals = [arg.aval(norm_dtype) for arg in EXTRA_ARGS]
         avals = [*leaves, *leaves, *state_leaves, *extra_avals]
-        return FlatUpdate(
+        flat = FlatUpdate(
             Equations.trace(update, *avals),
             Equations.trace(init, *leaves),
             paths(tree),
@@ -123,6 +123,14 @@ def flat_update(
             "None for layers of other stages. Give masks and labels as functions of such a list. An optimizer that needs "
             "more than that, such as the loss, cannot be used."
         ) from error
+    effects = sorted(str(effect) for effect in flat.update.effects())
+    if effects:
+        raise ValueError(
+            f"`optimizer` has side effects ({', '.join(effects)}) in its update, and the pipeline runs "
+            "only the equations of an update that its results need, once for many layers. Leave out "
+            "`jax.debug.print` and callbacks there, and print the metrics that `step` returns."
+        )
+    return flat
 
 
 # -- Parameter hooks

@@ -147,6 +147,12 @@ def test_hooks_that_cannot_work_are_refused(arguments, message):
         pipe.init(KEY, FAMILY.batches(1, 4)[0])
 
 
+def test_a_transform_whose_state_no_hook_reads_warns():
+    pipe = pipeline(jpipe.schedules.pipemare(2, 1, ticks="paired"))
+    with pytest.warns(UserWarning, match="no `backward_params` reads its state"):
+        pipe.init(KEY, FAMILY.batches(1, 4)[0])
+
+
 @pytest.mark.parametrize(
     "name,N,hooks,copies",
     [

@@ -304,6 +304,16 @@ def test_optimizers_that_ask_for_more_are_refused(optimizer, message, num_stages
         make_updates(stages_of(num_stages), optimizer)
 
 
+def test_side_effects_of_an_update_are_refused():
+    def update(gradients, state, params=None):
+        jax.debug.print("{}", optax.tree.norm(gradients))
+        return gradients, state
+
+    printing = optax.GradientTransformation(lambda params: (), update)
+    with pytest.raises(ValueError, match=r"side effects \(Debug\) in its update"):
+        make_updates(stages_of(2), optax.chain(printing, optax.sgd(0.1)))
+
+
 def test_masks_that_are_trees_are_refused():
     mask = [{"kernel": True, "bias": False}] * 4
     optimizer = optax.adamw(0.1, mask=mask)
