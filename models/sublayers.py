@@ -4,9 +4,11 @@ Letters: B batch, T positions, D width, H heads.
 """
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 
@@ -31,9 +33,40 @@ def attend(
 
     The probabilities are as many as positions times positions. The backward computes them again,
     so a pipeline does not keep them for every microbatch in flight.
+
+    Args:
+      query: `[B, T, H, D / H]`.
+      key, value: `[B, M, H, D / H]`, of M positions of a memory.
+      mask: bool `[B or 1, H or 1, T, M]`, which positions of the memory a position sees.
+      is_causal: whether a position sees only itself and earlier positions.
+
+    Returns:
+      `[B, T, H, D / H]`.
     """
-    attention = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal)
+    attention = jax.nn.dot_product_attention
+    if query.dtype == jnp.float64:  # JAX computes every softmax in float32
+        attention = _attention_in_float64
+    attention = functools.partial(attention, is_causal=is_causal)
     return jax.checkpoint(attention)(query, key, value, mask=mask)
+
+
+def _attention_in_float64(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    mask: jax.Array | None,
+    is_causal: bool,
+) -> jax.Array:
+    logits = jnp.einsum("bthd,bmhd->bhtm", query, key) / math.sqrt(query.shape[-1])
+    seen = jnp.ones((1, 1, *logits.shape[2:]), bool)
+    if is_causal:
+        seen = jnp.tril(seen)
+    if mask is not None:
+        seen &= mask
+    # A finite number, so that a position that sees none gets the mean of all.
+    logits = jnp.where(seen, logits, jnp.finfo(logits.dtype).min)
+    return jnp.einsum("bhtm,bmhd->bthd", jax.nn.softmax(logits), value)
 
 
 class Attention(nnx.Module):

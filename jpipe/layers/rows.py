@@ -277,6 +277,11 @@ def _split(eqn: _Equation) -> tuple[list[RowDims], bool]:
     return eqn.results(None if eqn.params["axis"] in eqn.dims[0] else eqn.dims[0])
 
 
+def _unstack(eqn: _Equation) -> tuple[list[RowDims], bool]:
+    axis, dims = eqn.params["axis"], eqn.dims[0]
+    return eqn.results(None if axis in dims else _without(dims, [axis]))
+
+
 def _same_rows(eqn: _Equation) -> tuple[list[RowDims], bool]:
     """Slices and pads, which keep the row dims if they keep all rows."""
     (shape,), dims = eqn.out_shapes, eqn.dims[0]
@@ -349,6 +354,7 @@ _RULES: dict[str, _Rule] = {
     "squeeze": _squeeze,
     "top_k": _top_k,
     "transpose": _transpose,
+    "unstack": _unstack,
 }
 _WORDS = {
     "argmax": "compares rows along the batch axis",

@@ -436,15 +436,24 @@ def test_bert_reads_both_ways_but_no_padding():
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_attention_equals_a_plain_computation(is_causal):
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)]
+)
+def test_attention_equals_a_plain_computation(dtype, tolerance, is_causal):
+    with jax.enable_x64(dtype == "float64"):
+        check_attention(dtype, tolerance, is_causal)
+
+
+def check_attention(dtype, tolerance, is_causal):
     dim, num_heads, rng = 6, 3, np.random.default_rng(0)
     attention = Attention(
         dim, num_heads, use_bias=True, kernel_init=UNIT, rngs=nnx.Rngs(0)
     )
     for linear in (attention.query, attention.key, attention.value, attention.out):
-        linear.bias[...] = jnp.asarray(rng.normal(size=dim), jnp.float32)
-    x = rng.normal(size=(2, 4, dim)).astype(np.float32)
-    memory = rng.normal(size=(2, 4 if is_causal else 5, dim)).astype(np.float32)
+        linear.kernel.set_value(linear.kernel[...].astype(dtype))
+        linear.bias.set_value(jnp.asarray(rng.normal(size=dim), dtype))
+    x = rng.normal(size=(2, 4, dim)).astype(dtype)
+    memory = rng.normal(size=(2, 4 if is_causal else 5, dim)).astype(dtype)
     mask = np.ones(memory.shape[:2], bool)
     mask[0, 2:4] = False
     attend = functools.partial(attention, is_causal=is_causal)
@@ -471,7 +480,7 @@ def test_attention_equals_a_plain_computation(is_causal):
                 attended[b, t, of_head] = weights @ v[b, seen, of_head]
     expected = projected(attention.out, attended)
     np.testing.assert_allclose(
-        got, expected, rtol=0, atol=1e-5 * np.abs(expected).max()
+        got, expected, rtol=0, atol=tolerance * np.abs(expected).max()
     )
 
 
