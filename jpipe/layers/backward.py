@@ -6,8 +6,8 @@ of equations. All programs are slices of these lists:
     parameters, inputs ──> forward ──> outputs
                               │ residuals
         ┌─────────────────────┴──────────────────────┐
-        stash: depends on the inputs,                rebuilt: depends on the parameters alone,
-        kept once per microbatch                     computed again from the weights of the backward
+        stash: depends on the inputs,                rebuilt: depends on the parameters alone, or on
+        kept once per microbatch                     the stash by cheap operations
 
     stash, rebuilt, output gradient ──> input_grad ──> input gradient
                                             │ split residuals
@@ -35,7 +35,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jpipe.layers.equations import Equations, contains, value_of, variables
+from jpipe.layers.equations import Equations, variables
+from jpipe.layers.residuals import Reader, Residuals
 from jpipe.layers.vjp import (
     Arguments,
     Forward,
@@ -133,7 +134,7 @@ def trace_layer(
     check_offload(forward.residuals)
     check_effects(forward.equations)
     backward = trace_backward(forward)
-    residuals = _Residuals.of(forward, backward, arguments)
+    residuals = Residuals.of(forward, backward, arguments)
     whole = residuals.reader(
         backward.slice(backward.inputs, backward.outputs, effects=True)
     )
@@ -152,106 +153,19 @@ def trace_layer(
     )
 
 
-# -- Residuals: stashed or rebuilt
-
-
-@dataclasses.dataclass(frozen=True)
-class _Residuals:
-    """Where the backward gets each residual from.
-
-    Attributes:
-      forward: the equations of the forward.
-      num_parameters: the number of the forward's inputs that are parameters.
-      varying: the variables of the forward that depend on more than the parameters.
-      stash: the stashed variables of the forward, each once.
-      inputs: the residual inputs of the backward.
-      source: residual input of the backward -> variable or literal of the forward.
-    """
-
-    forward: Equations
-    num_parameters: int
-    varying: set
-    stash: list
-    inputs: tuple
-    source: dict
-
-    @classmethod
-    def of(
-        cls, forward: Forward, backward: Equations, arguments: Arguments
-    ) -> "_Residuals":
-        equations, num_parameters = forward.equations, len(arguments.parameters)
-        varying = equations.depending_on(equations.inputs[num_parameters:])
-        stash = [v for v in variables(forward.residuals) if v in varying]
-        inputs = backward.inputs[: len(forward.residuals)]
-        source = dict(zip(inputs, forward.residuals))
-        return cls(
-            equations,
-            num_parameters,
-            varying,
-            list(dict.fromkeys(stash)),
-            inputs,
-            source,
-        )
-
-    @property
-    def stashed_inputs(self) -> list:
-        """The residual inputs that are read from the stash."""
-        return [v for v in self.inputs if contains(self.varying, self.source[v])]
-
-    def reader(self, equations: Equations) -> "_Reader":
-        """Prepares backward equations to run on the stash and on parameters."""
-        used = equations.read()
-        sources = dict.fromkeys(
-            variables(self.source[v] for v in self.inputs if v in used)
-        )
-        rebuilt = [v for v in sources if v not in self.varying]
-        return _Reader(
-            equations,
-            self.forward.slice(self.forward.inputs[: self.num_parameters], rebuilt),
-            [self.source[v] if v in used else None for v in self.inputs],
-            {v: i for i, v in enumerate(self.stash)},
-            {i for i, v in enumerate(self.stash) if v in sources},
-        )
-
-
-class _Reader(NamedTuple):
-    """Backward equations, and how their residual inputs are stashed or rebuilt.
-
-    Attributes:
-      equations: the backward equations.
-      rebuild: computes the residuals that depend on the parameters alone.
-      sources: per residual input, the forward's variable or literal, or None if nothing reads it.
-      position: stashed variable -> position in the stash.
-      reads: the positions in the stash that are read.
-    """
-
-    equations: Equations
-    rebuild: Equations
-    sources: list
-    position: dict
-    reads: set[int]
-
-    def run(self, parameters: Sequence, stash: Sequence, others: Sequence) -> list:
-        """Evaluates the equations; `others` are their inputs after the residuals."""
-        env = dict(zip(self.rebuild.outputs, self.rebuild(*parameters)))
-        env |= {v: stash[i] for v, i in self.position.items()}
-        residuals = [None if s is None else value_of(env, s) for s in self.sources]
-        return self.equations(*residuals, *others)
-
-
 class _Readers(NamedTuple):
     """The readers of the whole backward and of its halves."""
 
-    whole: _Reader
-    inputs: _Reader
-    weights: _Reader
+    whole: Reader
+    inputs: Reader
+    weights: Reader
 
 
 # -- The two halves of the backward
 
 
 def _split_backward(
-    backward: Equations, residuals: _Residuals, num_parameters: int
+    backward: Equations, residuals: Residuals, num_parameters: int
 ) -> tuple[Equations, Equations, list]:
     """Splits the backward into the input-gradient half and the weight-gradient half.
 
@@ -271,7 +185,7 @@ def _split_backward(
     }
     # Under a policy the backward may compute values from the parameters alone. The second half
     # computes these again rather than receive them.
-    varying = backward.depending_on([*residuals.stashed_inputs, *output_grads])
+    varying = backward.depending_on([*residuals.varying_inputs, *output_grads])
     known = computed.union(output_grads) & varying
 
     rest = backward.slice((*residuals.inputs, *known), parameter_grads)
@@ -293,7 +207,7 @@ def _layer_program(
     arguments: Arguments,
     forward: Forward,
     backward: Equations,
-    residuals: _Residuals,
+    residuals: Residuals,
     readers: _Readers,
     split_residuals: list,
 ) -> LayerProgram:

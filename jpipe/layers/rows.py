@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax.extend.core as jex
 
 from jpipe.layers.backward import LayerProgram
+from jpipe.layers.elementwise import ELEMENTWISE
 from jpipe.layers.equations import Equations
 from jpipe.layers.trace import Traced
 
@@ -321,15 +322,8 @@ def _without(dims: frozenset[int], removed: Sequence[int]) -> frozenset[int]:
     )
 
 
-_ELEMENTWISE = (
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp "
-    "convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge "
-    "gt integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not or "
-    "pow real reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic "
-    "shift_right_logical sharding_constraint sign sin sinh sqrt square stop_gradient sub tan tanh xor"
-).split()
 _RULES: dict[str, _Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _elementwise),
+    **dict.fromkeys(ELEMENTWISE, _elementwise),
     **dict.fromkeys(
         "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin".split(),
         _reduce,

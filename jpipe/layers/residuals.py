@@ -1,0 +1,210 @@
+"""What a forward stashes for its backward: as few bytes as possible.
+
+The backward of a layer reads *residuals*. A residual that depends on the parameters alone is rebuilt
+from the weights of the backward. Of the others the stash need not hold each one: the derivative of
+GELU, for example, is seven arrays, and all follow from one by elementwise operations. The stash is
+the set of values with the least bytes from which *cheap* equations compute all residuals. The cheap
+equations run again at the beginning of the backward, where XLA fuses them with the operations that
+read their results.
+
+The set is a minimum cut between the values that no cheap equation computes and the residuals, in the
+graph of the forward's cheap equations, where a value has its bytes as capacity. The idea is that of
+the partitioner of PyTorch 2.
+
+An equation is cheap if it works element by element and reads no value of the parameters. A backward may
+run on other weights than its forward, and what the forward has computed from its weights must stay.
+
+References:
+  Ford and Fulkerson, "Maximal flow through a network", 1956 (the cut).
+  Ansel et al., "PyTorch 2", ASPLOS 2024, section 4 (the partitioner).
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from jpipe.layers.elementwise import ELEMENTWISE
+from jpipe.layers.equations import Equations, contains, value_of, variables
+from jpipe.layers.vjp import Arguments, Forward
+
+_CHEAP = {*ELEMENTWISE, "broadcast_in_dim", "reshape", "squeeze"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Residuals:
+    """Where the backward gets each residual from.
+
+    Attributes:
+      forward: the equations of the forward.
+      num_parameters: the number of the forward's inputs that are parameters.
+      varying: the variables of the forward that depend on more than the parameters.
+      stash: the stashed variables of the forward, each once.
+      inputs: the residual inputs of the backward.
+      source: residual input of the backward -> variable or literal of the forward.
+    """
+
+    forward: Equations
+    num_parameters: int
+    varying: set
+    stash: list
+    inputs: tuple
+    source: dict
+
+    @classmethod
+    def of(
+        cls, forward: Forward, backward: Equations, arguments: Arguments
+    ) -> "Residuals":
+        """Chooses the stash."""
+        equations, num_parameters = forward.equations, len(arguments.parameters)
+        varying = equations.depending_on(equations.inputs[num_parameters:])
+        wanted = [v for v in variables(forward.residuals) if v in varying]
+        inputs = backward.inputs[: len(forward.residuals)]
+        return cls(
+            equations,
+            num_parameters,
+            varying,
+            smallest_stash(equations, num_parameters, varying, wanted),
+            inputs,
+            dict(zip(inputs, forward.residuals)),
+        )
+
+    @property
+    def varying_inputs(self) -> list:
+        """The residual inputs that depend on more than the parameters."""
+        return [v for v in self.inputs if contains(self.varying, self.source[v])]
+
+    def reader(self, equations: Equations) -> "Reader":
+        """Prepares backward equations to run on the stash and on parameters."""
+        used = equations.read()
+        sources = [self.source[v] if v in used else None for v in self.inputs]
+        wanted = dict.fromkeys(variables(s for s in sources if s is not None))
+        parameters = self.forward.inputs[: self.num_parameters]
+        rebuild = self.forward.slice((*parameters, *self.stash), tuple(wanted))
+        read = rebuild.read()
+        return Reader(
+            equations,
+            rebuild,
+            sources,
+            {i for i, v in enumerate(self.stash) if v in read},
+        )
+
+
+class Reader(NamedTuple):
+    """Backward equations, and how their residual inputs are computed.
+
+    Attributes:
+      equations: the backward equations.
+      rebuild: computes residuals from the parameters and the stash.
+      sources: per residual input, the forward's variable or literal, or None if nothing reads it.
+      reads: the positions in the stash that are read.
+    """
+
+    equations: Equations
+    rebuild: Equations
+    sources: list
+    reads: set[int]
+
+    def run(self, parameters: Sequence, stash: Sequence, others: Sequence) -> list:
+        """Evaluates the equations; `others` are their inputs after the residuals."""
+        values = self.rebuild(*parameters, *stash)
+        env = dict(zip(self.rebuild.outputs, values))
+        residuals = [None if s is None else value_of(env, s) for s in self.sources]
+        return self.equations(*residuals, *others)
+
+
+# -- The smallest stash
+
+
+def smallest_stash(
+    forward: Equations, num_parameters: int, varying: set, residuals: Iterable
+) -> list:
+    """The variables with the least bytes from which cheap equations compute `residuals`.
+
+    Of several sets with the least bytes, the one after which the fewest equations run again.
+
+    Args:
+      forward: the equations of the forward.
+      num_parameters: the number of its inputs that are parameters.
+      varying: the variables that depend on more than the parameters.
+      residuals: variables in `varying`.
+
+    Returns:
+      The variables in the order in which the forward computes them.
+    """
+    of_parameters = forward.depending_on(forward.inputs[:num_parameters]) - varying
+    order = [v for v in forward.inputs if v in varying]
+    network = _Network()
+    for v in order:
+        network.connect(_SOURCE, (v, "in"))
+    for eqn in forward.equations:
+        results = [v for v in eqn.outvars if v in varying]
+        order += results
+        operands = variables(eqn.invars)
+        is_cheap = eqn.primitive.name in _CHEAP and not eqn.effects
+        if is_cheap and of_parameters.isdisjoint(operands):
+            edges = [((u, "out"), v) for u in operands if u in varying for v in results]
+        else:
+            edges = [(_SOURCE, v) for v in results]
+        for u, v in edges:
+            network.connect(u, (v, "in"))
+    for v in order:
+        network.connect((v, "in"), (v, "out"), num_bytes(v.aval))
+    for v in dict.fromkeys(residuals):
+        network.connect((v, "out"), _SINK)
+    after = network.sink_side()
+    return [v for v in order if (v, "out") in after and (v, "in") not in after]
+
+
+def num_bytes(aval: Any) -> int:
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+_SOURCE, _SINK = "source", "sink"
+
+
+class _Network:
+    """A network with capacities, and its maximum flow."""
+
+    def __init__(self) -> None:
+        # What can still flow from a node to another one.
+        self.left: dict[Any, dict[Any, float]] = collections.defaultdict(dict)
+
+    def connect(self, start: Any, end: Any, capacity: float = math.inf) -> None:
+        self.left[start][end] = capacity
+        self.left[end].setdefault(start, 0)
+
+    def sink_side(self) -> set:
+        """The nodes from which the sink can be reached at the maximum flow."""
+        while path := self._shortest_path():
+            edges = list(zip(path, path[1:]))
+            flow = min(self.left[u][v] for u, v in edges)
+            for u, v in edges:
+                self.left[u][v] -= flow
+                self.left[v][u] += flow
+        reached, waiting = {_SINK}, [_SINK]
+        while waiting:
+            end = waiting.pop()
+            starts = [u for u in self.left[end] if self.left[u][end] > 0]
+            new = [u for u in starts if u not in reached]
+            reached.update(new)
+            waiting += new
+        return reached
+
+    def _shortest_path(self) -> list:
+        """From the source to the sink, along edges with capacity left; empty if there is none."""
+        before: dict[Any, Any] = {_SOURCE: None}
+        waiting = collections.deque([_SOURCE])
+        while waiting:
+            start = waiting.popleft()
+            for end, capacity in self.left[start].items():
+                if capacity > 0 and end not in before:
+                    before[end] = start
+                    waiting.append(end)
+        if _SINK not in before:
+            return []
+        path = [_SINK]
+        while path[-1] != _SOURCE:
+            path.append(before[path[-1]])
+        return path[::-1]
