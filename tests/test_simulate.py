@@ -107,10 +107,10 @@ def test_lockstep_by_hand():
     schedule = one_f_one_b(2, 2)
     costs = Costs(forward=[1, 2], backward=[1, 2], weight_grad=[1, 2], transfer=0.5)
     timing = simulate(schedule, costs, "lockstep")
-    # F0 | F1 F0 | F1 B0 | B0 B1 | B1: the last sends nothing, the fourth a gradient.
-    assert timing.makespan == 1.5 + 2.5 + 6.5 + 4.5 + 2
-    np.testing.assert_array_equal(timing.start["forward"], [[0, 1.5], [1.5, 4]])
-    np.testing.assert_array_equal(timing.start["backward"], [[10.5, 6], [15, 10.5]])
+    # F0 | F1, F0 B0 | B0, F1 B1 | B1: the last sends nothing, the third a gradient.
+    assert timing.makespan == 1.5 + 6.5 + 6.5 + 2
+    np.testing.assert_array_equal(timing.start["forward"], [[0, 1.5], [1.5, 8]])
+    np.testing.assert_array_equal(timing.start["backward"], [[8, 3.5], [14.5, 10]])
     np.testing.assert_array_equal(timing.busy, [6, 12])
 
 

@@ -41,14 +41,14 @@ def interleaved(
 ) -> Schedule:
     """Interleaved 1F1B: device d runs the stages d, D + d, 2 D + d, ... of S.
 
-        s0@0  F0  F1  .   .   F2  F3  .   .   .   .   .   .   .      S=4, N=4, paired;
-              .   .   .   .   .   .   .   B0  B1  .   .   B2  B3     time runs right
-        s1@1  .   F0  F1  .   .   F2  F3  .   .   .   .   .   .
-              .   .   .   .   .   .   B0  B1  .   .   B2  B3  .
-        s2@0  .   .   F0  F1  .   .   F2  F3  .   .   .   .   .
-              .   .   .   .   .   B0  B1  .   .   B2  B3  .   .
-        s3@1  .   .   .   F0  F1  .   .   F2  F3  .   .   .   .
-              .   .   .   .   B0  B1  .   .   B2  B3  .   .   .
+        s0@0  F0  F1  .   .   F2  F3  .   .   .   .   .   .      S=4, N=4, paired;
+              .   .   .   .   .   .   B0  B1  .   .   B2  B3     time runs right
+        s1@1  .   F0  F1  .   .   F2  F3  .   .   .   .   .
+              .   .   .   .   .   B0  B1  .   .   B2  B3  .
+        s2@0  .   .   F0  F1  .   .   F2  F3  .   .   .   .
+              .   .   .   .   B0  B1  .   .   B2  B3  .   .
+        s3@1  .   .   .   F0  F1  .   .   F2  F3  .   .   .
+              .   .   .   B0  B1  .   .   B2  B3  .   .   .
 
         s0@0  F0  F1  .   .   .   .   .   .   .   .   B0  W0  B1  W1  S=4, N=2, unit
         s1@1  .   F0  F1  .   .   .   .   .   .   B0  W0  B1  W1  .
@@ -77,7 +77,7 @@ def interleaved(
       ticks: "paired" or "unit".
 
     Returns:
-      A `Schedule` of T = v N + v D + D - 1 paired or 3 v N + 2 (D - 1) unit ticks. A tick
+      A `Schedule` of T = v N + v D + D - 2 paired or 3 v N + 2 (D - 1) unit ticks. A tick
       is as long as an operation of one of S stages.
 
     Raises:
@@ -111,7 +111,7 @@ def interleaved(
             "interleaved",
             device=d,
             forward=forward + d,
-            backward=num_chunks * D + backward + D - 1 - d,
+            backward=num_chunks * D + backward + D - 2 - d,
         )
 
     count = num_chunks * num_microbatches  # forwards of a device

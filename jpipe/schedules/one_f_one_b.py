@@ -11,18 +11,18 @@ def one_f_one_b(
 ) -> Schedule:
     """1F1B: backwards run as early as possible, in turn with forwards; then one update.
 
-        s0 F0 F1 F2 F3 .  .  .           S=2, N=4, paired; time runs right
-           .  .  .  B0 B1 B2 B3
-        s1 .  F0 F1 F2 F3 .  .
-           .  .  B0 B1 B2 B3 .
+        s0 F0 F1 F2 F3 .  .              S=2, N=4, paired; time runs right
+           .  .  B0 B1 B2 B3
+        s1 .  F0 F1 F2 F3 .
+           .  B0 B1 B2 B3 .
 
         s0 F0 .  F1 B0 W0 F2 B1 W1 F3 B2 W2 .  B3 W3           S=2, N=4, unit
         s1 .  F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .
 
-    *Paired* ticks hold a forward and a whole backward of different microbatches: few,
-    large ticks. The bubble is GPipe's, (S - 1) / (N + S - 1). Stage s keeps at most
-    min(N, 2 (S - s)) activations in flight, which is twice the S - s of the paper. So
-    stage 0, which has the most, keeps as many as in GPipe unless N > 2 S.
+    *Paired* ticks hold a forward, then a whole backward, of different microbatches except
+    on the last stage: few, large ticks. The bubble is GPipe's, (S - 1) / (N + S - 1).
+    Stage s keeps at most min(N, 2 (S - s) - 1) activations in flight, where the paper has
+    S - s. So stage 0, which has the most, keeps as many as in GPipe unless N >= 2 S.
 
     *Unit* ticks hold one of forward, input gradient and weight gradient: after
     min(S - 1 - s, N) forwards of warm-up a stage runs F B W in turn. A gradient leaves
@@ -31,7 +31,7 @@ def one_f_one_b(
     flight, as in the paper.
 
     In a pipeline every device has buffers for the largest stage. Its activations
-    therefore take min(N, 2 S) microbatches in paired ticks and min(N, S) in unit ticks.
+    therefore take min(N, 2 S - 1) microbatches in paired ticks and min(N, S) in unit ticks.
 
     Args:
       num_stages: S, at least 1.
@@ -39,7 +39,7 @@ def one_f_one_b(
       ticks: "paired" or "unit".
 
     Returns:
-      A `Schedule` of T = N + 2 S - 1 paired or 3 N + 2 (S - 1) unit ticks. Every
+      A `Schedule` of T = N + 2 S - 2 paired or 3 N + 2 (S - 1) unit ticks. Every
       operation reads weight version 0, and every stage updates in the last tick.
 
     Raises:
@@ -48,7 +48,7 @@ def one_f_one_b(
     Example:
       >>> paired, unit = (one_f_one_b(4, 8, ticks=t).facts() for t in ("paired", "unit"))
       >>> paired.makespan, paired.in_flight.tolist()  # GPipe: 33, [8, 8, 8, 8]
-      (33, [8, 6, 4, 2])
+      (33, [7, 5, 3, 1])
       >>> unit.makespan, unit.in_flight.tolist()
       (30, [4, 3, 2, 1])
 
@@ -61,7 +61,7 @@ def one_f_one_b(
     after = num_stages - 1 - s  # stages after this one
     if ticks == "paired":
         return Schedule.from_ticks(
-            "one_f_one_b", forward=m + s, backward=m + num_stages + after
+            "one_f_one_b", forward=m + s, backward=m + num_stages - 1 + after
         )
     # The last stage runs F B W without a gap, and every gradient travels one stage per
     # tick. A forward after the warm-up fills the tick before a backward.

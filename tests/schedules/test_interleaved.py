@@ -39,7 +39,7 @@ def test_golden_makespans(D, v, N, golden):
 def test_closed_forms(D, v, groups):
     S, N = D * v, D * groups
     paired, unit = interleaved(S, N, v), interleaved(S, N, v, ticks="unit")
-    assert paired.num_ticks == v * N + v * D + D - 1
+    assert paired.num_ticks == v * N + v * D + D - 2
     assert unit.num_ticks == 3 * v * N + 2 * (D - 1)
     assert (unit.device_work() <= 1).all()
     assert (paired.facts().in_flight >= unit.facts().in_flight).all()

@@ -19,12 +19,12 @@ def picture(schedule) -> list[str]:
 
 def test_paired_picture():
     assert picture(one_f_one_b(3, 4)) == [
-        "s0    F0  F1  F2  F3  .   .   .   .   .",
-        "      .   .   .   .   .   B0  B1  B2  B3*",
-        "s1    .   F0  F1  F2  F3  .   .   .   .",
-        "      .   .   .   .   B0  B1  B2  B3  *",
-        "s2    .   .   F0  F1  F2  F3  .   .   .",
-        "      .   .   .   B0  B1  B2  B3  .   *",
+        "s0    F0  F1  F2  F3  .   .   .   .",
+        "      .   .   .   .   B0  B1  B2  B3*",
+        "s1    .   F0  F1  F2  F3  .   .   .",
+        "      .   .   .   B0  B1  B2  B3  *",
+        "s2    .   .   F0  F1  F2  F3  .   .",
+        "      .   .   B0  B1  B2  B3  .   *",
     ]
 
 
@@ -41,11 +41,11 @@ def test_unit_picture():
 def test_closed_forms_of_paired_ticks(num_stages, num_microbatches):
     facts = one_f_one_b(num_stages, num_microbatches).facts()
     after = num_stages - 1 - np.arange(num_stages)
-    assert facts.num_ticks == num_microbatches + 2 * num_stages - 1
+    assert facts.num_ticks == num_microbatches + 2 * num_stages - 2
     assert facts.makespan == 3 * (num_microbatches + num_stages - 1)
     assert facts.bubble == (num_stages - 1) / (num_microbatches + num_stages - 1)
     np.testing.assert_array_equal(
-        facts.in_flight, np.minimum(num_microbatches, 2 * after + 2)
+        facts.in_flight, np.minimum(num_microbatches, 2 * after + 1)
     )
 
 
