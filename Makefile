@@ -3,8 +3,9 @@
 #
 #   make train          the quickstart: trains on real digits, about two minutes
 #   make train CONFIG=configs/gpt_1f1b.py ARGS=--config.num_steps=100
-#   make test           the tests without the slow ones, about 20 minutes on two cores
-#   make test-all       all tests
+#   make test           the tests, about ten minutes on two cores
+#   make test-all       also more cases of the longest tests, about 20 minutes
+#   make test-slow      the tests that take minutes each, and every printed command: hours
 #   make test-wheel     builds the package, installs it in an empty environment, runs the README
 #   make gpu-compiler   the compiler for H100s; with it the tests also compile steps for GPUs
 #   make check          formatting, likely mistakes, types
@@ -23,16 +24,19 @@ DOCS_STAMP := .venv/docs.stamp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 
-.PHONY: train test test-all test-wheel gpu-compiler check types docs format clean
+.PHONY: train test test-all test-slow test-wheel gpu-compiler check types docs format clean
 
 train: $(STAMP)
 	$(BIN)/python train/train.py --config $(CONFIG) $(ARGS)
 
 test: $(STAMP)
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
 
-test-all: $(STAMP)
-	$(PYTEST) $(ARGS)
+test-all: test
+	$(PYTEST) -m "exhaustive and not slow" $(ARGS)
+
+test-slow: $(STAMP)
+	$(PYTEST) -m slow $(ARGS)
 
 test-wheel: $(STAMP)
 	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)

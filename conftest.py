@@ -3,6 +3,7 @@
 XLA reads its flags when JAX first runs, so they are set while this file is imported.
 """
 
+import collections
 import gc
 import importlib.metadata
 import os
@@ -44,3 +45,17 @@ def _forget_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for
+def pytest_collection_modifyitems(items):
+    """Of the cases of a test marked `sampled(n)`, all but every n-th are `exhaustive`."""
+    seen = collections.Counter()
+    for item in items:
+        mark = item.get_closest_marker("sampled")
+        if mark is None or item.get_closest_marker("slow"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if seen[test] % mark.args[0]:
+            item.add_marker(pytest.mark.exhaustive)
+        seen[test] += 1

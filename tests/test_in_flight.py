@@ -42,6 +42,7 @@ def pipeline(schedule):
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.sampled(5)
 def test_unread_steps(name):
     pipe = pipeline(SCHEDULES[name])
     state = pipe.init(jax.random.key(0), BATCH)

@@ -51,6 +51,7 @@ def batches(number):
     "name,overlap",
     [("one_f_one_b/paired", False), ("zero_bubble_v", True), ("pipemare/unit", True)],
 )
+@pytest.mark.sampled(3)
 def test_a_lossless_codec_changes_no_number(name, overlap, monkeypatch):
     table, results, texts = schedule_named(name, 4, 8), [], []
     for codec in (None, BYTES):

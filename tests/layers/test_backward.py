@@ -182,6 +182,7 @@ def test_forward(name, policy):
         (False, "dots_saveable"),
     ],
 )
+@pytest.mark.sampled(3)
 def test_backward(name, input_grads, policy):
     """The whole, and both halves, are what `jax.vjp` says."""
     parameters, inputs, _, given, of_parameters, of_inputs = answers(name)

@@ -70,6 +70,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(3)
 def test_callbacks_run_once_per_forward(name):
     """Under recompute the forward runs again in the backward, as `jax.checkpoint` has it."""
     schedule, options, times = CASES[name]

@@ -64,6 +64,7 @@ def with_accuracy(loss):
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("schedule,S,N,replicas,recompute", SYNCHRONOUS)
+@pytest.mark.sampled(3)
 def test_a_masked_mean_equals_the_plain_model(schedule, S, N, replicas, recompute):
     table = schedule_named(schedule, S, N)
     with jax.enable_x64(True):
@@ -244,6 +245,7 @@ def negative(outputs, batch):
         ),
     ],
 )
+@pytest.mark.sampled(4)
 def test_a_loss_that_microbatches_change_is_warned_about(loss, words):
     for batch in (
         numbers(),
@@ -345,6 +347,7 @@ def plain_reporting(params, batch):
         ("gpipe", 1, 2, {"recompute": jax.checkpoint_policies.dots_saveable}),
     ],
 )
+@pytest.mark.sampled(3)
 def test_the_loss_sees_what_layers_report(schedule, S, N, options):
     table, options = schedule_named(schedule, S, N), dict(options)
     mesh = jpipe.make_mesh(stage=table.num_devices, data=options.pop("data", 1))

@@ -23,6 +23,7 @@ CASES = [
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("family,schedule,S,N,recompute,R", CASES)
+@pytest.mark.sampled(3)
 def test_equals_the_plain_model_on_the_whole_batch(
     family, schedule, S, N, recompute, R
 ):

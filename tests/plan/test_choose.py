@@ -103,6 +103,7 @@ ASYNCHRONOUS = {"pipedream", "pipedream_2bw", "pipemare"}
 @pytest.mark.filterwarnings("ignore:.*bubble:UserWarning")
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
+@pytest.mark.sampled(4)
 def test_every_number_of_microbatches_is_planned(num_devices, asynchronous):
     """Each plan is priced, or skipped with the reason of its builder; none is both or lost."""
     names = {*jpipe.schedules.names()} - {"forward_only"}

@@ -48,6 +48,7 @@ def without_compiling(pipe, batch):
 @pytest.mark.parametrize("family", CUTS)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.sampled(7)
 def test_bytes_are_those_of_the_pipeline(family, name, recompute):
     schedule = schedule_named(name, 3, 4)
     pipe = pipeline(family, schedule, boundaries=CUTS[family], recompute=recompute)
@@ -110,6 +111,7 @@ SKIPS = (
 
 @pytest.mark.parametrize("name,cut", SKIPS)
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.sampled(4)
 def test_bytes_with_skips(name, cut, recompute):
     """Nested, crossing, several on one way, with integers, and between stages of one device."""
     with jax.enable_x64(True):

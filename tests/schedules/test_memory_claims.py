@@ -62,6 +62,7 @@ def test_rings_of_a_device(call, rings):
 
 
 @pytest.mark.parametrize(("call", "measured"), [(row[0], row[2]) for row in ROWS])
+@pytest.mark.sampled(4)
 def test_bytes_of_activations(call, measured):
     unit = activations(schedules.one_f_one_b(4, 8, ticks="unit"))
     assert f"{activations(build(call)) / unit:.2f}" == measured

@@ -100,6 +100,7 @@ CASES = [
 
 @pytest.mark.parametrize("schedule,S,N,recompute,R,optimizer", CASES)
 @pytest.mark.filterwarnings("ignore:.*bubble")
+@pytest.mark.sampled(3)
 def test_ties_equal_the_plain_tied_model(schedule, S, N, recompute, R, optimizer):
     with jax.enable_x64(True):
         table = schedule_named(schedule, S, N)
