@@ -8,8 +8,8 @@ was shared with other work (2026-11-21, JAX 0.10.2, Python 3.11, whose reference
 text).
 
 The usual things to change: --config.data.path=FILE for a text of your own,
---config.pipeline.options.ticks=unit for half as many activations in flight. In a hurry:
---config.num_steps=100.
+--config.pipeline.options.ticks=unit for 4 instead of 7 microbatches in flight. In a
+hurry: --config.num_steps=100.
 """
 
 from models import Transformer

@@ -350,7 +350,7 @@ class Schedule:
           The same ticks as a synchronous table, then as an asynchronous round.
 
           >>> s, m = np.arange(2), np.arange(2)[:, None]
-          >>> flush = Schedule.from_ticks("1F1B", m + s, m + 3 - s)
+          >>> flush = Schedule.from_ticks("flush", m + s, m + 3 - s)
           >>> print(flush.to_text(), end="")
           0@0    1@1
           F0     .
@@ -432,9 +432,8 @@ class Schedule:
           >>> print(jpipe.schedules.one_f_one_b(2, 2).to_text(), end="")
           0@0    1@1
           F0     .
-          F1     F0
-          .      F1,B0
-          B0     B1
+          F1     F0,B0
+          B0     F1,B1
           B1,U1  U1
         """
         return _schedule_text.to_text(self)

@@ -64,8 +64,9 @@ def interleaved(
     microbatch passes each device v times, and the bubble is that of v times smaller
     stages: in paired ticks (D - 1) / (v N + D - 1) of all time.
 
-    *Paired* ticks hold a forward and a whole backward of a device, mostly of different
-    stages. *Unit* ticks hold one of forward, input gradient and weight gradient: first
+    *Paired* ticks hold a forward and then a whole backward of a device, mostly of different
+    stages. The last stage runs both of a microbatch in one tick. *Unit* ticks hold one of
+    forward, input gradient and weight gradient: first
     2 (D - 1 - d) + (v - 1) D forwards of warm-up on device d, then F B W in turn. The
     bubble is smaller, 2 (D - 1) ticks of 3 v N + 2 (D - 1), and so are the activations in
     flight.

@@ -19,10 +19,11 @@ def one_f_one_b(
         s0 F0 .  F1 B0 W0 F2 B1 W1 F3 B2 W2 .  B3 W3           S=2, N=4, unit
         s1 .  F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3 .
 
-    *Paired* ticks hold a forward, then a whole backward, of different microbatches except
-    on the last stage: few, large ticks. The bubble is GPipe's, (S - 1) / (N + S - 1).
-    Stage s keeps at most min(N, 2 (S - s) - 1) activations in flight, where the paper has
-    S - s. So stage 0, which has the most, keeps as many as in GPipe unless N >= 2 S.
+    *Paired* ticks hold a forward and then a whole backward: few, large ticks. On the last
+    stage both are of one microbatch, on the others of different ones. The bubble is
+    GPipe's, (S - 1) / (N + S - 1). Stage s keeps at most min(N, 2 (S - s) - 1) activations
+    in flight, nearly twice the S - s of the paper. So stage 0, which has the most, keeps
+    as many as in GPipe unless N > 2 S - 1.
 
     *Unit* ticks hold one of forward, input gradient and weight gradient: after
     min(S - 1 - s, N) forwards of warm-up a stage runs F B W in turn. A gradient leaves
@@ -54,12 +55,15 @@ def one_f_one_b(
 
     References:
       Narayanan et al., ICML 2021, arXiv:2006.09503, section 2.2. The paired table departs
-      from it: the tick of a backward also holds the forward of a later microbatch.
+      from it: before the last stage, the tick of a backward also holds the forward of a
+      later microbatch.
     """
     raise_refusal(wrong_counts_or_ticks(num_stages, num_microbatches, ticks))
     s, m = np.arange(num_stages), np.arange(num_microbatches)[:, None]
     after = num_stages - 1 - s  # stages after this one
     if ticks == "paired":
+        # A tick runs forward before backward, so the last stage can run both passes of a
+        # microbatch in one tick.
         return Schedule.from_ticks(
             "one_f_one_b", forward=m + s, backward=m + num_stages - 1 + after
         )

@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 
 import numpy as np
@@ -48,6 +49,15 @@ def test_closed_forms(D, v, groups):
 
 
 @pytest.mark.parametrize("D,v,groups", GRID)
+def test_in_flight_of_paired_ticks(D, v, groups):
+    """A stage runs D forwards in S ticks and keeps each for as many ticks as in 1F1B."""
+    S, N = D * v, D * groups
+    for s, in_flight in enumerate(interleaved(S, N, v).facts().in_flight):
+        turns, rest = divmod(2 * (S - s) - 1, S)
+        assert in_flight == min(N, turns * D + min(rest, D))
+
+
+@pytest.mark.parametrize("D,v,groups", GRID)
 def test_unit_ticks_keep_the_order_of_megatron(D, v, groups):
     """Warm-up forwards, then forward and backward in turn; chunks in groups of D microbatches."""
     N = D * groups
@@ -75,6 +85,12 @@ def test_one_chunk_is_one_f_one_b_in_time(ticks):
     for D, N in ((2, 4), (4, 8)):
         one = interleaved(D, N, 1, ticks=ticks).facts()
         assert one.makespan == one_f_one_b(D, N, ticks=ticks).facts().makespan
+
+
+def test_one_chunk_in_paired_ticks_is_one_f_one_b():
+    for D, N in ((1, 1), (2, 4), (4, 8)):
+        one, plain = interleaved(D, N, 1), one_f_one_b(D, N)
+        assert one == dataclasses.replace(plain, name="interleaved")
 
 
 def test_wrong_input():
