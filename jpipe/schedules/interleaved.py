@@ -66,10 +66,9 @@ def interleaved(
 
     *Paired* ticks hold a forward and then a whole backward of a device, mostly of different
     stages. The last stage runs both of a microbatch in one tick. *Unit* ticks hold one of
-    forward, input gradient and weight gradient: first
-    2 (D - 1 - d) + (v - 1) D forwards of warm-up on device d, then F B W in turn. The
-    bubble is smaller, 2 (D - 1) ticks of 3 v N + 2 (D - 1), and so are the activations in
-    flight.
+    forward, input gradient and weight gradient: first 2 (D - 1 - d) + (v - 1) D forwards of
+    warm-up on device d, then F B W in turn. The bubble is smaller, 2 (D - 1) ticks of
+    3 v N + 2 (D - 1), and no more activations are in flight than in paired ticks.
 
     Args:
       num_stages: S, a multiple of `num_chunks`. The schedule has D = S / num_chunks devices.
