@@ -316,6 +316,13 @@ def add_all(
     joined: bool = False,
 ) -> Mapping[str, jax.Array]:
     """The arrays with a value added to leaf i of every place; see `write_all`."""
+    if not joined:
+        # In the shape of the leaf: at a constant index XLA for CPUs would else read in the kernel
+        # that writes, and that kernel would then go over the whole array.
+        for place, value in zip(places, values, strict=True):
+            value = read(arrays, place, lead, i) + value
+            arrays = write_all(arrays, [place], lead, [value], i)
+        return arrays
     for place, block in _blocks(places, values, len(lead), joined):
         array, start = arrays[place.array], _start(arrays, place, lead, i)
         # XLA for GPUs reads, adds and writes in one kernel only if the block is not reshaped between.

@@ -174,6 +174,24 @@ def num_writes(function, *args):
     return sum(e.primitive.name == "dynamic_update_slice" for e in jaxpr.eqns)
 
 
+def test_adding_goes_over_the_leaf_alone():
+    """At a constant index too, no kernel reads the array that it writes by a slice of its own."""
+    leaves = [(aval(64, 3), 1), (aval(5000, 20), 1), (aval(7), 1)]
+    pack = Packing.of([leaves], np.inf)  # all in one vector
+    places = pack.places[0]
+
+    def add(arrays, values):
+        return packing.add_all(arrays, places, [0], values)
+
+    values = [jnp.ones(place.shape) for place in places]
+    lowered = jax.jit(add, donate_argnums=0).lower(arrays_of(pack, 1), values)
+    options = {"xla_backend_optimization_level": 0}
+    kernels = lowered.compile(options).as_text().split("\n\n")
+    writers = [k for k in kernels if "ROOT" in k and "dynamic-update-slice(" in k]
+    writers = [k for k in writers if "fused_computation" in k]
+    assert writers and not any(" slice(" in kernel for kernel in writers)
+
+
 @pytest.mark.parametrize("occupancy", [0.0, np.inf])
 def test_what_a_layer_writes_lies_side_by_side(occupancy):
     # Three layers with two matrices and two vectors each, then a layer with one matrix.

@@ -21,6 +21,7 @@ References:
 
 import collections
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -144,11 +145,11 @@ def smallest_stash(
         operands = variables(eqn.invars)
         is_cheap = eqn.primitive.name in _CHEAP and not eqn.effects
         if is_cheap and of_parameters.isdisjoint(operands):
-            edges = [((u, "out"), v) for u in operands if u in varying for v in results]
+            starts: list = [(u, "out") for u in operands if u in varying]
         else:
-            edges = [(_SOURCE, v) for v in results]
-        for u, v in edges:
-            network.connect(u, (v, "in"))
+            starts = [_SOURCE]
+        for start, v in itertools.product(starts, results):
+            network.connect(start, (v, "in"))
     for v in order:
         network.connect((v, "in"), (v, "out"), num_bytes(v.aval))
     for v in dict.fromkeys(residuals):

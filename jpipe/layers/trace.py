@@ -432,9 +432,17 @@ def shared_jit(platform: str) -> Callable[[Callable, jax.Array], Any]:
     options = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
 
     def call(function: Callable, key: jax.Array) -> Any:
-        shape = jax.eval_shape(function, key)
-        text = f"{shape}{jaxpr_text(lambda k: jax.tree.leaves(function(k)), key)}"
-        jitted = jax.jit(function, compiler_options=options)
-        return compiled.setdefault(text, jitted)(key)
+        trees = []
+
+        def flat(key: jax.Array) -> list:
+            leaves, tree = jax.tree.flatten(function(key))
+            trees.append(tree)
+            return leaves
+
+        equations = Equations.trace(flat, key)  # traces `function` once
+        text = f"{trees[0]}{equations.text()}"
+        if text not in compiled:
+            compiled[text] = jax.jit(equations.__call__, compiler_options=options)
+        return trees[0].unflatten(compiled[text](key))
 
     return call
