@@ -62,7 +62,8 @@ class Pipeline:
         gradients, their optimizer state, and the stashed activations that follow from them.
         Messages between stages are whole on each device of such an axis. Axis names that the mesh
         has not count as None, so a model runs on any mesh.
-      recompute: "none"; "full": a stage keeps only its inputs, and runs its forward again before
+      recompute: "none": a layer keeps the fewest bytes from which elementwise operations compute what
+        its backward reads; "full": a stage keeps only its inputs, and runs its forward again before
         its backward; or a policy of `jax.checkpoint_policies`: a layer keeps its inputs and what
         the policy saves, and its backward computes the rest again, from the weights that the
         backward reads.

@@ -15,8 +15,8 @@ of equations. All programs are slices of these lists:
 
 `input_grad` has exactly the backward equations that the input gradient needs. `weight_grad` has the
 remaining equations that the parameter gradients need. So no equation runs twice, and both together
-are the whole backward. Values that depend on the parameters alone are rebuilt by each half that
-reads them.
+are the whole backward. What is rebuilt is rebuilt by each half that reads it.
+`jpipe/layers/residuals.py` chooses what is stashed.
 
 Under a checkpoint policy the residuals are the layer's inputs and the values that the policy saves.
 The backward then begins with the forward equations that run again; none of these runs in both halves.
