@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 
+from checkout import commit
 from gpu_program import Activity, Step
 from gpu_rows import MODELS, SCHEDULES, SIZES, SMALL, merged, saved, table, wanted_rows
 
@@ -207,7 +208,7 @@ def _place(kind: tuple[tuple[str, ...], object]) -> list[int]:
 
 def compile_in_process(args: argparse.Namespace, request: dict) -> dict:
     """The row of a request: what `compile_row` returns, or the reason why it "failed"."""
-    row = request | {"date": time.strftime("%Y-%m-%d"), "commit": _commit(args.root)}
+    row = request | {"date": time.strftime("%Y-%m-%d"), "commit": commit(args.root)}
     with tempfile.TemporaryDirectory() as temporary:
         dump = pathlib.Path(temporary)
         if args.keep:
@@ -244,13 +245,6 @@ def compile_in_process(args: argparse.Namespace, request: dict) -> dict:
             errors = re.findall(r"^[\w.]*Error: .*", process.stderr, re.MULTILINE)
             return row | {"failed": (errors or ["no message"])[-1][:500]}
         return row | json.loads(process.stdout.splitlines()[-1])
-
-
-def _commit(root: pathlib.Path) -> str:
-    """The commit of a checkout, with `-dirty` if files differ from it."""
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
-    git = subprocess.run(command, capture_output=True, text=True)
-    return git.stdout.strip() or "unknown"
 
 
 def main() -> None:

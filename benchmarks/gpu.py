@@ -36,6 +36,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from checkout import commit
 from gpu_sizes import REHEARSAL, Sizes, model_flops, peak_flops
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -110,16 +111,6 @@ def run_apart(row: str, rehearse: bool, seconds: float, cache: str) -> dict:
     return result
 
 
-def commit() -> str:
-    """The commit of the checkout, with `-dirty` if files differ from it, or "unknown"."""
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
-    try:
-        git = subprocess.run(command, capture_output=True, text=True)
-    except OSError:  # no git
-        return "unknown"
-    return git.stdout.strip() or "unknown"
-
-
 def save(results: Mapping[str, Any], out: pathlib.Path) -> None:
     """Writes the results. The file is whole at any time."""
     partial = out.with_name(out.name + ".part")
@@ -179,7 +170,7 @@ def run_rows(args: argparse.Namespace, out: pathlib.Path) -> dict:
         rows: dict[str, dict] = {}
         results = {
             "date": datetime.date.today().isoformat(),
-            "commit": commit(),
+            "commit": commit(HERE),
             **machine,
             "sizes": dataclasses.asdict(sizes),
             "rows": rows,

@@ -27,6 +27,7 @@ import time
 from typing import NamedTuple
 
 import throughput
+from checkout import commit
 
 HERE = pathlib.Path(__file__).parent
 ENVIRONMENTS = HERE / "peers" / "env"
@@ -165,9 +166,7 @@ def run(name: str, workload: str, steps: int) -> dict:
 @functools.cache
 def _commit() -> str:
     """The commit of the working tree, with `-dirty` if files differ from it."""
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty"]
-    git = subprocess.run(command, capture_output=True, text=True)
-    return git.stdout.strip() or "unknown"
+    return commit(HERE)
 
 
 def sittings(results: dict) -> str:

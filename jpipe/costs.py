@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jpipe import packing
+from jpipe.layers.avals import num_bytes
 from jpipe.layers.trace import Traced
 from jpipe.program import Program
 from jpipe.settings import Settings, abstract
@@ -73,9 +74,7 @@ def partition(program: Program) -> list[StageRecord]:
                 layers=(layers.start, layers.stop),
                 names=tuple(stages.layers[i].name for i in layers),
                 num_parameters=sum(math.prod(a.shape) for a in leaves),
-                parameter_bytes=sum(
-                    math.prod(a.shape) * a.dtype.itemsize for a in leaves
-                ),
+                parameter_bytes=num_bytes(leaves),
                 flops=sum(program.traced.flops[i] for i in layers),
             )
         )

@@ -321,9 +321,9 @@ def add_all(
         # that writes, and that kernel would then go over the whole array.
         for place, value in zip(places, values, strict=True):
             value = read(arrays, place, lead, i) + value
-            arrays = write_all(arrays, [place], lead, [value], i)
+            arrays = write(arrays, place, lead, value, i)
         return arrays
-    for place, block in _blocks(places, values, len(lead), joined):
+    for place, block in _blocks(places, values, len(lead), joined=True):
         array, start = arrays[place.array], _start(arrays, place, lead, i)
         # XLA for GPUs reads, adds and writes in one kernel only if the block is not reshaped between.
         old = lax.dynamic_slice(array, start, block.shape, allow_negative_indices=False)

@@ -1,5 +1,7 @@
 """Small functions of abstract arrays (avals) and of pytrees of them."""
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -10,6 +12,11 @@ import numpy as np
 def is_inexact(leaf: Any) -> bool:
     """Whether a leaf is of floating-point or complex numbers, so that it has a gradient."""
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def num_bytes(avals: Iterable) -> int:
+    """Bytes of arrays, abstract or not, of numbers or of random keys."""
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
 
 
 def abstract(tree: Any) -> Any:

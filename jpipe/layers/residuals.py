@@ -26,6 +26,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from jpipe.layers.avals import num_bytes
 from jpipe.layers.elementwise import ELEMENTWISE
 from jpipe.layers.equations import Equations, contains, value_of, variables
 from jpipe.layers.vjp import Arguments, Forward
@@ -151,15 +152,11 @@ def smallest_stash(
         for start, v in itertools.product(starts, results):
             network.connect(start, (v, "in"))
     for v in order:
-        network.connect((v, "in"), (v, "out"), num_bytes(v.aval))
+        network.connect((v, "in"), (v, "out"), num_bytes([v.aval]))
     for v in dict.fromkeys(residuals):
         network.connect((v, "out"), _SINK)
     after = network.sink_side()
     return [v for v in order if (v, "out") in after and (v, "in") not in after]
-
-
-def num_bytes(aval: Any) -> int:
-    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 _SOURCE, _SINK = "source", "sink"

@@ -31,6 +31,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jpipe.layers.avals import num_bytes
 from jpipe.packing import Packing
 
 PROGRAMS = (
@@ -128,11 +129,6 @@ class Progress:
     def _write(self, line: str) -> None:
         if sys.stderr.isatty():
             print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
-
-
-def num_bytes(avals: Iterable) -> int:
-    """Bytes of arrays, abstract or not."""
-    return sum(math.prod(a.shape) * np.dtype(a.dtype).itemsize for a in avals)
 
 
 def count_cores() -> int:

@@ -15,7 +15,7 @@ from jpipe.engine.stage_layers import (
     write_layer_stash,
     write_stash,
 )
-from jpipe.layers.avals import is_inexact
+from jpipe.layers.avals import is_inexact, num_bytes
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.trace import Traced, shared_jit
 from jpipe.packing import Leaf, Packing
@@ -27,7 +27,6 @@ from jpipe.plan._loops import (
     Progress,
     groups_of,
     needed_programs,
-    num_bytes,
     num_rows_of,
     packed,
     random_like,

@@ -12,6 +12,7 @@ import optax
 from jax import lax
 
 from jpipe import packing
+from jpipe.layers.avals import num_bytes
 from jpipe.layers.equations import Equations
 from jpipe.layers.trace import Traced
 from jpipe.packing import Leaf, Packing
@@ -21,7 +22,6 @@ from jpipe.plan._loops import (
     Member,
     Progress,
     groups_of,
-    num_bytes,
     num_rows_of,
     packed,
     random_like,

@@ -9,10 +9,10 @@ import numpy as np
 
 from jpipe.costs import Memory
 from jpipe.engine.layout import StatePackings, buffer_shapes
+from jpipe.layers.avals import num_bytes
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, lower
 from jpipe.packing import Leaf, Packing
-from jpipe.plan._loops import num_bytes
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate

@@ -13,7 +13,8 @@ import tempfile
 
 import jax
 
-from jpipe.plan._loops import PROGRAMS, Seconds, num_bytes
+from jpipe.layers.avals import num_bytes
+from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._profile_file import WrongField, decode, text_of
 from jpipe.solvers import Graph, Node, min_max
 

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import optax
 
-from jpipe.layers.avals import shapes_text
+from jpipe.layers.avals import num_bytes, shapes_text
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.trace import Traced
-from jpipe.plan._loops import PROGRAMS, Measured, Progress, count_cores, num_bytes
+from jpipe.plan._loops import PROGRAMS, Measured, Progress, count_cores
 from jpipe.plan._measure_layers import measure_layers, outputs
 from jpipe.plan._measure_updates import measure_updates, trace_updates
 from jpipe.plan._profile import LayerProfile, Profile

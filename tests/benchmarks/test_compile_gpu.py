@@ -20,6 +20,7 @@ NUM_STAGES = 4
 
 # Name -> model and schedule.
 PROGRAMS = {"equal 1f1b": ("equal", "1f1b"), "ends zb-h1": ("ends", "zb-h1")}
+FIRST, *OTHERS = PROGRAMS
 
 # Limits of a tick of the small programs, whether the device is busy or idle. A buffer has up to
 # 42 MB, and the weights of a layer have 1 MB.
@@ -145,7 +146,8 @@ LIMITS = (
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.__name__)
 @pytest.mark.parametrize(
-    "name", ["equal 1f1b", pytest.param("ends zb-h1", marks=pytest.mark.exhaustive)]
+    "name",
+    [FIRST, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)],
 )
 def test_limit(rows, name, limit):
     value, most = limit(*rows(name))

@@ -10,7 +10,7 @@ from flax import nnx
 from jax import checkpoint_policies as policies
 from jax.ad_checkpoint import checkpoint_name
 
-from jpipe.layers.avals import is_inexact
+from jpipe.layers.avals import is_inexact, num_bytes
 from jpipe.layers.backward import trace_layer
 from jpipe.layers.equations import Equations, jaxpr_text
 from jpipe.layers.vjp import OffloadError
@@ -315,10 +315,6 @@ def test_extra_inputs_are_not_differentiated():
 
 
 # -- What a checkpoint policy stashes -------------------------------------------------
-
-
-def num_bytes(avals):
-    return sum(a.size * a.dtype.itemsize for a in avals)
 
 
 @pytest.mark.parametrize("name", sorted(LAYERS.keys() - {"transformer"}))
