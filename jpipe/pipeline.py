@@ -1,7 +1,6 @@
 """The public class: `Pipeline`."""
 
 import os
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from jpipe.schedule import Schedule
 from jpipe.settings import Settings, same_shapes
 from jpipe.stages.cut import check_boundaries
 from jpipe.state import PipelineState
+from jpipe.warn import warn
 
 if TYPE_CHECKING:
     from jpipe.plan._profile import Profile
@@ -313,17 +313,16 @@ class Pipeline:
             self._settings.loss, outputs, traced.reported, program.microbatch, batch
         )
         if problem is not None:
-            warnings.warn(problem, stacklevel=3)
+            warn(problem)
         if traced.reported:  # reports may be means over rows, which only the loss sees
             traced = self._settings.trace(
                 program.microbatch, program.engine.key_impl, train=False
             )
         for sentence in row_mixing(traced):
-            warnings.warn(
+            warn(
                 f"{sentence}, so what it computes depends on the other rows of its microbatch, and "
                 "the result of training on `num_microbatches`. Compute each row by itself, or "
                 "choose one microbatch per minibatch.",
-                stacklevel=3,
             )
 
     def adopt(self, state: PipelineState) -> PipelineState:

@@ -25,7 +25,6 @@ synchronous table every k is 0.
 
 import dataclasses
 import functools
-import warnings
 from typing import Any
 
 import numpy as np
@@ -36,6 +35,7 @@ from jpipe._cells import CELL_FIELDS, idle_cells
 from jpipe._cells import IDLE as IDLE
 from jpipe._schedule_facts import Facts as Facts
 from jpipe._schedule_rules import RULES
+from jpipe.warn import warn
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -543,9 +543,8 @@ def check_counts(**counts: int) -> None:
 
 def _warn_if_starved(schedule: Schedule) -> None:
     if schedule.num_microbatches < schedule.num_devices:
-        warnings.warn(
+        warn(
             f"{schedule.name} with num_microbatches={schedule.num_microbatches} on "
             f"{schedule.num_devices} devices is {schedule.facts().bubble:.0%} bubble. "
             f"Use at least {schedule.num_devices} microbatches, better 4 times that.",
-            stacklevel=4,
         )

@@ -13,8 +13,8 @@ from jpipe.entry_points import ENTRY_POINTS
 ROOT = pathlib.Path(__file__).parents[1]
 
 LEVELS = [
-    {"_cells", "suggest", "optim", "packing", "mesh", "entry_points", "in_flight"},
-    {"_schedule_facts", "_schedule_text"},
+    {"_cells", "suggest", "warn", "packing", "mesh", "entry_points", "in_flight"},
+    {"optim", "_schedule_facts", "_schedule_text"},
     {"_schedule_rules"},
     {"schedule"},
     {"solvers"},

@@ -15,11 +15,12 @@ declares the state that it reads by `@reads_state(MyState)`.
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar
 
 import jax
+
+from jpipe.warn import warn
 
 _Hook = TypeVar("_Hook", bound=Callable)
 
@@ -151,11 +152,10 @@ the optimizer's chain, or leave `backward_params` out.
         if needed is None or unknown or state_type in read.values():
             continue
         function = declaration.hook_function or "..."
-        warnings.warn(
+        warn(
             f"`{declaration.transform}` is in the optimizer, but no `{needed}_params` reads "
             f"its state, so it only costs memory. Pass `{needed}_params={function}` to "
             f"`Pipeline`, or leave `{declaration.transform}` out.",
-            stacklevel=3,
         )
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import os
 import re
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from jpipe.plan._loops import PROGRAMS, Measured, Progress, count_cores
 from jpipe.plan._measure_layers import measure_layers, outputs
 from jpipe.plan._measure_updates import measure_updates, trace_updates
 from jpipe.plan._profile import LayerProfile, Profile
+from jpipe.warn import warn
 
 
 def profile(
@@ -105,7 +105,7 @@ def profile(
         why = _unfit(kept, made_with, programs)
         if not why:
             return dataclasses.replace(kept, recompute=recompute)
-        warnings.warn(f"{os.fspath(cache)}: {why}. Profiling again.", stacklevel=4)
+        warn(f"{os.fspath(cache)}: {why}. Profiling again.")
     with jax.default_device(devices[0]), Progress.of(programs) as progress:
         given = programs, min_seconds, devices, progress
         *of_kind, of_loss = measure_layers(traced, microbatch, *given)

@@ -3,7 +3,6 @@
 import inspect
 import os
 import pathlib
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from jpipe.schedules.zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from jpipe.schedules.zero_bubble import zero_bubble_h2 as zero_bubble_h2
 from jpipe.schedules.zero_bubble import zero_bubble_v as zero_bubble_v
 from jpipe.suggest import did_you_mean
+from jpipe.warn import warn
 
 __all__ = [
     "SearchResult",
@@ -210,10 +210,9 @@ def _entry(name: str) -> _Builder:
 
 def __getattr__(name: str) -> Any:
     if name == "Found":
-        warnings.warn(
+        warn(
             "`jpipe.schedules.Found` is now `jpipe.schedules.SearchResult`.",
             DeprecationWarning,
-            stacklevel=2,
         )
         return SearchResult
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,6 @@
 """An Optax chain as functions of flat lists, and the checks that it treats layers apart."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import optax
 
 from jpipe.layers.backward import Equations
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES
+from jpipe.warn import warn
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,10 +271,9 @@ def check_global_norm(
     except ValueError:
         return  # the optimizer requires the argument, so it takes no norm by itself
     if norm_of_input != weights(norm_of_gradients):
-        warnings.warn(
+        warn(
             "`optimizer` clips something that is not the gradient by `global_norm`, which is the norm of the gradient. "
             "Put `jpipe.optim.clip_by_global_norm` first in the chain.",
-            stacklevel=2,
         )
 
 

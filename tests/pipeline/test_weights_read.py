@@ -149,8 +149,10 @@ def test_hooks_that_cannot_work_are_refused(arguments, message):
 
 def test_a_transform_whose_state_no_hook_reads_warns():
     pipe = pipeline(jpipe.schedules.pipemare(2, 1, ticks="paired"))
-    with pytest.warns(UserWarning, match="no `backward_params` reads its state"):
-        pipe.init(KEY, FAMILY.batches(1, 4)[0])
+    batch = FAMILY.batches(1, 4)[0]
+    with pytest.warns(UserWarning, match="`backward_params` reads its") as warnings:
+        pipe.init(KEY, batch)
+    assert {w.filename for w in warnings} == {__file__}
 
 
 @pytest.mark.parametrize(
