@@ -2,6 +2,7 @@
 
     pip install -r benchmarks/requirements-tpu.txt
     python benchmarks/compile_tpu.py        # all schedules for 8, 32 and 256 chips
+    python benchmarks/compile_tpu.py --redraw benchmarks/compile_tpu.json  # the table of saved rows
     python benchmarks/compile_tpu.py --topologies v5e:2x4 --schedules one_f_one_b pipemare
 
 The model is a decoder transformer on a mesh of data x stage. Each schedule and topology has one
@@ -16,6 +17,8 @@ row:
 - *under compute*: for each permute, the share of the tick's estimated cycles between the start and
   the done of the permute. These are the compiler's estimates, not measurements. Of the branches of
   a conditional the longest counts, and of a loop one iteration.
+- *window / transfer*: for each permute, the estimated cycles between its start and its done, divided
+  by the cycles that its bytes take on one link. From 1 on, compute hides the transfer.
 - *operations*: thousands of estimated cycles of a middle stage's forward, backward and, where the
   schedule splits it, weight gradient. A loop over blocks counts as one iteration, so these are the
   cycles of one block.
@@ -33,7 +36,12 @@ from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).parent
 # Topology -> mesh, as (data, stage).
-TOPOLOGIES = {"v5e:2x4": (2, 4), "v5e:4x8": (4, 8), "v5e:16x16": (32, 8)}
+TOPOLOGIES = {
+    "v5e:2x4": (2, 4),
+    "v5p:2x2x2": (2, 4),
+    "v5e:4x8": (4, 8),
+    "v5e:16x16": (32, 8),
+}
 STAGES_PER_DEVICE = {"interleaved": 2, "zero_bubble_v": 2}
 SCHEDULES = (
     "gpipe",
@@ -50,16 +58,42 @@ SCHEDULES = (
 SIZES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "s8": 1, "u8": 1}
 
 
+class Chip(NamedTuple):
+    """A generation of TPUs, from https://cloud.google.com/tpu/docs/v5e and v5p.
+
+    Attributes:
+      link: bytes per second that one link carries one way: the bidirectional bandwidth of a chip,
+        divided by 2 and by its number of links.
+      clock: cycles per second: the peak of bfloat16 products, divided by 2 * 128 * 128 for each
+        matrix unit.
+    """
+
+    link: float
+    clock: float
+
+
+CHIPS = {
+    "v5e": Chip(400e9 / 2 / 4, 197e12 / (4 * 2 * 128 * 128)),
+    "v5p": Chip(1200e9 / 2 / 6, 459e12 / (8 * 2 * 128 * 128)),
+}
+
+
 class Transfer(NamedTuple):
     """A collective permute of the tick.
 
     Attributes:
       megabytes: MB that a chip sends.
       hidden: share of the tick's estimated cycles between its start and its done.
+      window: estimated cycles between its start and its done.
     """
 
     megabytes: float
     hidden: float
+    window: int
+
+    def slack(self, chip: Chip) -> float:
+        """How many times the transfer fits between its start and its done."""
+        return self.window / (self.megabytes * 1e6 / chip.link * chip.clock)
 
 
 class Program:
@@ -117,7 +151,9 @@ class Program:
                 between = sum(map(self.cycles, lines[i + 1 : done]))
                 total = max(self.of_computation(name), 1)
                 transfers.append(
-                    Transfer(_bytes(line.split(" = ")[1]) / 1e6, between / total)
+                    Transfer(
+                        _bytes(line.split(" = ")[1]) / 1e6, between / total, between
+                    )
                 )
         return transfers
 
@@ -236,6 +272,7 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
         "permutes": len(transfers),
         "sent_mb": sum(t.megabytes for t in transfers),
         "hidden": [round(t.hidden, 3) for t in transfers],
+        "slack": [round(t.slack(CHIPS[topology[:3]]), 1) for t in transfers],
         "cycles": program.operations(schedule.num_stages // 2),
     }
 
@@ -243,17 +280,18 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
 def table(rows: list[dict]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| chips (data x stage) | schedule | predicted, MB | compiled, MB | ratio | seconds | permutes | sent per tick, MB "
-        "| under compute | operations |",
-        "|---" * 10 + "|",
+        "| chips | data x stage | schedule | predicted, MB | compiled, MB | ratio | seconds | permutes | sent per tick, MB "
+        "| under compute | window / transfer | operations |",
+        "|---" * 12 + "|",
     ]
     for r in rows:
         hidden = ", ".join(f"{h:.0%}" for h in r["hidden"])
+        slack = ", ".join(f"{x:.0f}" for x in r["slack"])
         cycles = ", ".join(f"{n / 1e3:,.0f}" for n in r["cycles"].values())
         lines.append(
-            f"| {r['chips']} ({r['mesh']}) | `{r['schedule']}` | {r['predicted_mb']:,.0f} | {r['compiled_mb']:,.0f} "
+            f"| {r['topology'][:3]} | {r['mesh']} | `{r['schedule']}` | {r['predicted_mb']:,.0f} | {r['compiled_mb']:,.0f} "
             f"| {r['compiled_mb'] / r['predicted_mb']:.3f} | {r['compile_s']:.0f} | {r['permutes']} "
-            f"| {r['sent_mb']:.1f} | {hidden} | {cycles} |"
+            f"| {r['sent_mb']:.1f} | {hidden} | {slack} | {cycles} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -277,7 +315,13 @@ def main() -> None:
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--recompute", default="none", choices=["none", "full"])
     parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")
+    parser.add_argument(
+        "--redraw", type=pathlib.Path, help="only print the table of such a file"
+    )
     args = parser.parse_args()
+    if args.redraw:
+        print(table(json.loads(args.redraw.read_text())))
+        return
     environment()
     sys.path.insert(0, str(HERE.parent))
     rows = []

@@ -61,7 +61,7 @@ class Equations:
         """Evaluates the equations; also under a JAX transformation."""
         env = {**self.constants, **dict(zip(self.inputs, args, strict=True))}
         for eqn in self.equations:
-            values = _bind(eqn, [value_of(env, v) for v in eqn.invars])
+            values = bind(eqn, [value_of(env, v) for v in eqn.invars])
             env.update(zip(eqn.outvars, values))
         return [value_of(env, v) for v in self.outputs]
 
@@ -214,7 +214,8 @@ def value_of(env: dict, atom: Any) -> Any:
     return atom.val if isinstance(atom, jex.Literal) else env[atom]
 
 
-def _bind(eqn: Any, values: Sequence) -> list:
+def bind(eqn: Any, values: Sequence) -> list:
+    """The results of an equation for these operands."""
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -238,7 +239,7 @@ def _inline(jaxpr: Any, constants: Sequence, args: Sequence) -> list:
         elif _is_slow_convolution(eqn):
             out = [convolution.convolve(eqn.params, *values)]
         else:
-            out = _bind(_with_fast_convolutions(eqn), values)
+            out = bind(_with_fast_convolutions(eqn), values)
         env.update(zip(eqn.outvars, out))
     return [value_of(env, v) for v in jaxpr.outvars]
 

@@ -1,7 +1,7 @@
 """The optimizer on each stage: any Optax chain that treats every layer by itself.
 
     optimizer ── traced on the model and on each stage ──> flat updates ── unequal? refused
-    flat update ── parameter hooks ── independent parts ── grouped if equal ──> `StageUpdate`
+    flat update ── parameter hooks ── independent parts ── joined in vectors, grouped if equal ──> `StageUpdate`
 
 The chain sees a list with one entry per layer of the model, and None for layers of other stages, so
 paths and labels are the same at any number of stages. Stages whose updates are the same program
@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 
-from jpipe.layers.equations import Equations, Part
+from jpipe.layers.equations import Equations
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages.cut import Stages
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, read_delays
@@ -30,6 +30,7 @@ from jpipe.stages.flat_update import (
     norm_dtype_of,
     with_hooks,
 )
+from jpipe.stages.vector_blocks import PackedLeaf, PackedPart, in_blocks
 
 __all__ = [
     "EXTRA_ARGS",
@@ -78,7 +79,7 @@ class StageUpdate:
     """One program that updates a stage.
 
     Parts run one after the other, and each reads and writes leaves of its own. For most optimizers
-    a part is one weight, so an update needs temporary memory for one weight only.
+    a part is one weight or a block of a vector, so an update needs temporary memory for that only.
 
     Attributes:
       groups: the program, in groups of equal parts.
@@ -181,22 +182,6 @@ def _state_leaves(flat: FlatUpdate, parameters: Sequence) -> list[Leaf]:
     ]
 
 
-class _PackedLeaf(NamedTuple):
-    """One input or output of a flat update, in packed arrays.
-
-    Attributes:
-      arrays: as in `LeafSlots`.
-      copies: `(place, row)` of each copy.
-    """
-
-    arrays: str
-    copies: Sequence[tuple[Place, int]]
-
-    def layout(self) -> tuple:
-        """What leaves of one group have in common."""
-        return self.arrays, tuple(place.array for place, _ in self.copies)
-
-
 def _stage_update(
     equations: Equations,
     param_hooks: Mapping[str, Callable],
@@ -211,12 +196,10 @@ def _stage_update(
       parameters: for each parameter leaf, `(place, row)` of its copies.
       state: for each leaf of the optimizer's state, its place.
     """
-    state_leaves = [_PackedLeaf("optimizer_state", [(place, 0)]) for place in state]
-    weights = [_PackedLeaf("parameters", copies) for copies in parameters]
-    gradients = [_PackedLeaf("gradients", copies[:1]) for copies in parameters]
-    hooked = [
-        _PackedLeaf(name, copies) for name in param_hooks for copies in parameters
-    ]
+    state_leaves = [PackedLeaf("optimizer_state", [(place, 0)]) for place in state]
+    weights = [PackedLeaf("parameters", copies) for copies in parameters]
+    gradients = [PackedLeaf("gradients", copies[:1]) for copies in parameters]
+    hooked = [PackedLeaf(name, copies) for name in param_hooks for copies in parameters]
     inputs, outputs = (
         weights + gradients + state_leaves,
         weights + state_leaves + hooked,
@@ -227,48 +210,41 @@ def _stage_update(
         for i, v in enumerate(equations.inputs)
         if v.aval.size == 1 or i >= len(inputs)
     ]
-    groups = _grouped(equations.parts(common), len(common), inputs, outputs)
+    parts = [
+        PackedPart(
+            part.equations,
+            [inputs[i] for i in part.inputs[: len(part.inputs) - len(common)]],
+            [outputs[i] for i in part.outputs],
+        )
+        for part in equations.parts(common)
+    ]
+    groups = _grouped(in_blocks(parts))
     shared = [_slots([inputs[i]]) for i in common if i < len(inputs)]
     return StageUpdate(groups, shared, param_hooks, parameters, state)
 
 
-def _grouped(
-    parts: Sequence[Part],
-    num_shared: int,
-    inputs: Sequence[_PackedLeaf],
-    outputs: Sequence[_PackedLeaf],
-) -> list[UpdateGroup]:
+def _grouped(parts: Sequence[PackedPart]) -> list[UpdateGroup]:
     """Groups parts that are one program on leaves of the same arrays."""
-    alike: dict[tuple, list[Part]] = {}
+    alike: dict[tuple, list[PackedPart]] = {}
     for part in parts:
-        part = part._replace(inputs=part.inputs[: len(part.inputs) - num_shared])
-        key = (
-            part.equations.text(),
-            tuple(inputs[i].layout() for i in part.inputs),
-            tuple(outputs[i].layout() for i in part.outputs),
+        alike.setdefault((part.equations.text(), part.layout()), []).append(part)
+    return [
+        UpdateGroup(
+            run=members[0].equations,
+            inputs=[_slots(leaves) for leaves in zip(*(p.inputs for p in members))],
+            outputs=[_slots(leaves) for leaves in zip(*(p.outputs for p in members))],
+            num_parts=len(members),
         )
-        alike.setdefault(key, []).append(part)
-    groups = []
-    for members in alike.values():
-        of_inputs = zip(*(part.inputs for part in members))
-        of_outputs = zip(*(part.outputs for part in members))
-        groups.append(
-            UpdateGroup(
-                run=members[0].equations,
-                inputs=[_slots([inputs[i] for i in column]) for column in of_inputs],
-                outputs=[_slots([outputs[i] for i in column]) for column in of_outputs],
-                num_parts=len(members),
-            )
-        )
-    return groups
+        for members in alike.values()
+    ]
 
 
-def _slots(leaves: Sequence[_PackedLeaf]) -> LeafSlots:
+def _slots(leaves: Sequence[PackedLeaf]) -> LeafSlots:
     """Where a group's parts have one input or output; `leaves` has one leaf per part."""
     first = leaves[0]
     copies = []
     for c, (place, _) in enumerate(first.copies):
-        starts = [leaf.copies[c][0].start(leaf.copies[c][1]) for leaf in leaves]
+        starts = [leaf.starts()[c] for leaf in leaves]
         copies.append((place, np.array(starts, np.int32)))
     return LeafSlots(first.arrays, copies)
 

@@ -47,8 +47,11 @@ ENTRY %main (p: f32[2]) -> f32[2] {
 
 
 def test_reads_a_scheduled_program():
-    program = load().Program(TEXT)
-    assert program.transfers() == [(0.008, 0.7), (4e-5, 0.0)]
+    script = load()
+    program = script.Program(TEXT)
+    assert program.transfers() == [(0.008, 0.7, 700), (4e-5, 0.0, 0)]
+    chip = script.Chip(link=8e6, clock=1000)  # 1 ms and 1 cycle for 8000 bytes
+    assert [t.slack(chip) for t in program.transfers()] == [700, 0]
     assert program.of_computation("%main") == 1000
     assert len(program.copies(200)) == 1 and not program.copies(201)
     operations = [program.operations(stage) for stage in range(7)]
@@ -74,5 +77,6 @@ def test_small_step_for_eight_chips():
     row = json.loads(line)
     assert 0.99 < row["compiled_mb"] / row["predicted_mb"] < 1.1
     assert row["permutes"] == 2 and min(row["hidden"]) > 0.2
+    assert min(row["slack"]) > 1
     assert list(row["cycles"]) == ["forward", "backward"]
     assert min(row["cycles"].values()) > 0

@@ -14,14 +14,22 @@ from flax import nnx
 from jpipe import optim
 from jpipe.layers.as_layers import as_layers
 from jpipe.layers.trace import trace_layers
+from jpipe.stages import vector_blocks
 from jpipe.stages.cut import cut
 from jpipe.stages.optimizer import make_updates, stage_tree
 
 WIDTHS = [3, 4, 4, 4, 2]
-LAYERS = [
-    lambda rngs, n=n, m=m: nnx.Linear(n, m, rngs=rngs)
-    for n, m in zip(WIDTHS, WIDTHS[1:])
-]
+UNLIKE_WIDTHS = [3, 5, 4, 7, 2, 6]
+
+
+def linear_layers(widths):
+    return [
+        lambda rngs, n=n, m=m: nnx.Linear(n, m, rngs=rngs)
+        for n, m in itertools.pairwise(widths)
+    ]
+
+
+LAYERS = linear_layers(WIDTHS)
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +165,42 @@ def test_stages_update_as_one_device_does(name, num_stages):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want
     )
+
+
+@pytest.mark.parametrize("block", [7, vector_blocks.BLOCK])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_vectors_are_updated_in_blocks(name, block, monkeypatch):
+    """Layers of unlike shapes, whose weights are in flat vectors; 7 numbers cut through kernels."""
+    monkeypatch.setattr(vector_blocks, "BLOCK", block)
+    stages = stages_of(3, linear_layers(UNLIKE_WIDTHS))
+    optimizer = OPTIMIZERS[name]
+    params = random_like(stages, 0)
+    gradients = [random_like(stages, 1 + k) for k in range(3)]
+    got = on_stages(stages, optimizer, params, gradients)
+    want = on_one_device(optimizer, params, gradients)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want
+    )
+
+
+@pytest.mark.parametrize("name", ["adam", "momentum", "learning-rate schedule"])
+def test_groups_do_not_grow_with_the_shapes(name, monkeypatch):
+    """Blocks, the rest, and nothing else; every number of the vector is written once."""
+    monkeypatch.setattr(vector_blocks, "BLOCK", 7)
+    stages = stages_of(3, linear_layers(UNLIKE_WIDTHS))
+    for s, update in enumerate(make_updates(stages, OPTIMIZERS[name]).programs):
+        groups = [g for g in update.groups if g.inputs]  # the others count steps
+        assert len(groups) <= 2
+        written = [
+            index
+            for group in groups
+            for slots in group.outputs
+            if slots.arrays == "parameters"
+            for place, starts in slots.copies
+            for start in starts
+            for index in range(start, start + place.block[0])
+        ]
+        assert sorted(written) == list(range(stages.parameters.used_bytes[s] // 4))
 
 
 def test_the_chain_sees_none_for_layers_of_other_stages():

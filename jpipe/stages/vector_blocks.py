@@ -1,0 +1,188 @@
+"""Updates that work element by element, on blocks of flat vectors.
+
+Stages of unlike layers keep most weights in flat vectors (`jpipe.packing`), and each shape would get a
+loop of its own in the compiled update. An update such as Adam's does not depend on the shape. So leaves
+that follow each other in every vector that their update reads and writes are updated as one vector, in
+blocks of one size: two loops per stage, however many shapes it has. If an optimizer treats neighbours
+differently, such as kernels and biases under a mask, each is a block of its own.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.layers.elementwise import ELEMENTWISE
+from jpipe.layers.equations import Equations, bind, value_of
+from jpipe.packing import Place
+
+BLOCK = 1 << 20
+"""Numbers in a block. An update needs temporary memory for one block of each of its outputs."""
+
+
+class PackedLeaf(NamedTuple):
+    """One input or output of an update, in packed arrays.
+
+    Attributes:
+      arrays: "parameters", "gradients", "optimizer_state", or a pass whose weights a hook gives.
+      copies: `(place, row)` of each copy; several if tied.
+    """
+
+    arrays: str
+    copies: Sequence[tuple[Place, int]]
+
+    def layout(self) -> tuple:
+        """What leaves of one group have in common."""
+        return self.arrays, tuple(place.array for place, _ in self.copies)
+
+    def starts(self) -> tuple[int, ...]:
+        """The first index of each copy."""
+        return tuple(int(place.start(row)) for place, row in self.copies)
+
+    def block(self, start: int, size: int) -> "PackedLeaf":
+        """`size` numbers of each copy, from number `start` on. The leaf is in vectors."""
+        copies = [
+            (Place(place.array, first + start, 0, 1, (size,), flat=True), 0)
+            for (place, _), first in zip(self.copies, self.starts())
+        ]
+        return PackedLeaf(self.arrays, copies)
+
+
+class PackedPart(NamedTuple):
+    """A part of an update that runs alone.
+
+    Attributes:
+      equations: `(*inputs, *shared) -> outputs`.
+      inputs: where the inputs are.
+      outputs: where the outputs go.
+    """
+
+    equations: Equations
+    inputs: Sequence[PackedLeaf]
+    outputs: Sequence[PackedLeaf]
+
+    @property
+    def leaves(self) -> list[PackedLeaf]:
+        return [*self.inputs, *self.outputs]
+
+    def layout(self) -> tuple:
+        """Where the part reads and writes, but for the indices."""
+        return (
+            tuple(leaf.layout() for leaf in self.inputs),
+            tuple(leaf.layout() for leaf in self.outputs),
+        )
+
+
+def in_blocks(parts: Sequence[PackedPart]) -> list[PackedPart]:
+    """The parts, with those that work element by element on vectors replaced by blocks."""
+    kept: list[PackedPart] = []
+    alike: dict[tuple, list[PackedPart]] = {}
+    texts: dict[str, str | None] = {}
+    for part in parts:
+        text = part.equations.text()
+        if text not in texts:
+            works = _is_elementwise(part)
+            texts[text] = _on_vectors(part, 2).text() if works else None
+        flat = all(place.flat for leaf in part.leaves for place, _ in leaf.copies)
+        if flat and texts[text] is not None:
+            alike.setdefault((texts[text], part.layout()), []).append(part)
+        else:
+            kept.append(part)
+    for members in alike.values():
+        for first, size in _joined(members):
+            kept += _blocks(first, size)
+    return kept
+
+
+def _size(part: PackedPart) -> int:
+    return math.prod(part.outputs[0].copies[0][0].shape)
+
+
+def _is_elementwise(part: PackedPart) -> bool:
+    """Whether every number of the outputs depends on the same number of each input, and on scalars."""
+    inputs = part.equations.inputs[: len(part.inputs)]
+    if not inputs:
+        return False
+    shape = inputs[0].aval.shape
+    scalars = set(part.equations.inputs[len(part.inputs) :]) | {
+        *part.equations.constants
+    }
+    values = [v for eqn in part.equations.equations for v in eqn.outvars]
+    return (
+        all(v.aval.shape == shape for v in (*inputs, *part.equations.outputs))
+        and all(v.aval.size == 1 for v in scalars)
+        and all(v.aval.shape == shape or v.aval.size == 1 for v in values)
+        and all(_works_element_by_element(eqn) for eqn in part.equations.equations)
+    )
+
+
+def _works_element_by_element(eqn: Any) -> bool:
+    if eqn.primitive.name == "broadcast_in_dim":
+        return eqn.invars[0].aval.size == 1
+    if eqn.primitive.name == "sharding_constraint":  # of the shape that the leaf has
+        return False
+    scalar = all(v.aval.size == 1 for v in (*eqn.invars, *eqn.outvars))
+    return scalar or eqn.primitive.name in ELEMENTWISE
+
+
+def _on_vectors(part: PackedPart, size: int) -> Equations:
+    """The equations of a part that works element by element, on vectors of `size` numbers."""
+    equations, num_inputs = part.equations, len(part.inputs)
+
+    def run(*args: jax.Array) -> list:
+        env = {**equations.constants, **dict(zip(equations.inputs, args, strict=True))}
+        for eqn in equations.equations:
+            values = [value_of(env, v) for v in eqn.invars]
+            if (
+                eqn.primitive.name == "broadcast_in_dim"
+                and eqn.outvars[0].aval.size > 1
+            ):
+                results = [jnp.broadcast_to(jnp.reshape(values[0], ()), (size,))]
+            else:
+                results = bind(eqn, values)
+            env.update(zip(eqn.outvars, results))
+        return [value_of(env, v) for v in equations.outputs]
+
+    avals = [
+        jax.ShapeDtypeStruct((size,) if i < num_inputs else v.aval.shape, v.aval.dtype)
+        for i, v in enumerate(equations.inputs)
+    ]
+    return Equations.trace(run, *avals)
+
+
+def _joined(parts: Sequence[PackedPart]) -> Iterator[tuple[PackedPart, int]]:
+    """The first part of each run of parts that follow each other everywhere, and the run's size."""
+
+    def starts(part: PackedPart) -> list[tuple]:
+        return [leaf.starts() for leaf in part.leaves]
+
+    def follows(part: PackedPart, starts_before: list[tuple], size: int) -> bool:
+        wanted = [tuple(i + size for i in copies) for copies in starts_before]
+        return starts(part) == wanted
+
+    run: list[PackedPart] = []
+    for part in sorted(parts, key=starts):
+        if run and not follows(part, starts(run[-1]), _size(run[-1])):
+            yield run[0], sum(map(_size, run))
+            run = []
+        run.append(part)
+    if run:
+        yield run[0], sum(map(_size, run))
+
+
+def _blocks(first: PackedPart, size: int) -> Iterator[PackedPart]:
+    """Blocks of `size` numbers that begin where the part `first` begins."""
+    bounds = [*range(0, size, BLOCK), size]
+    programs = {
+        n: _on_vectors(first, n) for n in {b - a for a, b in itertools.pairwise(bounds)}
+    }
+    for start, end in itertools.pairwise(bounds):
+        n = end - start
+        yield PackedPart(
+            programs[n],
+            [leaf.block(start, n) for leaf in first.inputs],
+            [leaf.block(start, n) for leaf in first.outputs],
+        )
