@@ -18,6 +18,7 @@ _MODULES = (
     "solvers",
 )
 _MODULE_OF = {
+    "Checkpoints": "jpipe.checkpoints",
     "Function": "jpipe.layers.layer",
     "IDLE": "jpipe.schedule",
     "InitApply": "jpipe.layers.layer",
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from jpipe import schedules as schedules
     from jpipe import simulate as simulate
     from jpipe import solvers as solvers
+    from jpipe.checkpoints import Checkpoints as Checkpoints
     from jpipe.costs import Memory as Memory
     from jpipe.costs import StageRecord as StageRecord
     from jpipe.engine.loss_scale import LossScale as LossScale

@@ -194,6 +194,19 @@ class Pipeline:
         """The program for a minibatch, with the cut that `init` chose or would choose for it."""
         return self._program_of(self._settings.microbatch(batch))
 
+    def _program_to_restore(
+        self, batch: Any, key_impl: str, starts: Sequence[int]
+    ) -> Program:
+        """The program of a state that was saved with a cut, which is taken over if it fits."""
+        fits = len(starts) == self.schedule.num_stages + 1
+        fits = fits and starts[-1] == len(self.layers)
+        microbatch = self._settings.microbatch(batch)
+        return self._program_of(microbatch, key_impl, starts if fits else None)
+
+    def _fix_cut(self, program: Program) -> None:
+        """Fixes the cut to that of a program whose state the pipeline has made."""
+        self._starts = list(program.stages.starts)
+
     def _program_of(
         self, microbatch: Any, key_impl: Any = None, starts: Sequence[int] | None = None
     ) -> Program:
@@ -297,7 +310,7 @@ class Pipeline:
             checks.check_ties_agree(params, stages)
         if mutable_state is not None:
             checks.check_fit("mutable_state", mutable_state, stages.layers, "state")
-        self._starts = list(stages.starts)
+        self._fix_cut(program)
         self._warn_about_microbatches(program, batch)
         return portable.initial(program, key, params, mutable_state)
 
@@ -347,7 +360,7 @@ class Pipeline:
         microbatch = self._settings.microbatch(source.minibatch)
         program = self._program_of(microbatch, source.key_impl)
         adopted = portable.from_portable(program, source)
-        self._starts = list(program.stages.starts)
+        self._fix_cut(program)
         return adopted
 
     def get_params(self, state: PipelineState) -> list:

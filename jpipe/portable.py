@@ -1,10 +1,11 @@
 """Between a training state and one tree per layer.
 
 A `PipelineState` holds packed arrays whose layout depends on the schedule, the cut and the mesh. Its
-portable form, `Portable`, holds the same training without them: one tree per layer, of host arrays.
-`Pipeline.adopt` goes through the portable form, and so can anything that saves a state.
+portable form, `Portable`, holds the same training without them: one tree per layer. `Pipeline.adopt`
+goes through the portable form, and so do checkpoints that are restored into another layout.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,10 +31,13 @@ OfStage = Callable[[int], tuple[Sequence, Sequence, Any]]
 class Portable(NamedTuple):
     """A training state with nothing in flight, without schedule, cut and mesh.
 
+    A leaf is a host array, or anything with a shape and a dtype that `np.asarray` reads. Only the leaves
+    that this process needs are read.
+
     Attributes:
       params: one nested dict per layer: the newest weights.
       mutable_state: one nested dict per layer.
-      optimizer_state: one dict per layer, path -> leaf; see `optimizer_state`.
+      optimizer_state: one dict per layer, path -> leaf; see `Locations`.
       loss_scale: the arrays of a loss scale that moves, `[1]` each; empty without one.
       num_microbatches: microbatches of training so far, of each replica.
       key_data: uint32, the data of the random key of training.
@@ -59,24 +63,16 @@ def to_portable(state: PipelineState) -> Portable:
     """
     program = state.program
     settings, engine = program.settings, program.engine
-    if not settings.schedule.synchronous and num_rounds(state):
+    if is_in_flight(state):
         raise ValueError(
             "`state` has microbatches in flight that only its own pipeline can complete. "
             "Flush it first: `state, metrics = other_pipe.flush(state)`."
         )
-    N, loss_scale = settings.schedule.num_microbatches, {}
-    if engine.loss_scale is not None and engine.loss_scale.growth_interval is not None:
-        loss_scale = {
-            name: np.asarray(a.addressable_data(0))
-            for name, a in state.loss_scale.items()
-        }
-    started = int(state.started.addressable_data(0)[0])
+    N = settings.schedule.num_microbatches
+    leaves = read(state, locations(program, num_rounds(state)))
     return Portable(
-        params=parameters(state),
-        mutable_state=mutable_state(state),
-        optimizer_state=optimizer_state(state),
-        loss_scale=loss_scale,
-        num_microbatches=started + num_rounds(state) * N,
+        **leaves._asdict(),
+        num_microbatches=num_started(state),
         key_data=np.asarray(state.key.addressable_data(0)[0]),
         key_impl=engine.key_impl,
         minibatch=jax.tree.map(
@@ -86,6 +82,17 @@ def to_portable(state: PipelineState) -> Portable:
             program.microbatch,
         ),
     )
+
+
+def num_started(state: PipelineState) -> int:
+    """Microbatches of training so far, of each replica."""
+    before = int(state.started.addressable_data(0)[0])
+    return before + num_rounds(state) * state.program.settings.schedule.num_microbatches
+
+
+def is_in_flight(state: PipelineState) -> bool:
+    """Whether the state has microbatches in flight."""
+    return not state.program.settings.schedule.synchronous and num_rounds(state) > 0
 
 
 def from_portable(program: Program, source: Portable) -> PipelineState:
@@ -117,7 +124,9 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
             i for i, leaves in enumerate(source.optimizer_state) if path in leaves
         ]
         here = [i for i in having if i in stages.layers_of(s)]
-        values = {i: source.optimizer_state[i][path] for i in here or having}
+        values = {
+            i: np.asarray(source.optimizer_state[i][path]) for i in here or having
+        }
         (first, leaf), *others = values.items()
         for i, other in others:
             if leaf.tobytes() != other.tobytes():
@@ -140,7 +149,10 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
     def of_stage(s: int) -> tuple:
         layers = stages.layers_of(s)
         weights, mutable = (
-            [tree if i in layers else None for i, tree in enumerate(trees)]
+            [
+                jax.tree.map(np.asarray, tree) if i in layers else None
+                for i, tree in enumerate(trees)
+            ]
             for trees in (source.params, source.mutable_state)
         )
         return weights, mutable, [leaf_of(s, *item) for item in wanted[s].items()]
@@ -148,7 +160,7 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
     loss_scale = None
     if source.loss_scale and scale is not None and scale.growth_interval is not None:
         largest = np.float32(scale.largest)
-        loss_scale = dict(source.loss_scale)
+        loss_scale = {n: np.asarray(a) for n, a in source.loss_scale.items()}
         loss_scale["scale"] = np.minimum(loss_scale["scale"], largest)
     return new_state(
         program, of_stage, source.key_data, source.num_microbatches, loss_scale
@@ -223,25 +235,69 @@ def new_state(
       started: microbatches of training so far.
       loss_scale: arrays of the loss scale on one device; None: as before training.
     """
-    engine = program.engine
-    num_devices = program.settings.schedule.num_devices
-    zeros = engine.layout.global_shapes(["gradients", "buffers", "round"])
-    empty = jax.jit(
-        lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), zeros),
-        out_shardings=jax.tree.map(lambda a: a.sharding, zeros),
-    )
-    everywhere = NamedSharding(program.settings.mesh, REPLICATED)
-    key_data = jnp.asarray(key_data)
-    all_started = jnp.full(num_devices, started, jnp.int32)
     return PipelineState(
         **_pack(program, of_stage, loss_scale),
-        **empty(),
-        started=jax.device_put(all_started, everywhere),
-        key=jax.device_put(
-            jnp.broadcast_to(key_data, (num_devices, *key_data.shape)), everywhere
-        ),
+        **_zeros(program.engine.layout.global_shapes(["gradients", "buffers"])),
+        **_counters(program, key_data, 0, started),
         program=program,
     )
+
+
+def with_arrays(
+    program: Program,
+    arrays: Mapping[str, jax.Array],
+    key_data: Any,
+    rounds: int,
+    started: int,
+) -> PipelineState:
+    """A state of given arrays, with the shardings that its program says.
+
+    Args:
+      program: whose state it is.
+      arrays: the path of an array in the state, as `jax.tree_util.keystr` of a dict of the state's
+        fields -> array. Others are zero.
+      key_data: data of the random key of training.
+      rounds: rounds since `init` or `flush`.
+      started: microbatches of training before those rounds.
+    """
+    layout = program.engine.layout
+    names = [name for name in layout.groups if name not in ("round", "started", "key")]
+    shapes, tree = jax.tree.flatten_with_path(layout.global_shapes(names))
+    paths = [jax.tree_util.keystr(path) for path, _ in shapes]
+    missing = {path: a for path, (_, a) in zip(paths, shapes) if path not in arrays}
+    found = {**_zeros(missing), **arrays}
+    return PipelineState(
+        **tree.unflatten([found[path] for path in paths]),
+        **_counters(program, key_data, rounds, started),
+        program=program,
+    )
+
+
+def _zeros(shapes: Any) -> Any:
+    """Arrays of zeros, made where they lie."""
+    return jax.jit(
+        lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes),
+        out_shardings=jax.tree.map(lambda a: a.sharding, shapes),
+    )()
+
+
+def _counters(
+    program: Program, key_data: Any, rounds: int, started: int
+) -> dict[str, Any]:
+    """The counters of a state, equal on all devices."""
+    num_devices = program.settings.schedule.num_devices
+    everywhere = NamedSharding(program.settings.mesh, REPLICATED)
+    values: dict[str, np.ndarray] = {
+        "round": np.array(rounds, np.int32),
+        "started": np.array(started, np.int32),
+        "key": np.asarray(key_data),
+    }
+    return {
+        name: jax.device_put(
+            np.broadcast_to(value, (num_devices, *value.shape)), everywhere
+        )
+        for name, value in values.items()
+    }
 
 
 _PACKED = (
@@ -312,63 +368,166 @@ def _pack(
 # -- From a state to layers
 
 
-def parameters(state: PipelineState) -> list:
-    """The newest weights: one nested dict per layer, of host arrays."""
-    program = state.program
-    lowered = program.engine.lowered
-    newest = np.maximum(num_rounds(state) + lowered.newest, 0) % lowered.num_versions
-    local = _by_device(program, state.parameters)
-    per_layer: list = [None] * len(program.stages.layers)
-    for s in range(program.stages.num_stages):
-        d, chunk = program.placement[s]
-        for i, run, row in program.stages.layer_runs(s):
-            lead = (newest[s], chunk)
-            leaves = [_read(local, d, lead, p, row) for p in run.parameters]
-            tree = jax.tree.structure(program.stages.layers[i].parameters)
-            per_layer[i] = tree.unflatten(leaves)
-    return per_layer
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """Where a leaf is in the packed arrays of a state.
 
-
-def mutable_state(state: PipelineState) -> list:
-    """The layers' mutable state: one nested dict per layer, of host arrays."""
-    program = state.program
-    local = _by_device(program, state.mutable_state)
-    per_layer: list = [None] * len(program.stages.layers)
-    for s in range(program.stages.num_stages):
-        d, chunk = program.placement[s]
-        for i, run, row in program.stages.layer_runs(s):
-            leaves = [_read(local, d, (chunk,), p, row) for p in run.state]
-            tree = jax.tree.structure(program.stages.layers[i].state)
-            per_layer[i] = tree.unflatten(leaves)
-    return per_layer
-
-
-def optimizer_state(state: PipelineState) -> list[dict[str, np.ndarray]]:
-    """Path -> leaf of the optimizer's state, one dict per layer, of host arrays.
-
-    Stages hold the same tree with None for the layers of other stages, so a path is the same at any
-    cut. A leaf whose path ends with that of a weight belongs to the weight's layer, and only the
-    dict of that layer has it. Other leaves, such as a count of updates, are in the dict of every
-    layer of the stage.
+    Attributes:
+      group: the field of `PipelineState`.
+      array: name of the array in the group.
+      lead: indices of the array's leading axes; the first axis goes over devices.
+      start: first index on the axis behind them.
+      stop: one past the last index on that axis.
+      shape: shape of the leaf.
     """
-    program = state.program
-    stages = program.stages
-    weight_paths = {
+
+    group: str
+    array: str
+    lead: tuple[int, ...]
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, group: str, lead: tuple, place: Place, row: int = 0) -> "Location":
+        """The location of leaf `row` of a place."""
+        start = int(place.start(row))
+        lead = tuple(map(int, lead))
+        return cls(group, place.array, lead, start, start + place.block[0], place.shape)
+
+    @property
+    def index(self) -> tuple:
+        """The index of the leaf in its array."""
+        return (*self.lead, slice(self.start, self.stop))
+
+
+class Locations(NamedTuple):
+    """Where a state holds the leaves of the model.
+
+    Attributes:
+      params: one nested dict per layer: the newest weights.
+      mutable_state: one nested dict per layer.
+      optimizer_state: one dict per layer, path -> location. Stages hold the same tree with None for the
+        layers of other stages, so a path is the same at any cut. A leaf whose path ends with that of
+        a weight belongs to the weight's layer, and only the dict of that layer has it. Other leaves,
+        such as a count of updates, are in the dict of every layer of the stage.
+      loss_scale: the arrays of a loss scale that moves; empty without one.
+    """
+
+    params: list
+    mutable_state: list
+    optimizer_state: list[dict[str, Location]]
+    loss_scale: dict[str, Location]
+
+
+def locations(program: Program, rounds: int) -> Locations:
+    """Where the states of a program hold the leaves of the model.
+
+    Args:
+      program: of the states.
+      rounds: of the state; they decide which version of the weights is the newest.
+    """
+    stages, lowered, scale = (
+        program.stages,
+        program.engine.lowered,
+        program.engine.loss_scale,
+    )
+    V, R = lowered.num_versions, lowered.num_chunks
+    newest = np.maximum(rounds + lowered.newest, 0) % V
+    found = Locations(
+        params=[None] * len(stages.layers),
+        mutable_state=[None] * len(stages.layers),
+        optimizer_state=[{} for _ in stages.layers],
+        loss_scale={},
+    )
+    owners = {
         jax.tree_util.keystr((jax.tree_util.SequenceKey(i), *path)): i
         for i, layer in enumerate(stages.layers)
         for path, _ in jax.tree.leaves_with_path(layer.parameters)
     }
-    local = _by_device(program, state.optimizer_state)
-    per_layer: list = [{} for _ in stages.layers]
     for s in range(stages.num_stages):
         d, chunk = program.placement[s]
-        paths, places = optimizer_paths(program, s), _update(program, s).state
-        for path, place in zip(paths, places, strict=True):
-            leaf = _read(local, d, (chunk,), place)
-            owner = next((i for p, i in weight_paths.items() if path.endswith(p)), None)
+        version, column = (d * V + newest[s], chunk), (d * R + chunk,)
+        for i, run, row in stages.layer_runs(s):
+            layer = stages.layers[i]
+            for trees, name, lead, places, like in (
+                (found.params, "parameters", version, run.parameters, layer.parameters),
+                (found.mutable_state, "mutable_state", column, run.state, layer.state),
+            ):
+                leaves = [Location.of(name, lead, place, row) for place in places]
+                trees[i] = jax.tree.structure(like).unflatten(leaves)
+        for path, place in zip(
+            optimizer_paths(program, s), _update(program, s).state, strict=True
+        ):
+            owner = next((i for p, i in owners.items() if path.endswith(p)), None)
             for i in stages.layers_of(s) if owner is None else [owner]:
-                per_layer[i][path] = leaf
-    return per_layer
+                location = Location.of("optimizer_state", column, place)
+                found.optimizer_state[i][path] = location
+    if scale is not None and scale.growth_interval is not None:
+        for name in scale.shapes():
+            found.loss_scale[name] = Location("loss_scale", name, (), 0, 1, (1,))
+    return found
+
+
+def read(state: PipelineState, wanted: Any) -> Any:
+    """Host copies of the leaves at locations, one array of the state after the other.
+
+    Args:
+      state: the state.
+      wanted: a tree of locations.
+
+    Returns:
+      The same tree of arrays.
+    """
+    leaves, tree = jax.tree.flatten(wanted)
+    found: list[Any] = [None] * len(leaves)
+    of_array: dict[tuple, list[int]] = {}
+    for i, location in enumerate(leaves):
+        of_array.setdefault((location.group, location.array), []).append(i)
+    for (group, name), numbers in of_array.items():
+        host = _on_host(getattr(state, group)[name])
+        for i in numbers:
+            found[i] = host(leaves[i].index).reshape(leaves[i].shape).copy()
+    return tree.unflatten(found)
+
+
+def _on_host(array: jax.Array) -> Callable[[tuple], np.ndarray]:
+    """A function from an index, whose first entry is a number, to these numbers of the array."""
+    if not array.is_fully_addressable:
+        whole = multihost_utils.process_allgather(array, tiled=True)
+        return lambda index: whole[index]
+    rows = array.sharding.shard_shape(array.shape)[0]
+    if array.sharding.shard_shape(array.shape)[1:] != array.shape[1:]:
+        whole = np.asarray(array)  # also split over an automatic axis
+        return lambda index: whole[index]
+    shards = {(s.index[0].start or 0) // rows: s.data for s in array.addressable_shards}
+    on_host: dict[int, np.ndarray] = {}
+
+    def numbers(index: tuple) -> np.ndarray:
+        first, *rest = index
+        if isinstance(first, slice):  # behind no leading axis
+            return np.asarray(array[index])
+        shard, row = divmod(first, rows)
+        if shard not in on_host:
+            on_host[shard] = np.asarray(shards[shard])
+        return on_host[shard][(row, *rest)]
+
+    return numbers
+
+
+def parameters(state: PipelineState) -> list:
+    """The newest weights: one nested dict per layer, of host arrays."""
+    return read(state, locations(state.program, num_rounds(state)).params)
+
+
+def mutable_state(state: PipelineState) -> list:
+    """The layers' mutable state: one nested dict per layer, of host arrays."""
+    return read(state, locations(state.program, num_rounds(state)).mutable_state)
+
+
+def optimizer_state(state: PipelineState) -> list[dict[str, np.ndarray]]:
+    """Path -> leaf of the optimizer's state, one dict per layer, of host arrays; see `Locations`."""
+    return read(state, locations(state.program, num_rounds(state)).optimizer_state)
 
 
 def optimizer_paths(program: Program, stage: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -400,29 +559,7 @@ def _write(arrays: Mapping, lead: tuple, place: Place, row: int, leaf: Any) -> N
     )
 
 
-def _read(
-    local: Mapping, device: int, lead: tuple, place: Place, row: int = 0
-) -> np.ndarray:
-    """A copy of a leaf, out of the host arrays of all devices."""
-    leaf = local[place.array][device][_index(lead, place, row)]
-    return leaf.reshape(place.shape).copy()
-
-
 def _devices_along(mesh: Mesh, axis: str, index: int) -> list:
     """The devices at one position of one axis of a mesh."""
     dim = mesh.axis_names.index(axis)
     return list(np.moveaxis(mesh.devices, dim, 0)[index : index + 1].flat)
-
-
-def _by_device(program: Program, arrays: Mapping[str, jax.Array]) -> dict:
-    """Host copies of arrays that are split over devices, with a leading axis for the device."""
-    num_devices = program.settings.schedule.num_devices
-
-    def host(array: jax.Array) -> np.ndarray:
-        if array.is_fully_addressable:
-            whole = np.asarray(array)
-        else:
-            whole = multihost_utils.process_allgather(array, tiled=True)
-        return whole.reshape(num_devices, -1, *whole.shape[1:])
-
-    return {name: host(array) for name, array in arrays.items()}

@@ -30,7 +30,7 @@ LEVELS = [
     {"program"},
     {"portable", "costs"},
     {"pipeline"},
-    {"reference", "plan"},
+    {"reference", "plan", "checkpoints"},
 ]
 """The modules and packages of `jpipe`, from the bottom. Each may import those of lower levels."""
 

@@ -1,0 +1,420 @@
+"""Checkpoints of a training: saved while it goes on, whole or not at all, restored into any pipeline.
+
+    DIRECTORY/
+      00000400/              a step; the folder has this name once it is whole
+        arrays/              the packed arrays as the devices hold them, written by Orbax
+        manifest.json        the layout, the counters, and the checksum of every file
+      00000500.saving/       a save that goes on, or that was cut off; the next save removes it
+      00000200.deleting/     a step that is being deleted
+
+A save copies the arrays, and threads write them while training goes on. Nothing moves between devices.
+Restored into a pipeline of the same layout, a training goes on bit for bit, microbatches in flight
+included. Restored into another pipeline, every device reads the leaves of its own layers.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import shutil
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+import jpipe
+from jpipe import portable
+from jpipe.checkpoints import _arrays, _layout
+from jpipe.checkpoints._manifest import (
+    DamagedCheckpointError,
+    Manifest,
+    checksums,
+    files_of,
+)
+from jpipe.checks import check_state
+from jpipe.pipeline import Pipeline
+from jpipe.state import PipelineState, num_rounds
+from jpipe.warn import warn
+
+__all__ = ["Checkpoints", "DamagedCheckpointError", "Restored"]
+
+_SAVING, _DELETING = ".saving", ".deleting"
+
+
+class Restored(NamedTuple):
+    """What `Checkpoints.restore` returns.
+
+    Attributes:
+      state: the training state.
+      step: the step that was restored.
+      run: what was given to `save` as `run`.
+    """
+
+    state: PipelineState
+    step: int
+    run: Any
+
+
+class Checkpoints:
+    """The checkpoints of one training, in a directory.
+
+    Args:
+      directory: a folder, made by the first save. Only one training may save there.
+      keep: how many of the newest steps stay. None: all.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, jpipe, optax
+      >>> from flax import nnx
+      >>> pipe = jpipe.Pipeline(
+      ...     [lambda rngs: nnx.Linear(4, 4, rngs=rngs) for _ in range(4)],
+      ...     loss=lambda outputs, batch: jnp.mean((outputs - batch["targets"]) ** 2),
+      ...     optimizer=optax.sgd(0.1),
+      ...     schedule=jpipe.schedules.one_f_one_b(num_stages=2, num_microbatches=4),
+      ... )
+      >>> batch = {"inputs": jnp.ones((8, 4)), "targets": jnp.zeros((8, 4))}
+      >>> state = pipe.init(jax.random.key(0), batch)
+      >>> with jpipe.Checkpoints(tempfile.mkdtemp(), keep=3) as checkpoints:
+      ...     checkpoints.save(1, state, run={"epoch": 0})
+      ...     checkpoints.wait()
+      ...     restored = checkpoints.restore(pipe, batch)
+      >>> restored.step, restored.run
+      (1, {'epoch': 0})
+    """
+
+    def __init__(self, directory: str | os.PathLike, keep: int | None = 3):
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(
+                f"`keep` must be a number of steps, at least 1, or None, got {keep!r}."
+            )
+        # Orbax needs an absolute path.
+        self.directory = pathlib.Path(os.path.abspath(directory))
+        self.keep = keep
+        self._writing: _Writing | None = None
+        self._damaged: set[int] = set()  # steps that `restore` has found damaged
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    # -- Saving
+
+    def save(self, step: int, state: PipelineState, run: Any = None) -> None:
+        """Saves a state; returns as soon as training may go on with it, also by a donating step.
+
+        Waits for the save before, if it still goes on. A step of the same number is replaced.
+
+        Args:
+          step: the number of the step, at least 0.
+          state: the training state, also with microbatches in flight; not donated.
+          run: what JSON can hold, such as the position in the data; `restore` returns it.
+
+        Raises:
+          ValueError: if `step`, `state` or `run` cannot be saved.
+          OSError: if the directory cannot be written, in this save or the one before. Steps that
+            were saved stay.
+        """
+        if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
+            raise ValueError(f"`step` must be an integer of at least 0, got {step!r}.")
+        check_state(state)
+        try:
+            run = json.loads(json.dumps(run))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"`run` must be values that JSON has, such as dicts, lists, numbers and text: {error}."
+            ) from error
+        self.wait()
+        if later := [other for other in self.steps() if other > step]:
+            raise ValueError(
+                f"`step` must not be before the steps that `{self.directory}` has, got {step} after "
+                f"{later[-1]}: the newest step is the one that `restore` takes. Use another directory, "
+                "or delete the folders of the later steps."
+            )
+        layout = _layout.layout_of_state(state)
+        manifest = Manifest(
+            step=int(step),
+            layout=layout,
+            counters={
+                "round": num_rounds(state) if layout["in_flight"] else 0,
+                "started": int(state.started.addressable_data(0)[0])
+                if layout["in_flight"]
+                else portable.num_started(state),
+                "key": np.asarray(state.key.addressable_data(0)[0]).tolist(),
+                "key_impl": str(state.program.engine.key_impl),
+            },
+            run=run,
+            versions={
+                "jpipe": jpipe.__version__,
+                "jax": jax.__version__,
+                "orbax": ocp.__version__,
+            },
+            files={},
+        )
+        self._writing = _Writing(
+            self.directory,
+            manifest,
+            _layout.saved_arrays(state, layout["in_flight"]),
+            self.keep,
+            [self._folder(damaged) for damaged in self._damaged - {step}],
+        )
+        self._damaged.clear()
+
+    def wait(self) -> None:
+        """Waits until the last save is whole.
+
+        Raises:
+          OSError: if it failed; see `save`.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.wait()
+
+    def close(self) -> None:
+        """Waits for the last save. The object can be used again."""
+        self.wait()
+
+    # -- Reading
+
+    def steps(self) -> list[int]:
+        """The steps that can be restored, in order: whole ones, whose files have their sizes."""
+        return [step for step in steps_in(self.directory) if self._seems_whole(step)]
+
+    def restore(self, pipe: Pipeline, batch: Any, step: int | None = None) -> Restored:
+        """Restores a state for a pipeline.
+
+        If the state has the layout of the pipeline's states, all of it is restored, microbatches in
+        flight included. Else the weights, the optimizer's state, the mutable state, the random key
+        and, if it moves in both, the loss scale are restored layer by layer, as `Pipeline.adopt` does.
+        A pipeline whose cut is not fixed takes over the cut of the checkpoint if it has as many
+        stages.
+
+        Args:
+          pipe: the pipeline. Its layers must be those of the training; stages, boundaries, schedule
+            and mesh may differ.
+          batch: a minibatch, or abstract arrays shaped like one.
+          step: the step. None is the newest one that is not damaged; a warning names the damaged
+            ones.
+
+        Raises:
+          FileNotFoundError: if there is no step, or not this one.
+          DamagedCheckpointError: if a file of `step` is damaged.
+          ValueError: if the layers or the optimizer differ, microbatches are in flight and the layout
+            differs, or the checkpoint has a newer format.
+        """
+        found, manifest = self._whole(step)
+        folder = self._folder(found)
+        try:
+            state = _restored(pipe, batch, folder, manifest)
+        except ValueError as error:
+            raise ValueError(f"`{folder}` does not fit: {error}") from error
+        return Restored(state, found, manifest.run)
+
+    def params(self, step: int | None = None) -> list:
+        """The newest weights of a step, without a pipeline: one nested dict per layer, of host arrays.
+
+        Args:
+          step: as in `restore`.
+
+        Raises:
+          FileNotFoundError: if there is no step, or not this one.
+          DamagedCheckpointError: if a file of `step` is damaged.
+        """
+        found, manifest = self._whole(step)
+        leaves = _arrays.stored_leaves(self._folder(found), manifest.layout)
+        return jax.tree.map(np.asarray, leaves.params)
+
+    def _folder(self, step: int) -> pathlib.Path:
+        return folder_of(self.directory, step)
+
+    def _seems_whole(self, step: int) -> bool:
+        """Whether the manifest and the sizes of the files are right."""
+        if step in self._damaged:
+            return False
+        try:
+            Manifest.read(self._folder(step)).check_sizes(self._folder(step))
+        except DamagedCheckpointError:
+            return False
+        return True
+
+    def _whole(self, step: int | None) -> tuple[int, Manifest]:
+        """A step whose files are all what was written, and its manifest."""
+        named = steps_in(self.directory)
+        if step is not None and step not in named:
+            raise FileNotFoundError(
+                f"`{self.directory}` has no step {step}. It has {_listed(self.steps())}."
+            )
+        for candidate in reversed(named) if step is None else [step]:
+            try:
+                manifest = Manifest.read(self._folder(candidate))
+                manifest.check_content(self._folder(candidate))
+                return candidate, manifest
+            except DamagedCheckpointError as error:
+                if step is not None:
+                    raise
+                self._damaged.add(candidate)
+                warn(
+                    f"step {candidate} cannot be restored: {error}. Trying the one before."
+                )
+        raise FileNotFoundError(
+            f"`{self.directory}` has no step that can be restored. It has {_listed(named)}."
+        )
+
+
+def folder_of(directory: pathlib.Path, step: int) -> pathlib.Path:
+    """The folder of a step."""
+    return directory / f"{step:08d}"
+
+
+def steps_in(directory: pathlib.Path) -> list[int]:
+    """The steps that a directory has, damaged or not, in order."""
+    names = os.listdir(directory) if directory.is_dir() else []
+    return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name))
+
+
+def _listed(steps: Sequence[int]) -> str:
+    return f"steps {', '.join(map(str, steps))}" if steps else "no steps"
+
+
+# -- Restoring
+
+
+def _restored(
+    pipe: Pipeline, batch: Any, folder: pathlib.Path, manifest: Manifest
+) -> PipelineState:
+    layout, counters = manifest.layout, manifest.counters
+    key_impl, starts = counters["key_impl"], layout["starts"]
+    program = pipe._program_to_restore(batch, key_impl, starts)
+    mine = _layout.layout_of(program, counters["round"], layout["in_flight"])
+    key = np.array(counters["key"], np.uint32)
+    different = _layout.differences(mine, layout)
+    if not different:
+        shapes = _layout.saved_arrays(program.abstract_state, layout["in_flight"])
+        arrays = _arrays.restore(folder, shapes)
+        state = portable.with_arrays(
+            program, arrays, key, counters["round"], counters["started"]
+        )
+    elif layout["in_flight"]:
+        raise ValueError(
+            f"it has microbatches in flight, which only a pipeline of the same layout can complete, and "
+            f"this pipeline has another: {', '.join(different)}. Restore it into such a pipeline "
+            f"({layout['schedule']}, {layout['num_stages']} stages, {layout['num_microbatches']} "
+            "microbatches) and `flush` it, or save after a `flush`."
+        )
+    else:
+        leaves = _arrays.stored_leaves(folder, layout)
+        source = portable.Portable(
+            **leaves._asdict(),
+            num_microbatches=counters["started"],
+            key_data=key,
+            key_impl=program.engine.key_impl,
+            minibatch=None,
+        )
+        state = portable.from_portable(program, source)
+    pipe._fix_cut(program)
+    return state
+
+
+# -- Writing
+
+
+class _Writing:
+    """A save that goes on in threads.
+
+    Args:
+      directory: of the checkpoints.
+      manifest: without the files.
+      arrays: name -> array.
+      keep: as in `Checkpoints`.
+      damaged: folders of damaged steps, which are deleted once this one is whole.
+    """
+
+    def __init__(
+        self,
+        directory: pathlib.Path,
+        manifest: Manifest,
+        arrays: dict[str, jax.Array],
+        keep: int | None,
+        damaged: Sequence[pathlib.Path],
+    ):
+        self._directory, self._manifest, self._keep = directory, manifest, keep
+        self._damaged = damaged
+        self._folder = folder_of(directory, manifest.step)
+        self._unfinished = self._folder.with_suffix(_SAVING)
+        self._error: BaseException | None = None
+        self._leads = jax.process_index() == 0
+        if self._leads:
+            directory.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(directory)
+        self._checkpointer = ocp.StandardCheckpointer()
+        try:
+            self._checkpointer.save(self._unfinished / _arrays.FOLDER, arrays)
+        except BaseException:
+            self._checkpointer.close()
+            raise
+        self._thread = threading.Thread(target=self._finish, daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise OSError(
+                f"cannot save step {self._manifest.step} to `{self._directory}`: "
+                f"{' '.join(str(self._error).split()) or type(self._error).__name__}"
+            ) from self._error
+
+    def _finish(self) -> None:
+        try:
+            try:
+                self._checkpointer.wait_until_finished()
+            finally:
+                self._checkpointer.close()
+            if self._leads:
+                files = checksums(self._unfinished, files_of(self._unfinished))
+                dataclasses.replace(self._manifest, files=files).write(self._unfinished)
+                _sync(self._unfinished)
+                replaced = [self._folder] if self._folder.exists() else []
+                unnamed = _unname([*replaced, *self._damaged])
+                self._unfinished.rename(self._folder)
+                unnamed += _unname(self._too_old())
+                for folder in unnamed:
+                    shutil.rmtree(folder)
+        except BaseException as error:
+            self._error = error
+            if self._leads:  # it takes space, and may be why the disk is full
+                shutil.rmtree(self._unfinished, ignore_errors=True)
+
+    def _too_old(self) -> list[pathlib.Path]:
+        steps = steps_in(self._directory)
+        old = steps[: -self._keep] if self._keep else []
+        return [folder_of(self._directory, step) for step in old]
+
+
+def _sync(folder: pathlib.Path) -> None:
+    """Waits until the files of a folder are on the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _unname(steps: Sequence[pathlib.Path]) -> list[pathlib.Path]:
+    """Takes away the names of steps that are to be deleted, so that none is listed without its files."""
+    unnamed = []
+    for folder in steps:
+        shutil.rmtree(folder.with_suffix(_DELETING), ignore_errors=True)
+        unnamed.append(folder.rename(folder.with_suffix(_DELETING)))
+    return unnamed
+
+
+def _remove_leftovers(directory: pathlib.Path) -> None:
+    """Removes what saves and deletions left that were cut off."""
+    for path in directory.iterdir():
+        if path.suffix in (_SAVING, _DELETING) and path.stem.isdecimal():
+            shutil.rmtree(path, ignore_errors=True)

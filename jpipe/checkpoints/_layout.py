@@ -1,0 +1,143 @@
+"""How a training state lies in the arrays of a checkpoint, as text.
+
+A checkpoint has the packed arrays as the devices hold them, so a save moves nothing between devices. The
+*layout* says where each leaf of each layer is, and this is all that a reader with other stages, another
+schedule or another mesh needs.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jpipe.portable import Location, Locations, is_in_flight, locations
+from jpipe.program import Program
+from jpipe.state import PipelineState, num_rounds
+
+ARRAYS = (
+    "parameters",
+    "read_parameters",
+    "optimizer_state",
+    "mutable_state",
+    "loss_scale",
+)
+"""The groups of a state that a checkpoint has."""
+
+IN_FLIGHT = ("gradients", "buffers")
+"""The groups that it has too if microbatches are in flight. Else they are zero."""
+
+
+def saved_arrays(state: PipelineState, in_flight: bool) -> dict[str, jax.Array]:
+    """The arrays of a state (or their shapes) that a checkpoint has, by name."""
+    groups = ARRAYS + IN_FLIGHT if in_flight else ARRAYS
+    leaves = jax.tree.leaves_with_path({g: getattr(state, g) for g in groups})
+    return {jax.tree_util.keystr(path): a for path, a in leaves if a.size}
+
+
+def array_name(location: Location) -> str:
+    """The name of a location's array in a checkpoint."""
+    keys = map(jax.tree_util.DictKey, (location.group, location.array))
+    return jax.tree_util.keystr(tuple(keys))
+
+
+def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
+    """The layout of a state, of values that JSON has.
+
+    Args:
+      program: of the state.
+      rounds: of the state.
+      in_flight: whether microbatches are in flight.
+    """
+    settings = program.settings
+    schedule, mesh = settings.schedule, settings.mesh
+    table = hashlib.sha256()
+    for part in settings.parts["schedule"]:
+        table.update(part if isinstance(part, bytes) else str(part).encode())
+    shapes = saved_arrays(program.abstract_state, in_flight)
+    found = locations(program, rounds)
+    return {
+        "schedule": schedule.name,
+        "table": table.hexdigest(),
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "starts": list(program.stages.starts),
+        "mesh": {name: n for name, n in mesh.shape.items() if n > 1},
+        "in_flight": in_flight,
+        "arrays": {n: [str(a.dtype), list(a.shape)] for n, a in shapes.items()},
+        "params": [_tree_to_json(tree) for tree in found.params],
+        "mutable_state": [_tree_to_json(tree) for tree in found.mutable_state],
+        "optimizer_state": [
+            {path: _to_json(leaf) for path, leaf in leaves.items()}
+            for leaves in found.optimizer_state
+        ],
+        "loss_scale": {n: _to_json(leaf) for n, leaf in found.loss_scale.items()},
+    }
+
+
+def layout_of_state(state: PipelineState) -> dict[str, Any]:
+    """The layout of a state, of values that JSON has."""
+    return layout_of(state.program, num_rounds(state), is_in_flight(state))
+
+
+_SCHEDULE = ("schedule", "table", "num_microbatches")
+
+
+def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """The entries of two layouts that differ. With nothing in flight the schedule does not count."""
+    ignored = () if theirs["in_flight"] else _SCHEDULE
+    return [key for key in mine if key not in ignored and mine[key] != theirs[key]]
+
+
+def locations_in(layout: Mapping[str, Any]) -> Locations:
+    """The locations of the leaves in a layout."""
+    return Locations(
+        params=[_tree_from_json(tree) for tree in layout["params"]],
+        mutable_state=[_tree_from_json(tree) for tree in layout["mutable_state"]],
+        optimizer_state=[
+            {path: _from_json(leaf) for path, leaf in leaves.items()}
+            for leaves in layout["optimizer_state"]
+        ],
+        loss_scale={n: _from_json(leaf) for n, leaf in layout["loss_scale"].items()},
+    )
+
+
+def dtype_of(layout: Mapping[str, Any], location: Location) -> np.dtype:
+    """The dtype of a leaf."""
+    return jax.numpy.dtype(layout["arrays"][array_name(location)][0])
+
+
+def _to_json(location: Location) -> list:
+    return [
+        list(value) if isinstance(value, tuple) else value
+        for value in dataclasses.astuple(location)
+    ]
+
+
+def _from_json(values: Any) -> Location:
+    group, array, lead, start, stop, shape = values
+    return Location(group, array, tuple(lead), start, stop, tuple(shape))
+
+
+def _tree_to_json(tree: Any) -> list:
+    """A nested dict as a list of `[keys, leaf]`. Keys may be integers, which JSON's objects have not."""
+    return [
+        [[_key(key) for key in path], _to_json(leaf)]
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
+
+
+def _key(key: Any) -> Any:
+    return key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key
+
+
+def _tree_from_json(leaves: list) -> dict:
+    tree: dict = {}
+    for keys, leaf in leaves:
+        node = tree
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+        node[keys[-1]] = _from_json(leaf)
+    return tree

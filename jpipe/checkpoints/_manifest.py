@@ -1,0 +1,131 @@
+"""The manifest of a checkpoint: a file that says what the other files hold, and their checksums.
+
+A step is a folder. `manifest.json` is written last, and then the folder gets its name, so a step that has
+its name is whole. Orbax does not notice most flipped bits in the numbers of an array. The manifest
+therefore has the size and the CRC-32 of every file, and a CRC-32 of its own content.
+"""
+
+import concurrent.futures
+import dataclasses
+import json
+import pathlib
+import zlib
+from typing import Any
+
+FORMAT = 1
+"""Raised when an older version of the library could not read what a newer one writes."""
+
+NAME = "manifest.json"
+_BLOCK = 1 << 22
+
+
+class DamagedCheckpointError(ValueError):
+    """A file of a checkpoint is missing or is not what was written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+      step: the number of the step.
+      layout: how the state lies in the arrays, see `jpipe.checkpoints._layout`.
+      counters: "round", "started" and "num_microbatches" as integers, "key", the data of the random
+        key of training, and "key_impl", its implementation.
+      run: what the caller kept beside the state.
+      versions: of jpipe, JAX and Orbax.
+      files: path inside the folder -> size in bytes and CRC-32.
+    """
+
+    step: int
+    layout: dict[str, Any]
+    counters: dict[str, Any]
+    run: Any
+    versions: dict[str, str]
+    files: dict[str, list[int]]
+
+    def write(self, folder: pathlib.Path) -> None:
+        """Writes the manifest into a folder."""
+        content = json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
+        text = json.dumps({"crc32": zlib.crc32(content.encode()), "content": content})
+        with open(folder / NAME, "x", encoding="utf-8") as file:
+            file.write(text)
+
+    @classmethod
+    def read(cls, folder: pathlib.Path) -> "Manifest":
+        """Reads the manifest of a folder.
+
+        Raises:
+          DamagedCheckpointError: if it is missing or damaged.
+          ValueError: if a newer version of the library wrote it.
+        """
+        path = folder / NAME
+        try:
+            outer = json.loads(path.read_bytes())
+            content = outer["content"]
+            if set(outer) != {"crc32", "content"} or (
+                zlib.crc32(content.encode()) != outer["crc32"]
+            ):
+                raise ValueError("its checksum is wrong")
+            values = json.loads(content)
+        except OSError as error:
+            raise DamagedCheckpointError(f"`{path}`: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpointError(f"`{path}` is damaged: {error}") from error
+        if values.pop("format") > FORMAT:
+            version = values["versions"].get("jpipe")
+            raise ValueError(
+                f"`{path}` has a newer format than this version of jpipe reads. jpipe {version} wrote "
+                "it: install that version or a later one."
+            )
+        return cls(**values)
+
+    def check_sizes(self, folder: pathlib.Path) -> None:
+        """Raises `DamagedCheckpointError` if a file is missing or has another size."""
+        for name, (size, _) in self.files.items():
+            path = folder / name
+            try:
+                got = path.stat().st_size
+            except OSError as error:
+                raise DamagedCheckpointError(f"`{path}`: {error.strerror}") from error
+            if got != size:
+                raise DamagedCheckpointError(
+                    f"`{path}` has {got:,} bytes, and {size:,} were written"
+                )
+
+    def check_content(self, folder: pathlib.Path) -> None:
+        """Raises `DamagedCheckpointError` if a file is not what was written; reads all files."""
+        self.check_sizes(folder)
+        got = checksums(folder, self.files)
+        for name, want in self.files.items():
+            if got[name] != want:
+                raise DamagedCheckpointError(f"`{folder / name}` is damaged")
+
+
+def files_of(folder: pathlib.Path) -> list[str]:
+    """The files below a folder, by their path inside of it, without the manifest."""
+    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    names = (path.relative_to(folder).as_posix() for path in paths)
+    return [name for name in names if name != NAME]
+
+
+def checksums(folder: pathlib.Path, names: Any) -> dict[str, list[int]]:
+    """Name -> size and CRC-32 of files in a folder.
+
+    Raises:
+      DamagedCheckpointError: if a file cannot be read.
+    """
+
+    def checksum(name: str) -> list[int]:
+        size = crc = 0
+        try:
+            with open(folder / name, "rb") as file:
+                while block := file.read(_BLOCK):
+                    size, crc = size + len(block), zlib.crc32(block, crc)
+        except OSError as error:
+            path = folder / name
+            raise DamagedCheckpointError(f"`{path}`: {error.strerror}") from error
+        return [size, crc]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        return dict(zip(names, pool.map(checksum, names)))
