@@ -19,6 +19,7 @@ _MODULES = (
 )
 _MODULE_OF = {
     "Checkpoints": "jpipe.checkpoints",
+    "DamagedCheckpointError": "jpipe.checkpoints",
     "Function": "jpipe.layers.layer",
     "IDLE": "jpipe.schedule",
     "InitApply": "jpipe.layers.layer",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from jpipe import simulate as simulate
     from jpipe import solvers as solvers
     from jpipe.checkpoints import Checkpoints as Checkpoints
+    from jpipe.checkpoints import DamagedCheckpointError as DamagedCheckpointError
     from jpipe.costs import Memory as Memory
     from jpipe.costs import StageRecord as StageRecord
     from jpipe.engine.loss_scale import LossScale as LossScale

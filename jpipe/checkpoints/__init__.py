@@ -140,10 +140,8 @@ class Checkpoints:
             step=int(step),
             layout=layout,
             counters={
-                "round": num_rounds(state) if layout["in_flight"] else 0,
-                "started": int(state.started.addressable_data(0)[0])
-                if layout["in_flight"]
-                else portable.num_started(state),
+                "round": num_rounds(state),
+                "started": int(state.started.addressable_data(0)[0]),
                 "key": np.asarray(state.key.addressable_data(0)[0]).tolist(),
                 "key_impl": str(state.program.engine.key_impl),
             },
@@ -287,29 +285,29 @@ def _restored(
     pipe: Pipeline, batch: Any, folder: pathlib.Path, manifest: Manifest
 ) -> PipelineState:
     layout, counters = manifest.layout, manifest.counters
-    key_impl, starts = counters["key_impl"], layout["starts"]
-    program = pipe._program_to_restore(batch, key_impl, starts)
-    mine = _layout.layout_of(program, counters["round"], layout["in_flight"])
+    in_flight, rounds = layout["in_flight"], counters["round"]
+    program = pipe._program_to_restore(batch, counters["key_impl"], layout["starts"])
     key = np.array(counters["key"], np.uint32)
+    num_started = counters["started"] + rounds * layout["num_microbatches"]
+    mine = _layout.layout_of(program, rounds, in_flight)
     different = _layout.differences(mine, layout)
     if not different:
-        shapes = _layout.saved_arrays(program.abstract_state, layout["in_flight"])
+        shapes = _layout.saved_arrays(program.abstract_state, in_flight)
         arrays = _arrays.restore(folder, shapes)
-        state = portable.with_arrays(
-            program, arrays, key, counters["round"], counters["started"]
-        )
-    elif layout["in_flight"]:
+        counts = (rounds, counters["started"]) if in_flight else (0, num_started)
+        state = portable.with_arrays(program, arrays, key, *counts)
+    elif in_flight:
         raise ValueError(
-            f"it has microbatches in flight, which only a pipeline of the same layout can complete, and "
-            f"this pipeline has another: {', '.join(different)}. Restore it into such a pipeline "
-            f"({layout['schedule']}, {layout['num_stages']} stages, {layout['num_microbatches']} "
-            "microbatches) and `flush` it, or save after a `flush`."
+            "it has microbatches in flight, which only a pipeline of the same layout can complete, and "
+            f"this pipeline has another: {'; '.join(different)}. Restore it into a pipeline of the same "
+            "layout, `flush` it and let this one `adopt` it, or start a new optimizer from the newest "
+            "weights: `init(key, batch, params=checkpoints.params())`."
         )
     else:
         leaves = _arrays.stored_leaves(folder, layout)
         source = portable.Portable(
             **leaves._asdict(),
-            num_microbatches=counters["started"],
+            num_microbatches=num_started,
             key_data=key,
             key_impl=program.engine.key_impl,
             minibatch=None,

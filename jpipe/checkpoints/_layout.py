@@ -82,13 +82,19 @@ def layout_of_state(state: PipelineState) -> dict[str, Any]:
     return layout_of(state.program, num_rounds(state), is_in_flight(state))
 
 
-_SCHEDULE = ("schedule", "table", "num_microbatches")
+_SCHEDULE = ("schedule", "num_microbatches", "table")
+_IN_WORDS = ("schedule", "num_stages", "num_microbatches", "starts", "mesh")
 
 
-def differences(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """The entries of two layouts that differ. With nothing in flight the schedule does not count."""
-    ignored = () if theirs["in_flight"] else _SCHEDULE
-    return [key for key in mine if key not in ignored and mine[key] != theirs[key]]
+def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """How a pipeline's layout differs from a saved one, in words; empty if it does not.
+
+    With nothing in flight the schedule does not count.
+    """
+    ignored = () if saved["in_flight"] else _SCHEDULE
+    different = [k for k in mine if k not in ignored and mine[k] != saved[k]]
+    in_words = [key for key in _IN_WORDS if key in different]
+    return [f"{k} {mine[k]!r} instead of {saved[k]!r}" for k in in_words] or different
 
 
 def locations_in(layout: Mapping[str, Any]) -> Locations:

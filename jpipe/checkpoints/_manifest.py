@@ -30,8 +30,8 @@ class Manifest:
     Attributes:
       step: the number of the step.
       layout: how the state lies in the arrays, see `jpipe.checkpoints._layout`.
-      counters: "round", "started" and "num_microbatches" as integers, "key", the data of the random
-        key of training, and "key_impl", its implementation.
+      counters: "round" and "started" of the state, "key", the data of the random key of training, and
+        "key_impl", its implementation.
       run: what the caller kept beside the state.
       versions: of jpipe, JAX and Orbax.
       files: path inside the folder -> size in bytes and CRC-32.
