@@ -30,9 +30,11 @@ _MODULE_OF = {
     "PipelineState": "jpipe.state",
     "Schedule": "jpipe.schedule",
     "StageRecord": "jpipe.costs",
+    "load_params": "jpipe.checkpoints",
     "make_mesh": "jpipe.mesh",
     "report": "jpipe.layers.report",
     "report_weights": "jpipe.layers.report",
+    "save_params": "jpipe.checkpoints",
     "skip": "jpipe.layers.layer",
 }
 
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from jpipe import solvers as solvers
     from jpipe.checkpoints import Checkpoints as Checkpoints
     from jpipe.checkpoints import DamagedCheckpointError as DamagedCheckpointError
+    from jpipe.checkpoints import load_params as load_params
+    from jpipe.checkpoints import save_params as save_params
     from jpipe.costs import Memory as Memory
     from jpipe.costs import StageRecord as StageRecord
     from jpipe.engine.loss_scale import LossScale as LossScale

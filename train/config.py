@@ -238,6 +238,22 @@ class OptimizerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """The checkpoints of a run, in the folder `checkpoints` of its folder."""
+
+    every: int | None = None
+    """Number of steps between checkpoints. There is also one at the end, and one after
+    Ctrl-C or SIGTERM. None: no checkpoints."""
+    keep: int = 3
+    """How many of the newest checkpoints stay."""
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            _check(self.every >= 1, self, "every", "must be at least 1")
+        _check(self.keep >= 1, self, "keep", "must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """One training run."""
 
@@ -249,6 +265,8 @@ class TrainConfig:
     """The pipeline: schedule, stages and devices."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its learning-rate schedule."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """The checkpoints of a run, in the folder `checkpoints` of its folder."""
     batch_size: int = 128
     """Number of examples per minibatch. A multiple of `pipeline.num_microbatches` times
     `pipeline.data`."""

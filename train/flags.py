@@ -31,12 +31,15 @@ _EXAMPLES = {int: "12", float: "3e-4", bool: "true or false", str: "text"}
 _UNIONS = (typing.Union, types.UnionType)
 
 
-def parse(arguments: Sequence[str], config_class: type) -> tuple[str, Any]:
+def parse(
+    arguments: Sequence[str], config_class: type, others: Sequence[str] = ()
+) -> tuple[str, Any]:
     """Reads the configuration that a command line names.
 
     Args:
-      arguments: the words after the script's name.
+      arguments: the words after the script's name, without options of the script's own.
       config_class: the class that `get_config()` of the file must return.
+      others: options of the script's own, for suggestions.
 
     Returns:
       The name of the configuration and the configuration. The name is that of the Python
@@ -52,7 +55,7 @@ def parse(arguments: Sequence[str], config_class: type) -> tuple[str, Any]:
     for word in words:
         flag, equals, value = word.partition("=")
         if flag != "--config" and not flag.startswith("--config."):
-            known = ["--config", "--help", *_flags(config_class)]
+            known = ["--config", "--help", *others, *_flags(config_class)]
             guess = did_you_mean(flag, known) or did_you_mean(f"--config.{flag}", known)
             raise ValueError(
                 f"unknown argument `{word}`.{guess} Options are written "

@@ -7,7 +7,7 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -23,10 +23,6 @@ except ImportError:  # Windows
 
 # A dynamic loss scale may skip this many updates before it has found its value.
 _FEWEST_SKIPPED = 20
-
-
-class LogError(Exception):
-    """The log cannot be written, because the disk is full or its folder is gone."""
 
 
 class NonFiniteLossError(Exception):
@@ -52,18 +48,23 @@ class Log:
     """Takes the numbers of every step and writes a line every `log_every` steps.
 
     A line holds the means over the steps since the line before, and their speed. The
-    speed leaves out step 1, which may include compilation. The same goes to two files: a
+    speed leaves out the first step of a process, which may include compilation. The same goes to two files: a
     JSON file with one record per line, which also holds the numbers of every step, and an
     event file for TensorBoard beside it. Both are flushed after each record, so a run
     that dies leaves its log.
 
+    If a record cannot be written, one warning says so and training goes on. The record is
+    kept and written later, once there is space.
+
     Args:
-      path: the JSON file; must not exist.
+      path: the JSON file; must not exist, unless a run is resumed.
       num_steps: number of steps in the run.
       log_every: number of steps per line.
       unit: the things that the speed counts, such as "images".
       learning_rate: function from a step, counted from 1, to its learning rate.
       start: the `time.perf_counter()` at which "seconds" are 0.
+      resumed: what `position` returned in the run that goes on here. Records that came
+        later are removed, because the run writes them again.
 
     Attributes:
       last_step: the last step that was recorded.
@@ -81,10 +82,18 @@ class Log:
         unit: str,
         learning_rate: Callable[[int], float],
         start: float,
+        resumed: Mapping[str, Any] | None = None,
     ):
+        self._path, self._unwritten, self._has_warned = path, [], False
         # Without a buffer: after a failed write there is nothing left to write again.
-        self._path, self._file = path, path.open("xb", buffering=0)
-        self._events = EventFile(path.parent)
+        if resumed is not None and path.exists():
+            self._file = path.open("r+b", buffering=0)
+            self._file.truncate(min(resumed["bytes"], path.stat().st_size))
+            self._file.seek(0, os.SEEK_END)
+        else:
+            self._file = path.open("xb", buffering=0)
+        self._first_step = 1 if resumed is None else resumed["last_step"] + 1
+        self._events: EventFile | None = EventFile(path.parent, self._first_step)
         self._num_steps, self._log_every = num_steps, log_every
         self._unit, self._learning_rate, self._start = unit, learning_rate, start
         self._losses: list[float | None] = []
@@ -93,6 +102,15 @@ class Log:
         self._since = time.perf_counter()
         self._timed_steps = self._timed_units = 0
         self.last_step = self._last_line = 0
+        if resumed is not None:
+            self._losses, self._gradient_norms = (
+                list(resumed[name]) for name in ("losses", "gradient_norms")
+            )
+            self._skipped = resumed["skipped"]
+            self._steps_without_update = resumed["steps_without_update"]
+            self.last_step, self._last_line = resumed["last_step"], resumed["last_line"]
+            self._unwritten = list(resumed["unwritten"])
+            self._start -= resumed["seconds"]
         self._progress = None
         if sys.stdout.isatty():
             self._progress = Progress(
@@ -115,8 +133,30 @@ class Log:
         """Ends the progress bar and closes the files; a second call does nothing."""
         if self._progress is not None:
             self._progress.stop()
+        with contextlib.suppress(OSError):
+            self._write_unwritten()
         self._file.close()
-        self._events.close()
+        if self._events is not None:
+            self._events.close()
+
+    @property
+    def num_unwritten(self) -> int:
+        """The number of records that could not be written."""
+        return len(self._unwritten)
+
+    def position(self) -> dict[str, Any]:
+        """Where the log stands, for a run that goes on from here; values that JSON has."""
+        return {
+            "bytes": os.fstat(self._file.fileno()).st_size,
+            "unwritten": self._unwritten,
+            "seconds": self.seconds(),
+            "last_step": self.last_step,
+            "last_line": self._last_line,
+            "losses": self._losses,
+            "gradient_norms": self._gradient_norms,
+            "skipped": self._skipped,
+            "steps_without_update": self._steps_without_update,
+        }
 
     def step(
         self,
@@ -145,7 +185,6 @@ class Log:
           NonFiniteLossError: if the loss is not finite.
           NonFiniteGradientsError: if no stage was updated since the line before, and for
             at least 20 steps.
-          LogError: if the log cannot be written.
         """
         if loss is not None and not math.isfinite(loss):
             self.finish_line()
@@ -159,7 +198,7 @@ class Log:
         self._gradient_norms.append(gradient_norm)
         self._skipped += num_skipped
         self._steps_without_update = 0 if updated else self._steps_without_update + 1
-        if step == 1:
+        if step == self._first_step:
             self._since = time.perf_counter()
         else:
             self._timed_steps += 1
@@ -179,11 +218,7 @@ class Log:
             self._progress.update(self._bar, completed=step, description=text)
 
     def finish_line(self) -> None:
-        """Writes a line for the steps since the line before, if there are any.
-
-        Raises:
-          LogError: if the log cannot be written.
-        """
+        """Writes a line for the steps since the line before, if there are any."""
         if self.last_step == self._last_line:
             return
         now, step = time.perf_counter(), self.last_step
@@ -229,9 +264,6 @@ class Log:
         Args:
           step: the last step of the schedule before.
           schedule: the name of the schedule that takes over.
-
-        Raises:
-          LogError: if the log cannot be written.
         """
         self.write({"step": step, "schedule": schedule, "seconds": self.seconds()})
         self.print(f"{self._place(step)}  {schedule} takes over")
@@ -246,7 +278,6 @@ class Log:
 
         Raises:
           NonFiniteLossError: if the loss is not finite.
-          LogError: if the log cannot be written.
         """
         loss = result["test_loss"]
         if not math.isfinite(loss):
@@ -286,21 +317,38 @@ class Log:
 
         Args:
           record: values by name; the step is under "step".
-
-        Raises:
-          LogError: if a file cannot be written, or the log was removed or moved.
         """
+        self._unwritten.append(record)
         try:
-            # A file that was removed can still be written, and would be lost.
-            if not self._path.exists():
-                raise FileNotFoundError("it was removed or moved during the run")
-            self._append(json.dumps(record).encode() + b"\n")
-            self._events.write(record)
+            self._write_unwritten()
         except OSError as error:
-            reason = error.strerror or str(error)
-            raise LogError(
-                f"step {record['step']}: cannot write the log `{self._path}`: {reason}."
-            ) from error
+            self._warn(
+                f"step {record['step']}: cannot write the log `{self._path}`: "
+                f"{error.strerror or error}. Training goes on, and the log is written as "
+                "soon as it can be."
+            )
+        if self._events is not None:
+            try:
+                self._events.write(record)
+            except OSError:  # what it has buffered would be cut in half
+                self._events.close()
+                self._events = None
+
+    def _write_unwritten(self) -> None:
+        # A file that was removed can still be written, and would be lost.
+        if self._unwritten and not self._path.exists():
+            self._file.close()
+            self._file = self._path.open("xb", buffering=0)
+        while self._unwritten:
+            self._append(json.dumps(self._unwritten[0]).encode() + b"\n")
+            del self._unwritten[0]
+
+    def _warn(self, message: str) -> None:
+        """Prints a warning on standard error, once."""
+        if not self._has_warned:
+            with contextlib.suppress(OSError):
+                print(f"train.py: warning: {message}", file=sys.stderr, flush=True)
+        self._has_warned = True
 
     def _append(self, content: bytes) -> None:
         size = os.fstat(self._file.fileno()).st_size
@@ -314,11 +362,7 @@ class Log:
             raise
 
     def print(self, line: str) -> None:
-        """Prints a line, above the progress bar if there is one.
-
-        Raises:
-          LogError: if standard output cannot be written.
-        """
+        """Prints a line, above the progress bar if there is one."""
         try:
             if self._progress is None:
                 print(line, flush=True)
@@ -327,10 +371,10 @@ class Log:
         except OSError as error:
             # What is still in the buffer would raise again when Python exits.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            reason = error.strerror or str(error)
-            raise LogError(
-                f"step {self.last_step}: cannot write to standard output: {reason}."
-            ) from error
+            self._warn(
+                f"step {self.last_step}: cannot write to standard output: "
+                f"{error.strerror or error}. Training goes on."
+            )
 
 
 def peak_memory_bytes() -> int | None:

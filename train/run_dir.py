@@ -11,12 +11,15 @@ _TRIAL_BYTES = 2**16
 
 
 @contextlib.contextmanager
-def new_run_dir(asked: str | None, name: str) -> Iterator[pathlib.Path]:
+def new_run_dir(
+    asked: str | None, name: str, resumed: pathlib.Path | None = None
+) -> Iterator[pathlib.Path]:
     """Makes the folder of a run; removes it again if the `with` block raises.
 
     Args:
       asked: the path of the folder; None: `runs/NAME-TIME`.
       name: the name of the configuration.
+      resumed: the folder of a run that goes on, which is used as it is.
 
     Yields:
       The path of the folder, which is empty and can be written.
@@ -26,7 +29,9 @@ def new_run_dir(asked: str | None, name: str) -> Iterator[pathlib.Path]:
       OSError: if the folder cannot be made or written.
     """
     path = _new_path(name) if asked is None else pathlib.Path(asked)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if resumed is not None:
+        path = resumed
+    elif path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(
             f"`run_dir` must be new or empty, got `{path}`, which has files already. "
             "Name another folder, or remove this one."

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
 
 
@@ -15,15 +15,21 @@ class EventFile:
 
     Args:
       directory: the folder of the file. TensorBoard finds the file by its name.
+      first_step: the first step that the file has. TensorBoard hides what other files of
+        the folder have from this step on.
 
     Raises:
       OSError: if the file cannot be made.
     """
 
-    def __init__(self, directory: pathlib.Path):
+    def __init__(self, directory: pathlib.Path, first_step: int = 1):
         # Not `SummaryWriter`: it writes in a thread, and a run that dies would lose the
         # records that the thread has not written.
         self._writer = EventsWriter(str(directory / "events"))
+        if first_step > 1:
+            start = SessionLog(status=SessionLog.START)
+            event = Event(wall_time=time.time(), step=first_step, session_log=start)
+            self._writer.write_event(event)
         self._writer.flush()
 
     def write(self, record: dict) -> None:

@@ -12,9 +12,16 @@ A run writes its files to a new folder `runs/NAME-TIME`: `config.json` with all 
 `log.jsonl` and the same log for TensorBoard, and the pictures `schedule.svg` and
 `run.png`. `--config runs/NAME-TIME/config.json` repeats a run.
 
+    python train/train.py --config configs/gpt_1f1b.py --config.checkpoint.every=500
+    python train/train.py --resume runs/NAME-TIME
+    python train/train.py --resume runs/NAME-TIME --config.pipeline.num_stages=2
+
+With checkpoints, a run that ended can go on from its newest one, in the same folder. Its
+stages, replicas and schedule may change.
+
 Ctrl-C or SIGTERM ends a run after its current step; a second signal ends it at once. The
 exit code is 0 after the last step; 1 if the loss or all gradients stopped being finite; 2
-if an option or a file is wrong; 3 if the run folder could not be written any more; 130
+if an option or a file is wrong; 3 if the run folder could not be written at the end; 130
 after Ctrl-C; 143 after SIGTERM.
 """
 
@@ -26,7 +33,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -48,7 +55,8 @@ from train.config import TrainConfig
 from train.data import Batch, Dataset, Examples, in_order, num_labels, shuffled
 from train.devices import cache_compilations, check_devices, prepare_cpu
 from train.interrupt import Interrupt
-from train.log import Log, LogError, NonFiniteGradientsError, NonFiniteLossError
+from train.log import Log, NonFiniteGradientsError, NonFiniteLossError
+from train.resume import Resumed, Saver, resumed_config
 from train.run_dir import new_run_dir
 
 
@@ -59,23 +67,23 @@ class Run(NamedTuple):
       name: the name of the configuration.
       config: the configuration.
       data: the data set.
-      batches: the minibatches to train on, after the first one.
-      batch: the first minibatch.
+      batch: a minibatch.
       pipe: the pipeline of the configured schedule.
       warm_up: the pipeline of the first `synchronous_steps`; None if there are none.
       partition: the stages.
       run_dir: the folder of the run.
+      resumes: whether the run goes on from a checkpoint.
     """
 
     name: str
     config: TrainConfig
     data: Dataset
-    batches: Iterator[Batch]
     batch: Batch
     pipe: jpipe.Pipeline
     warm_up: jpipe.Pipeline | None
     partition: list[jpipe.StageRecord]
     run_dir: pathlib.Path
+    resumes: bool
 
 
 def main(argv: list[str]) -> int:
@@ -86,26 +94,16 @@ def main(argv: list[str]) -> int:
     try:
         run = prepare(argv)
         print_head(run)
-        state, memory = compile_pipeline(run)
+        start_of, memory = compile_pipeline(run)
     except (ValueError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2
     with Interrupt("train.py") as interrupt:
-        code, message = 0, ""
         try:
-            train(run, state, memory, interrupt, start)
+            message = train(run, start_of, memory, interrupt, start)
+            code = 3 if message else 0
         except (NonFiniteLossError, NonFiniteGradientsError) as error:
             code, message = 1, f"{error} Training stopped. {remedy(run.config)} "
-        except LogError as error:
-            # Weights are not saved, so the log is the only result of a run. Without it
-            # every further step would be lost work.
-            code, message = (
-                3,
-                (
-                    f"{error} Training stopped, because the log is all that a run saves. Make "
-                    "sure that the run folder stays and has space, and start again. "
-                ),
-            )
         except KeyboardInterrupt as error:
             code, message = interrupt.exit_code, f"{error} "
         return finish(run, code, message, start)
@@ -118,17 +116,16 @@ def prepare(argv: list[str]) -> Run:
       ValueError: if an option or a file is wrong, or devices are missing.
       OSError: if a file cannot be read or the run folder cannot be written.
     """
-    name, config = flags.parse(argv, TrainConfig)
+    resumed_dir, name, config = resumed_config(argv)
     schedule = config.pipeline.table()
     warm_up_schedule = config.pipeline.warm_up_table(schedule)
     data = config.data.load()
-    batches = shuffled(data.train, config.batch_size, config.seed)
-    batch = next(batches)
+    batch = next(shuffled(data.train, config.batch_size, config.seed))
     sizes = {"data": config.pipeline.data, "model": config.pipeline.model}
     prepare_cpu(schedule.num_devices * math.prod(sizes.values()))
     check_devices(schedule.num_devices, *sizes.values())
     cache_compilations(config.compilation_cache)
-    with new_run_dir(config.run_dir, name) as run_dir:
+    with new_run_dir(config.run_dir, name, resumed_dir) as run_dir:
         mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
         options = options_of_pipeline(config, mesh)
         pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
@@ -141,9 +138,20 @@ def prepare(argv: list[str]) -> Run:
             )
         resolved = {"name": name, **flags.to_json(config), "run_dir": None}
         text = json.dumps(resolved, indent=2) + "\n"
-        (run_dir / "config.json").write_text(text, encoding="utf-8")
+        write_config(run_dir, text)
         draw.save(schedule, run_dir / "schedule.svg")
-    return Run(name, config, data, batches, batch, pipe, warm_up, partition, run_dir)
+    resumes = resumed_dir is not None
+    return Run(name, config, data, batch, pipe, warm_up, partition, run_dir, resumes)
+
+
+def write_config(run_dir: pathlib.Path, text: str) -> None:
+    """Writes `config.json`. Other options that a resumed run had before stay in `config-1.json` and so on."""
+    path = run_dir / "config.json"
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        numbers = itertools.count(1)
+        names = (run_dir / f"config-{number}.json" for number in numbers)
+        path.rename(next(name for name in names if not name.exists()))
+    path.write_text(text, encoding="utf-8")
 
 
 def options_of_pipeline(config: TrainConfig, mesh: jax.sharding.Mesh) -> dict[str, Any]:
@@ -173,58 +181,79 @@ def print_head(run: Run) -> None:
     print(draw.text(run.pipe.schedule, color=terminal, width=width))
 
 
-def compile_pipeline(run: Run) -> tuple[jpipe.PipelineState, jpipe.Memory]:
-    """Makes the training state and compiles the configured schedule.
+def compile_pipeline(run: Run) -> tuple[Resumed, jpipe.Memory]:
+    """Makes or restores the training state and compiles the configured schedule.
 
     Returns:
-      The state of the pipeline that trains first, and the memory of the configured one.
+      Where training starts, and the memory of the configured pipeline.
 
     Raises:
-      ValueError: if the weights cannot be made or split.
+      ValueError: if the weights cannot be made or split, or the checkpoint does not fit.
+      OSError: if there is no checkpoint to resume from.
     """
     start = time.perf_counter()
-    first = run.pipe if run.warm_up is None else run.warm_up
-    state = first.init(jax.random.key(run.config.seed), run.batch)
+    if run.resumes:
+        start_of = Resumed.restored(
+            run.run_dir,
+            run.batch,
+            run.pipe,
+            run.warm_up,
+            run.config.pipeline.synchronous_steps,
+        )
+    else:
+        pipe = run.pipe if run.warm_up is None else run.warm_up
+        state = pipe.init(jax.random.key(run.config.seed), run.batch)
+        start_of = Resumed(pipe, state, 0, None)
     memory = run.pipe.memory(run.batch)
     print(f"compiled in {time.perf_counter() - start:.1f} s\n")
     print(f"memory of each device:\n{report.memory(memory)}\n")
-    return state, memory
+    if run.resumes:
+        print(f"resumed after step {start_of.step} of {run.config.num_steps}\n")
+    return start_of, memory
 
 
 def train(
     run: Run,
-    state: jpipe.PipelineState,
+    start_of: Resumed,
     memory: jpipe.Memory,
     interrupt: Interrupt,
     start: float,
-) -> None:
+) -> str:
     """Trains the pipeline and evaluates it on the held-out data.
 
     Args:
       run: the run.
-      state: the training state before the first step; donated.
+      start_of: where training starts; its state is donated.
       memory: the bytes of each device, for the log.
       interrupt: tells when the run has to end early.
       start: the `time.perf_counter()` of the start of the run.
 
+    Returns:
+      What could not be written to the run folder, in words; empty if all was.
+
     Raises:
       NonFiniteLossError: if a loss is not finite.
       NonFiniteGradientsError: if the gradients stay not finite.
-      LogError: if the log cannot be written.
       KeyboardInterrupt: if a signal ended the run.
     """
-    config, batch = run.config, run.batch
-    pipe = run.pipe if run.warm_up is None else run.warm_up
-    with Log(
-        run.run_dir / "log.jsonl",
-        num_steps=config.num_steps,
-        log_every=config.log_every,
-        unit=run.data.unit,
-        learning_rate=learning_rates(config),
-        start=start,
-    ) as log:
-        memory_record = {"step": 0, "memory_bytes": memory._asdict()}
-        log.write(memory_record | {"seconds": log.seconds()})
+    config = run.config
+    pipe, state, first, resumed_log = start_of
+    batches = shuffled(run.data.train, config.batch_size, config.seed, first)
+    with (
+        Log(
+            run.run_dir / "log.jsonl",
+            num_steps=config.num_steps,
+            log_every=config.log_every,
+            unit=run.data.unit,
+            learning_rate=learning_rates(config),
+            start=start,
+            resumed=resumed_log,
+        ) as log,
+        Saver(run.run_dir, config.checkpoint) as saver,
+    ):
+        if not run.resumes:
+            memory_record = {"step": 0, "memory_bytes": memory._asdict()}
+            log.write(memory_record | {"seconds": log.seconds()})
         # The metrics of a step are read while the next step runs.
         pending: tuple | None = None
 
@@ -235,7 +264,8 @@ def train(
             pending = None
 
         try:
-            for step in range(1, config.num_steps + 1):
+            batch = next(batches)
+            for step in range(first + 1, config.num_steps + 1):
                 if pipe is not run.pipe and step > config.pipeline.synchronous_steps:
                     record_pending()
                     with log.paused():
@@ -243,18 +273,18 @@ def train(
                     log.takes_over(step - 1, pipe.schedule.name)
                 state, metrics = pipe.step(state, batch)
                 num_units = num_labels(batch)
-                batch = next(run.batches)
+                batch = next(batches)
                 record_pending()
                 pending = step, metrics, num_units, pipe.schedule
                 ends = interrupt.requested or step == config.num_steps
                 evaluates = config.eval_every and step % config.eval_every == 0
+                saves = saver.saves(step, ends)
                 # A line of the log waits for its last step, so that its speed is the
                 # speed of its steps. Timing begins at the end of step 1.
-                if ends or evaluates or step == 1 or step % config.log_every == 0:
+                lines_up = step == first + 1 or step % config.log_every == 0
+                if ends or evaluates or saves or lines_up:
                     record_pending()
-                if ends:
-                    break
-                if evaluates:
+                if evaluates and not ends:
                     with log.paused():
                         result = evaluate(
                             pipe,
@@ -265,6 +295,11 @@ def train(
                             interrupt.check,
                         )
                     log.held_out(step, held_out(result, run.data))
+                if saves:
+                    with log.paused():
+                        saver.save(step, state, log)
+                if ends:
+                    break
             interrupt.check()
             state, _ = pipe.flush(state)
             result = evaluate(
@@ -275,7 +310,14 @@ def train(
             log.finish_line()
             raise KeyboardInterrupt(
                 f"stopped after step {log.last_step} of {config.num_steps}."
+                f"{saver.how_to_resume()}"
             ) from None
+    lost = f"{saver.problem} " if saver.problem else ""
+    if log.num_unwritten:
+        lost += (
+            f"The last {log.num_unwritten} records of the log could not be written. "
+        )
+    return lost
 
 
 def learning_rates(config: TrainConfig) -> Callable[[int], float]:
@@ -346,15 +388,14 @@ def held_out(result: dict[str, float], data: Dataset) -> dict[str, float]:
 
 def finish(run: Run, code: int, message: str, start: float) -> int:
     """Draws the log, prints how the run ended, and returns the exit code."""
+    try:
+        plot.save(run.run_dir)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        message += f"cannot write the picture of the run: {reason}. "
+        code = code or 3
     place = f"The log up to here is in {run.run_dir}."
-    if code != 3:
-        try:
-            plot.save(run.run_dir)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            message += f"cannot write the picture of the run: {reason}. "
-            code = code or 3
-    elif not (run.run_dir / "log.jsonl").exists():
+    if not (run.run_dir / "log.jsonl").exists():
         place = "The log is lost."
     if code:
         print(f"train.py: {message}{place}", file=sys.stderr)
@@ -383,7 +424,7 @@ def print_help(argv: list[str]) -> int:
     config, rest = None, [word for word in argv if word not in ("--help", "-h")]
     if rest:
         try:
-            _, config = flags.parse(rest, TrainConfig)
+            _, _, config = resumed_config(rest)
         except (ValueError, OSError) as error:
             print(f"train.py: {error}", file=sys.stderr)
             return 2

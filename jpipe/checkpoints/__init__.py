@@ -35,12 +35,19 @@ from jpipe.checkpoints._manifest import (
     checksums,
     files_of,
 )
+from jpipe.checkpoints._weights_file import load_params, save_params
 from jpipe.checks import check_state
 from jpipe.pipeline import Pipeline
 from jpipe.state import PipelineState, num_rounds
 from jpipe.warn import warn
 
-__all__ = ["Checkpoints", "DamagedCheckpointError", "Restored"]
+__all__ = [
+    "Checkpoints",
+    "DamagedCheckpointError",
+    "Restored",
+    "load_params",
+    "save_params",
+]
 
 _SAVING, _DELETING = ".saving", ".deleting"
 

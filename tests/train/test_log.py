@@ -1,6 +1,8 @@
 """The log of a run: its lines, its records, and the same for TensorBoard."""
 
+import json
 import pathlib
+import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +15,6 @@ from helpers import events_of, file_size_limit, log_of
 from train import log as log_module
 from train.log import (
     Log,
-    LogError,
     NonFiniteGradientsError,
     NonFiniteLossError,
     peak_memory_bytes,
@@ -228,45 +229,83 @@ def test_a_line_without_any_update_is_an_error(tmp_path, log_every, skipped, sto
 # -- Files that cannot be written -------------------------------------------------------
 
 
-def test_a_full_disk_is_an_error_and_leaves_whole_records(tmp_path):
-    path = tmp_path / "log.jsonl"
+def test_a_full_disk_costs_no_record(tmp_path, capsys):
+    """One warning. The records are kept until there is space, and no line is cut."""
     with make_log(tmp_path) as log:
         log.write({"step": 0})
         with file_size_limit(100):
-            with pytest.raises(LogError) as caught:
-                log.write({"step": 1, "words": "x" * 200})
-        assert str(caught.value) == (
-            f"step 1: cannot write the log `{path}`: File too large."
-        )
-        log.write({"step": 2})  # there is space again
-    assert [record["step"] for record in log_of(tmp_path)] == [0, 2]
+            log.write({"step": 1, "words": "x" * 200})
+            log.write({"step": 2})
+            assert log.num_unwritten == 2
+            assert [record["step"] for record in log_of(tmp_path)] == [0]
+        log.write({"step": 3})  # there is space again
+        assert log.num_unwritten == 0
+    assert [record["step"] for record in log_of(tmp_path)] == [0, 1, 2, 3]
+    error = capsys.readouterr().err
+    path = tmp_path / "log.jsonl"
+    assert error.count("\n") == 1 and error.startswith(
+        f"train.py: warning: step 1: cannot write the log `{path}`: File too large. Training goes on"
+    )
 
 
-def test_a_log_that_was_removed_is_an_error(tmp_path):
-    with make_log(tmp_path) as log:
+def test_a_folder_that_was_removed_costs_only_what_was_in_it(tmp_path, capsys):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with make_log(folder) as log:
         log.step(1, 1.0, num_units=10)
-        (tmp_path / "log.jsonl").unlink()
-        with pytest.raises(LogError, match="it was removed or moved during the run"):
-            log.step(2, 1.0, num_units=10)
-    assert not (tmp_path / "log.jsonl").exists()
+        shutil.rmtree(folder)
+        log.step(2, 1.0, num_units=10)
+        assert log.num_unwritten == 1 and not folder.exists()
+        folder.mkdir()
+    assert [record["step"] for record in log_of(folder)] == [2]
+    assert "No such file or directory. Training goes on" in capsys.readouterr().err
 
 
-def test_output_that_cannot_be_written_is_an_error(tmp_path):
+def test_output_that_cannot_be_written_is_a_warning(tmp_path):
     program = (
         f"import sys; sys.path[:0] = {[str(pathlib.Path(__file__).parent), *sys.path]!r}\n"
         "import pathlib, test_log\n"
-        "try:\n"
-        f"    test_log.make_log(pathlib.Path({str(tmp_path)!r})).print('a line')\n"
-        "except test_log.LogError as error:\n"
-        "    sys.exit(str(error))\n"
+        f"log = test_log.make_log(pathlib.Path({str(tmp_path)!r}))\n"
+        "log.print('a line'); log.print('another line')\n"
     )
     with open("/dev/full", "w") as full:
         run = subprocess.run(
             [sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE
         )
+    assert run.returncode == 0
     assert run.stderr.decode() == (
-        "step 0: cannot write to standard output: No space left on device.\n"
+        "train.py: warning: step 0: cannot write to standard output: No space left on device. "
+        "Training goes on.\n"
     )
+
+
+def test_a_log_goes_on_from_a_position(tmp_path):
+    """As if it had not stopped: the means of a line begin before the position."""
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    losses = [1.0, 2.0, 4.0, 8.0]
+
+    def steps(log, numbers):
+        for step in numbers:
+            log.step(step, losses[step - 1], gradient_norm=1.0, num_units=10)
+
+    for folder in (whole, parted):
+        folder.mkdir()
+    with make_log(whole, num_steps=4, log_every=4) as log:
+        steps(log, [1, 2, 3, 4])
+    with make_log(parted, num_steps=4, log_every=4) as log:
+        log.write({"step": 0})
+        steps(log, [1, 2])
+        position = json.loads(json.dumps(log.position()))
+        log.write({"step": 2, "lost": True})
+    with make_log(parted, num_steps=4, log_every=4, resumed=position) as log:
+        assert log.seconds() >= position["seconds"]
+        steps(log, [3, 4])
+    (want,), (first, got) = log_of(whole), log_of(parted)
+    assert first == {"step": 0}
+    for record in (want, got):
+        for measured in ("seconds", "images_per_second", "peak_memory_bytes"):
+            record.pop(measured)
+    assert got == want
 
 
 # -- TensorBoard ------------------------------------------------------------------------

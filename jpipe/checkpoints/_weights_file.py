@@ -1,0 +1,108 @@
+"""Weights in one file: msgpack, as Flax writes it."""
+
+import os
+import pathlib
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from flax import serialization, traverse_util
+
+_KIND = "jpipe params 1"
+
+
+def save_params(path: str | os.PathLike, params: Sequence[Any]) -> None:
+    """Writes weights to a file.
+
+    The file is what `flax.serialization.msgpack_serialize` makes of a dict with "params": the name of each
+    leaf -> array. A name is the number of the layer and the names inside the layer, with dots between:
+    "3.attention.kernel". "crc32" has a checksum of each leaf, "num_layers" the number of layers.
+
+    Args:
+      path: of the file. An older file is replaced once the new one is whole.
+      params: one nested dict per layer, as `Pipeline.get_params` returns them.
+
+    Raises:
+      ValueError: if a name inside a layer has a dot or is a number in text.
+      OSError: if the file cannot be written.
+
+    Example:
+      >>> import tempfile
+      >>> path = f"{tempfile.mkdtemp()}/weights.msgpack"
+      >>> save_params(path, [{"kernel": np.ones((2, 3))}, {}])
+      >>> load_params(path)
+      [{'kernel': array([[1., 1., 1.], [1., 1., 1.]])}, {}]
+    """
+    leaves: dict[str, np.ndarray] = {}
+    for i, layer in enumerate(params):
+        for names, leaf in traverse_util.flatten_dict(layer).items():
+            for name in names:
+                if isinstance(name, str) and ("." in name or name.isdecimal()):
+                    raise ValueError(
+                        f"`params` of layer {i} have the name {name!r}: in a file, dots separate names and "
+                        "numbers are positions in lists. Rename it."
+                    )
+            leaves[".".join(map(str, (i, *names)))] = np.asarray(leaf)
+    content = {
+        "kind": _KIND,
+        "num_layers": len(params),
+        "params": leaves,
+        "crc32": {name: _crc(a, len(params)) for name, a in leaves.items()},
+    }
+    path = pathlib.Path(path)
+    unfinished = path.with_name(f"{path.name}.saving")
+    try:
+        unfinished.write_bytes(serialization.msgpack_serialize(content))
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+
+
+def load_params(path: str | os.PathLike) -> list:
+    """Reads weights that `save_params` wrote: one nested dict per layer, of host arrays.
+
+    `Pipeline.init` takes them as `params`, and `flax.nnx.update(module, params[i])` puts those of a layer
+    into a module.
+
+    Args:
+      path: of the file.
+
+    Raises:
+      ValueError: if the file is damaged or no file of weights.
+      OSError: if it cannot be read.
+    """
+    data = pathlib.Path(path).read_bytes()
+    try:
+        content = serialization.msgpack_restore(data)
+        kind, leaves, checksums = (content[n] for n in ("kind", "params", "crc32"))
+        num_layers = content["num_layers"]
+        layers: list[dict] = [{} for _ in range(num_layers)]
+        damaged = [
+            n for n, a in leaves.items() if checksums.get(n) != _crc(a, num_layers)
+        ]
+        if kind != _KIND or set(leaves) != set(checksums):
+            raise ValueError("its parts do not fit together")
+        if damaged:
+            raise ValueError(
+                f"the numbers of {damaged[0]} are not those that were written"
+            )
+        for name, leaf in leaves.items():
+            first, *names = name.split(".")
+            node = layers[int(first)]
+            keys = [int(n) if n.isdecimal() else n for n in names]
+            for key in keys[:-1]:
+                node = node.setdefault(key, {})
+            node[keys[-1]] = leaf
+    except Exception as error:  # msgpack and Flax raise many kinds
+        raise ValueError(
+            f"`{path}` is damaged or no file of `jpipe.save_params`: {type(error).__name__}: {error}"
+        ) from error
+    return layers
+
+
+def _crc(array: np.ndarray, num_layers: int) -> int:
+    """A checksum of the numbers, the dtype, the shape and the number of layers."""
+    head = f"{array.dtype}{array.shape}{num_layers}".encode()
+    return zlib.crc32(np.ascontiguousarray(array).tobytes(), zlib.crc32(head))

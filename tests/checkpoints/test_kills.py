@@ -1,0 +1,73 @@
+"""A training is killed at random moments: in a step, in a save, in a deletion."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+import jax
+import killed
+import numpy as np
+import pytest
+
+import jpipe
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def start(directory, *words):
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": str(directory.parent / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_FLAGS": "",
+    }
+    command = [sys.executable, killed.__file__, str(directory), *map(str, words)]
+    return subprocess.Popen(command, env=environment)
+
+
+def wait_for(path, process):
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("num_kills", [2, pytest.param(100, marks=pytest.mark.slow)])
+def test_every_listed_step_is_right_and_the_training_ends_as_if_not_killed(
+    num_kills, tmp_path
+):
+    folder, other = tmp_path / "killed", tmp_path / "uninterrupted"
+    folder.mkdir(), other.mkdir()
+    random, restored, newest = np.random.default_rng(num_kills), [], 0
+    checkpoints = jpipe.Checkpoints(folder / "checkpoints")
+    for _ in range(num_kills):
+        process = start(folder, 10**6)
+        wait_for(folder / "ready", process)
+        time.sleep(random.uniform(0, 1.5))
+        process.kill()
+        process.wait()
+        (folder / "ready").unlink()
+        for step in checkpoints.steps():
+            restored.append((step, killed.flat(checkpoints.params(step))))
+        last = max(checkpoints.steps(), default=0)
+        assert last >= newest  # nothing that was whole is lost
+        newest = last
+    assert newest > 0
+    last = newest + 3
+    assert start(folder, last).wait(timeout=120) == 0
+    assert start(other, last, "uninterrupted").wait(timeout=600) == 0
+    params = np.load(other / "params.npz")
+    for step, values in restored:
+        np.testing.assert_array_equal(values, params[str(step)])
+    pipe, batch = killed.pipeline(), killed.batch(0)
+    got, want = (
+        jpipe.Checkpoints(each / "checkpoints").restore(pipe, batch, last).state
+        for each in (folder, other)
+    )
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
+        {**got.replicated(), **got.per_device(), **got.counters()},
+        {**want.replicated(), **want.per_device(), **want.counters()},
+    )

@@ -1,0 +1,234 @@
+"""A run that goes on from a checkpoint, and runs whose checkpoints cannot be written."""
+
+import json
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from helpers import file_size_limit, log_of
+
+import jpipe
+from train.train import main
+
+ROOT = pathlib.Path(__file__).parents[2]
+TINY = [
+    "--config",
+    str(ROOT / "configs" / "quickstart.py"),
+    "--config.model=MLP",
+    "--config.model.widths=16",
+    "--config.pipeline.num_stages=2",
+    "--config.pipeline.num_microbatches=2",
+    "--config.batch_size=100",
+    "--config.num_steps=9",
+    "--config.log_every=4",
+    "--config.eval_every=5",
+    "--config.eval_batches=1",
+    "--config.checkpoint.every=3",
+]
+MEASURED = ("seconds", "images_per_second", "peak_memory_bytes")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _restore_flags():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "")
+        yield
+
+
+def options(*words):
+    return [f"--config.{word}" for word in words]
+
+
+def records(run_dir):
+    """The log without what differs between two equal runs."""
+    lines = log_of(run_dir)
+    return [{k: v for k, v in line.items() if k not in MEASURED} for line in lines]
+
+
+def params(run_dir):
+    return jpipe.Checkpoints(run_dir / "checkpoints").params()
+
+
+def run_of(folder, *words):
+    assert main([*TINY, *options(f"run_dir={folder}", *words)]) == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that was not interrupted."""
+    return run_of(tmp_path_factory.mktemp("runs") / "whole")
+
+
+def stopped_after(run_dir, step, folder):
+    """A copy of a run, as if it had died after a checkpoint, with later lines in its log."""
+    shutil.copytree(run_dir, folder)
+    for path in (folder / "checkpoints").iterdir():
+        if int(path.name) > step:
+            shutil.rmtree(path)
+    return folder
+
+
+@pytest.mark.parametrize("step", [3, 6, 9])
+def test_the_log_and_the_weights_are_those_of_the_whole_run(
+    whole, step, tmp_path, capsys
+):
+    folder = stopped_after(whole, step, tmp_path / "run")
+    assert main(["--resume", str(folder)]) == 0
+    assert f"resumed after step {step} of 9" in capsys.readouterr().out
+    assert records(folder) == records(whole)
+    seconds = [line["seconds"] for line in log_of(folder)]
+    assert seconds == sorted(seconds)
+    np.testing.assert_equal(params(folder), params(whole))
+    assert (folder / "run.png").exists() and not (folder / "config-1.json").exists()
+
+
+CHANGES = [
+    ("pipeline.num_stages=1",),
+    ("pipeline.schedule=one_f_one_b",),
+    ("pipeline.data=2",),
+    ("pipeline.schedule=pipedream", "pipeline.num_stages=2"),
+]
+
+
+@pytest.mark.parametrize("words", CHANGES, ids=str)
+def test_stages_replicas_and_schedule_may_change(whole, words, tmp_path):
+    folder = stopped_after(whole, 6, tmp_path / "run")
+    assert main(["--resume", str(folder), *options(*words)]) == 0
+    got, want = records(folder), records(whole)
+    assert [line["step"] for line in got] == [line["step"] for line in want]
+    assert json.loads((folder / "config-1.json").read_text())["pipeline"]["data"] == 1
+    if "pipedream" in words[0]:
+        return  # another training from here on
+    for a, b in zip(got, want):
+        if "each_step" in a:
+            np.testing.assert_allclose(
+                a["each_step"]["loss"], b["each_step"]["loss"], rtol=1e-4
+            )
+
+
+def test_an_asynchronous_run_goes_on_with_what_is_in_flight(tmp_path):
+    words = ["pipeline.schedule=pipemare", "pipeline.synchronous_steps=4"]
+    whole = run_of(tmp_path / "whole", *words)
+    for step in (3, 6):  # in the warm-up, and after it
+        folder = stopped_after(whole, step, tmp_path / f"after {step}")
+        assert main(["--resume", str(folder)]) == 0
+        assert records(folder) == records(whole)
+        np.testing.assert_equal(params(folder), params(whole))
+
+
+def test_a_longer_run_goes_on_where_the_first_ended(whole, tmp_path):
+    folder = stopped_after(whole, 9, tmp_path / "run")
+    words = options("num_steps=11", "optimizer.decay=constant")
+    assert main(["--resume", str(folder), *words]) == 0
+    assert [line["step"] for line in records(folder)][-2:] == [11, 11]
+    assert jpipe.Checkpoints(folder / "checkpoints").steps() == [6, 9, 11]
+
+
+def test_a_damaged_checkpoint_costs_only_its_steps(whole, tmp_path, capsys):
+    folder = stopped_after(whole, 9, tmp_path / "run")
+    (folder / "checkpoints" / "00000009" / "manifest.json").write_text("")
+    with pytest.warns(UserWarning, match="step 9 cannot be restored"):
+        jpipe.Checkpoints(folder / "checkpoints").params()
+    assert main(["--resume", str(folder)]) == 0
+    assert "resumed after step 6 of 9" in capsys.readouterr().out
+    assert records(folder) == records(whole)
+    np.testing.assert_equal(params(folder), params(whole))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_run_that_was_ended_from_outside_goes_on(number, tmp_path):
+    """After a signal that can be caught there is a checkpoint of the last step."""
+    folder = tmp_path / "run"
+    words = options(
+        f"run_dir={folder}", "num_steps=100000", "eval_every=none", "eval_batches=none"
+    )
+    command = [sys.executable, str(ROOT / "train" / "train.py")]
+    process = subprocess.Popen(
+        [*command, *TINY, *words], stderr=subprocess.PIPE, text=True
+    )
+    checkpoints = jpipe.Checkpoints(folder / "checkpoints")
+    deadline = time.monotonic() + 120
+    while not checkpoints.steps() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    (*_, step) = checkpoints.steps()
+    if number != signal.SIGKILL:
+        assert process.returncode == 128 + number
+        assert f"stopped after step {step} of 100000" in error
+        assert (
+            f"Go on after step {step}: python train/train.py --resume {folder}."
+            in error
+        )
+    words = options(f"num_steps={step + 2}", "log_every=1")
+    assert main(["--resume", str(folder), *words]) == 0
+    steps = [line["step"] for line in records(folder) if "loss" in line]
+    assert steps[-2:] == [step + 1, step + 2] and steps == sorted(set(steps))
+
+
+def test_checkpoints_that_cannot_be_written_do_not_end_the_run(
+    tmp_path, monkeypatch, capsys
+):
+    folder = tmp_path / "run"
+    save, failing = jpipe.Checkpoints.save, [3, 6]
+
+    def limited(self, step, *args, **options):
+        if step in failing:
+            with file_size_limit(1000):
+                save(self, step, *args, **options)
+                self.wait()
+        save(self, step, *args, **options)
+
+    monkeypatch.setattr(jpipe.Checkpoints, "save", limited)
+    run_of(folder)
+    error = capsys.readouterr().err
+    assert error.count("cannot save step") == 1 and "step 3" in error
+    assert "Training goes on, and the next checkpoint is tried again." in error
+    assert jpipe.Checkpoints(folder / "checkpoints").steps() == [9]
+    failing.append(9)
+    other = tmp_path / "other"
+    assert main([*TINY, *options(f"run_dir={other}")]) == 3
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("train.py: cannot save step 9 to")
+    assert jpipe.Checkpoints(other / "checkpoints").steps() == []
+
+
+WRONG = [
+    (["--resume"], "`--resume` needs the folder of a run"),
+    (["--resume", "nowhere"], "there is no run `nowhere`"),
+    (["--resume", "RUN", "--config", "configs/quickstart.py"], "Leave it out"),
+    (["--resume", "RUN", "--config.run_dir=other"], "goes on in its folder"),
+    (["--resume", "RUN", "--config.seed=3"], "`seed` cannot change .* 3 instead of 0"),
+    (["--resume", "RUN", "--config.model.widths=8"], "`model` cannot change"),
+    (["--resume", "RUN", "--config.batch_size=50"], "`batch_size` cannot change"),
+    (["--resume", "RUN", "--config.optimizer.name=sgd"], "another optimizer"),
+    (["--resume", "RUN", "--config.num_step=50"], "unknown option .*num_steps"),
+    (["--resumed", "RUN"], "Did you mean '--resume'"),
+    (["--resume", "EMPTY"], "has no checkpoint to resume from"),
+    ([*TINY, "--config.checkpoint.every=0"], "`every` must be at least 1"),
+    ([*TINY, "--config.checkpoint.keep=0"], "`keep` must be at least 1"),
+]
+
+
+@pytest.mark.parametrize("words,message", WRONG, ids=lambda value: str(value)[-40:])
+def test_mistakes_are_one_line_and_change_nothing(
+    words, message, whole, tmp_path, capsys
+):
+    run, empty = tmp_path / "run", tmp_path / "empty"
+    shutil.copytree(whole, run)
+    shutil.copytree(whole, empty, ignore=shutil.ignore_patterns("checkpoints"))
+    before = (run / "log.jsonl").read_bytes()
+    words = [str({"RUN": run, "EMPTY": empty}.get(word, word)) for word in words]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("train.py: ")
+    import re
+
+    assert re.search(message, error), error
+    assert (run / "log.jsonl").read_bytes() == before
