@@ -11,7 +11,9 @@ runs have the same number of steps and the learning rate that is best for the sy
 `--set` adds overrides to all runs, such as `--set data.dir=DIRECTORY`. Each core runs one process
 at a time, pinned to it. A finished run is not repeated, so an interrupted command continues where
 it stopped. The output folder has a table (`table.md`), the figures (`results.json`) and their
-curves (`curves.png`). `--redraw` draws the curves again from `results.json`, without a run.
+curves (`curves.png`). `--redraw` draws the curves again from `results.json`, without a run:
+
+    python benchmarks/asynchronous.py gpt --out benchmarks/asynchronous/gpt --redraw
 """
 
 import argparse
@@ -328,7 +330,7 @@ def draw(task: dict, summary: dict, path: pathlib.Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    from matplotlib.ticker import MaxNLocator, ScalarFormatter
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
     metric = summary["metric"]
     is_accuracy = metric.endswith("accuracy")
@@ -380,11 +382,10 @@ def draw(task: dict, summary: dict, path: pathlib.Path) -> None:
                 ax.axhline(target, color="grey", linewidth=1, linestyle=":")
                 ax.annotate(
                     "target",
-                    (1, target),
+                    (0, target),
                     xycoords=("axes fraction", "data"),
-                    xytext=(-3, 2),
+                    xytext=(3, 2),
                     textcoords="offset points",
-                    ha="right",
                     fontsize=8,
                     color="grey",
                 )
@@ -398,9 +399,11 @@ def draw(task: dict, summary: dict, path: pathlib.Path) -> None:
     if is_accuracy:
         axes[1, 0].set_ylabel(f"{words.removesuffix(' accuracy')} error, %")
         for row in (0, 1):
+            axis = axes[row, 0].yaxis
             axes[row, 0].set_yscale("log")
-        axes[1, 0].yaxis.set_major_formatter(ScalarFormatter())
-        axes[1, 0].yaxis.set_minor_formatter(ScalarFormatter())
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter("{x:g}")
+            axis.set_minor_formatter(NullFormatter())
     axes[1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
