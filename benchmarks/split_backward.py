@@ -98,8 +98,8 @@ def measured() -> dict[str, Layer]:
 def compiled(path: pathlib.Path) -> dict[str, Layer]:
     """A transformer block by the TPU compiler's estimates, from `compile_tpu.py --out`."""
     rows = json.loads(path.read_text())
-    fewest = min(row["chips"] for row in rows)
-    cycles = {row["schedule"]: row["cycles"] for row in rows if row["chips"] == fewest}
+    first = rows[0]["topology"]
+    cycles = {r["schedule"]: r["cycles"] for r in rows if r["topology"] == first}
     whole, halves = cycles["one_f_one_b"], cycles["zero_bubble_h1"]
     layer = Layer(
         whole["forward"], whole["backward"], halves["backward"], halves["weight_grad"]
