@@ -364,11 +364,15 @@ class Pipeline:
         return adopted
 
     def get_params(self, state: PipelineState) -> list:
-        """The newest weights: one nested dict per layer, by attribute names, of host arrays."""
+        """The newest weights: one nested dict per layer, by attribute names, of host arrays.
+
+        With several processes every process must call it, and process 0 gets the weights. The others get
+        None.
+        """
         return portable.parameters(self._own(state))
 
     def get_mutable_state(self, state: PipelineState) -> list:
-        """The layers' mutable state, such as running statistics: one nested dict per layer, of host arrays."""
+        """The layers' mutable state, such as running statistics, in the form of `get_params`."""
         return portable.mutable_state(self._own(state))
 
     # -- Training

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.checks import check_fit
 from jpipe.engine.layout import REPLICATED
@@ -469,60 +468,74 @@ def locations(program: Program, rounds: int) -> Locations:
     return found
 
 
-def read(state: PipelineState, wanted: Any) -> Any:
+def read(state: PipelineState, wanted: Any, everywhere: bool = True) -> Any:
     """Host copies of the leaves at locations, one array of the state after the other.
+
+    Every process must call it. A part of an array that is on a device of another process is sent to all
+    devices, one device's part at a time, so no device ever holds the whole model.
 
     Args:
       state: the state.
       wanted: a tree of locations.
+      everywhere: whether every process needs the leaves; if not, only process 0 keeps them.
 
     Returns:
-      The same tree of arrays.
+      The same tree of arrays; None on the other processes unless `everywhere`.
     """
     leaves, tree = jax.tree.flatten(wanted)
+    keeps = everywhere or jax.process_index() == 0
     found: list[Any] = [None] * len(leaves)
-    of_array: dict[tuple, list[int]] = {}
+    of_part: dict[tuple, list[int]] = {}
     for i, location in enumerate(leaves):
-        of_array.setdefault((location.group, location.array), []).append(i)
-    for (group, name), numbers in of_array.items():
-        host = _on_host(getattr(state, group)[name])
+        array = getattr(state, location.group)[location.array]
+        rows = array.sharding.shard_shape(array.shape)[0]
+        part = location.lead[0] // rows if location.lead else 0
+        of_part.setdefault((location.group, location.array, part), []).append(i)
+    for (group, name, part), numbers in sorted(of_part.items()):
+        host = _part_on_host(getattr(state, group)[name], part, keeps)
+        if host is None:
+            continue
         for i in numbers:
-            found[i] = host(leaves[i].index).reshape(leaves[i].shape).copy()
-    return tree.unflatten(found)
+            index = leaves[i].index
+            if leaves[i].lead:
+                index = (index[0] % host.shape[0], *index[1:])
+            found[i] = host[index].reshape(leaves[i].shape).copy()
+    return tree.unflatten(found) if keeps else None
 
 
-def _on_host(array: jax.Array) -> Callable[[tuple], np.ndarray]:
-    """A function from an index, whose first entry is a number, to these numbers of the array."""
-    if not array.is_fully_addressable:
-        whole = multihost_utils.process_allgather(array, tiled=True)
-        return lambda index: whole[index]
+def _part_on_host(array: jax.Array, part: int, keeps: bool) -> np.ndarray | None:
+    """The rows of one position along the axis "stage", on the host; None if they are not kept."""
     rows = array.sharding.shard_shape(array.shape)[0]
-    if array.sharding.shard_shape(array.shape)[1:] != array.shape[1:]:
-        whole = np.asarray(array)  # also split over an automatic axis
-        return lambda index: whole[index]
-    shards = {(s.index[0].start or 0) // rows: s.data for s in array.addressable_shards}
-    on_host: dict[int, np.ndarray] = {}
+    here = [
+        s for s in array.addressable_shards if (s.index[0].start or 0) == part * rows
+    ]
+    if (
+        here
+        and here[0].data.shape[1:] == array.shape[1:]
+        and array.is_fully_addressable
+    ):
+        return np.asarray(here[0].data)
+    assert isinstance(array.sharding, NamedSharding)
+    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
+    rows_of = jax.jit(_rows_of, static_argnums=(1, 2), out_shardings=everywhere)
+    sent = rows_of(array, part * rows, rows).addressable_data(0)
+    return np.asarray(sent) if keeps else None
 
-    def numbers(index: tuple) -> np.ndarray:
-        first, *rest = index
-        if isinstance(first, slice):  # behind no leading axis
-            return np.asarray(array[index])
-        shard, row = divmod(first, rows)
-        if shard not in on_host:
-            on_host[shard] = np.asarray(shards[shard])
-        return on_host[shard][(row, *rest)]
 
-    return numbers
+def _rows_of(array: jax.Array, start: int, size: int) -> jax.Array:
+    return jax.lax.slice_in_dim(array, start, start + size)
 
 
 def parameters(state: PipelineState) -> list:
-    """The newest weights: one nested dict per layer, of host arrays."""
-    return read(state, locations(state.program, num_rounds(state)).params)
+    """The newest weights: one nested dict per layer, of host arrays; None but on process 0."""
+    found = locations(state.program, num_rounds(state))
+    return read(state, found.params, everywhere=False)
 
 
 def mutable_state(state: PipelineState) -> list:
-    """The layers' mutable state: one nested dict per layer, of host arrays."""
-    return read(state, locations(state.program, num_rounds(state)).mutable_state)
+    """The layers' mutable state: one nested dict per layer, of host arrays; None but on process 0."""
+    found = locations(state.program, num_rounds(state))
+    return read(state, found.mutable_state, everywhere=False)
 
 
 def optimizer_state(state: PipelineState) -> list[dict[str, np.ndarray]]:

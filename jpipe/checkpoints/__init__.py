@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.experimental import multihost_utils
 
 import jpipe
 from jpipe import portable
@@ -68,6 +69,9 @@ class Restored(NamedTuple):
 
 class Checkpoints:
     """The checkpoints of one training, in a directory.
+
+    With several processes, every process makes this object with the same directory, which all of them
+    can reach, and calls the same methods. Each process writes and reads its own parts of the arrays.
 
     Args:
       directory: a folder, made by the first save. Only one training may save there.
@@ -211,7 +215,7 @@ class Checkpoints:
           ValueError: if the layers or the optimizer differ, microbatches are in flight and the layout
             differs, or the checkpoint has a newer format.
         """
-        found, manifest = self._whole(step)
+        found, manifest = self._agreed(step)
         folder = self._folder(found)
         try:
             state = _restored(pipe, batch, folder, manifest)
@@ -245,6 +249,25 @@ class Checkpoints:
         except DamagedCheckpointError:
             return False
         return True
+
+    def _agreed(self, step: int | None) -> tuple[int, Manifest]:
+        """As `_whole`, with process 0 deciding for all processes."""
+        if jax.process_count() == 1:
+            return self._whole(step)
+        found, manifest, error = -1, None, None
+        if jax.process_index() == 0:
+            try:
+                found, manifest = self._whole(step)
+            except (OSError, ValueError) as caught:
+                error = caught
+        found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
+        if error is not None:
+            raise error
+        if found < 0:
+            raise FileNotFoundError(
+                f"`{self.directory}` has no step that can be restored: process 0 says why."
+            )
+        return found, manifest or Manifest.read(self._folder(found))
 
     def _whole(self, step: int | None) -> tuple[int, Manifest]:
         """A step whose files are all what was written, and its manifest."""
