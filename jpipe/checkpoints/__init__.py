@@ -378,12 +378,7 @@ class _Writing:
         if self._leads:
             directory.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(directory)
-        self._checkpointer = ocp.StandardCheckpointer()
-        try:
-            self._checkpointer.save(self._unfinished / _arrays.FOLDER, arrays)
-        except BaseException:
-            self._checkpointer.close()
-            raise
+        self._checkpointer = _arrays.save(self._unfinished, arrays)
         self._thread = threading.Thread(target=self._finish, daemon=True)
         self._thread.start()
 

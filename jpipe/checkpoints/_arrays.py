@@ -18,6 +18,30 @@ FOLDER = "arrays"
 _CACHE_BYTES = 1 << 28
 
 
+def save(
+    folder: pathlib.Path, arrays: Mapping[str, jax.Array]
+) -> ocp.AsyncCheckpointer:
+    """Begins to write arrays; returns once they are copied.
+
+    What is compressed at one time is bounded, because it takes memory beside the copies.
+
+    Returns:
+      Its `wait_until_finished` waits, and raises what went wrong.
+    """
+    largest = max(
+        (s.data.nbytes for a in arrays.values() for s in a.addressable_shards),
+        default=0,
+    )
+    handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 + largest // 10**9)
+    checkpointer = ocp.AsyncCheckpointer(handler)
+    try:
+        checkpointer.save(folder / FOLDER, args=ocp.args.StandardSave(dict(arrays)))
+    except BaseException:
+        checkpointer.close()
+        raise
+    return checkpointer
+
+
 def restore(folder: pathlib.Path, shapes: Mapping[str, Any]) -> dict[str, jax.Array]:
     """Whole arrays, each with the sharding that it is to have.
 

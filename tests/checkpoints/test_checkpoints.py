@@ -5,6 +5,8 @@ import functools
 import itertools
 import json
 import os
+import shutil
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -402,6 +404,55 @@ def test_what_cannot_be_written_is_said_by_the_next_call(small, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         jpipe.Checkpoints(tmp_path / "file").save(1, state)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 256 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("only root may mount a small file system")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_full_disk_costs_the_step_alone(small, small_disk):
+    pipe, batch, state = small
+    checkpoints = jpipe.Checkpoints(small_disk)
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    ballast = small_disk / "ballast"
+    free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_bsize
+    ballast.write_bytes(bytes(free - 4096))
+    with pytest.raises(OSError, match="cannot save step 2"):
+        checkpoints.save(2, state)
+        checkpoints.wait()
+    assert sorted(os.listdir(small_disk)) == ["00000001", "ballast"]
+    assert checkpoints.restore(pipe, batch).step == 1
+    ballast.unlink()
+    checkpoints.save(3, state)
+    checkpoints.close()
+    assert checkpoints.steps() == [1, 3]
+
+
+def test_a_folder_that_cannot_be_written_or_is_removed(small, small_disk):
+    _, _, state = small
+    checkpoints = jpipe.Checkpoints(small_disk / "inside")
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    remount = ["mount", "-o", "remount,ro", str(small_disk)]
+    subprocess.run(remount, check=True)
+    with pytest.raises(OSError, match="Read-only"):
+        checkpoints.save(2, state)
+        checkpoints.wait()
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    shutil.rmtree(small_disk / "inside")
+    assert checkpoints.steps() == []
+    checkpoints.save(3, state)  # makes the folder again
+    checkpoints.close()
+    assert checkpoints.steps() == [3]
 
 
 def test_the_manifest_can_be_read_by_people(small, tmp_path):
