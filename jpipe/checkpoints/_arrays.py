@@ -33,7 +33,9 @@ def save(
         default=0,
     )
     handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 + largest // 10**9)
-    checkpointer = ocp.AsyncCheckpointer(handler)
+    # A thread that waits for a folder that cannot be made would keep the process from ending.
+    options = ocp.AsyncOptions(create_directories_asynchronously=False)
+    checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
     try:
         checkpointer.save(folder / FOLDER, args=ocp.args.StandardSave(dict(arrays)))
     except BaseException:
