@@ -231,15 +231,18 @@ def new_state(
         out_shardings=jax.tree.map(lambda a: a.sharding, zeros),
     )
     everywhere = NamedSharding(program.settings.mesh, REPLICATED)
-    key_data = jnp.asarray(key_data)
-    all_started = jnp.full(num_devices, started, jnp.int32)
+
+    def on_all_devices(value: Any) -> jax.Array:
+        value = np.asarray(value)
+        shape = (num_devices, *value.shape)
+        whole = np.broadcast_to(value, shape)
+        return jax.make_array_from_callback(shape, everywhere, whole.__getitem__)
+
     return PipelineState(
         **_pack(program, of_stage, loss_scale),
         **empty(),
-        started=jax.device_put(all_started, everywhere),
-        key=jax.device_put(
-            jnp.broadcast_to(key_data, (num_devices, *key_data.shape)), everywhere
-        ),
+        started=on_all_devices(np.int32(started)),
+        key=on_all_devices(key_data),
         program=program,
     )
 
