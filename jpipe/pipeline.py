@@ -102,6 +102,11 @@ class Pipeline:
     `init`, so its draws do not depend on the number of stages. The n-th stream of an NNX module is
     that key, folded with n.
 
+    Several processes: all call the same methods in the same order. If the axis "data" of the mesh crosses
+    processes, each gives the rows of its own replicas in a batch, see `jpipe.distributed.process_rows`; if not, all
+    give the same batch. A `jax.Array` on all devices of the mesh is a whole batch. Results are equal on all
+    processes, except that `predict` returns the outputs of the rows that the process gave.
+
     Mutable state, such as the running statistics of batch norm: a microbatch is normalised by its
     own statistics. Running statistics are updated once per minibatch, with the statistics of all
     its microbatches on all replicas. Other state becomes the mean of the states that the
@@ -289,7 +294,8 @@ class Pipeline:
 
         Raises:
           ValueError: if the batch cannot be cut into microbatches, a layer cannot take its inputs,
-            the loss is not a scalar, or `params` or `mutable_state` do not fit the layers.
+            the loss is not a scalar, `params` or `mutable_state` do not fit the layers, or several
+            processes differ in what they give or in the program.
         """
         checks.check_not_traced("init", key, batch)
         key = checks.check_key(key)
@@ -445,7 +451,8 @@ class Pipeline:
             dropped.
 
         Returns:
-          The outputs, `[batch, ...]`.
+          The outputs, `[batch, ...]`. If processes give rows of their own, each gets the outputs of its rows;
+          for a global batch they are a global array.
         """
         checks.check_not_traced("predict", state, batch)
         state = self._own(state)

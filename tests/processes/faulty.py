@@ -75,6 +75,7 @@ def main(fault: str, process: str, path: str = os.devnull) -> None:
 
     def before_step(step: int) -> None:
         if step == 5:
+            time.sleep(1.0)  # the others hear how far this process came
             print(f"fault at {time.time():.2f}", flush=True)
             if is_faulty:
                 FAULTS[fault]()
