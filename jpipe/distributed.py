@@ -18,16 +18,26 @@ import faulthandler
 import os
 import signal
 import threading
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from jpipe import _watchdog, launch
-from jpipe.processes import Rows, from_first
+from jpipe.processes import Rows, check_agreement, from_first
 from jpipe.warn import warn
 
-__all__ = ["initialize", "phase", "process_rows", "shutdown", "stop_requested"]
+__all__ = [
+    "broadcast",
+    "check_same",
+    "initialize",
+    "phase",
+    "process_rows",
+    "shutdown",
+    "stop_requested",
+]
 
 _SHUTDOWN_SECONDS = 25
 _CONNECT_SECONDS = 30.0
@@ -70,10 +80,9 @@ def initialize(
         coordinator_address = os.environ[launch.COORDINATOR_ADDRESS]
         num_processes = int(os.environ[launch.NUM_PROCESSES])
         process_id = int(os.environ[launch.PROCESS_ID])
-    if num_processes == 1 or jax.distributed.is_initialized():
-        if num_processes == 1:
-            return
-    else:
+    if num_processes == 1:
+        return
+    if not jax.distributed.is_initialized():
         _connect(coordinator_address, num_processes, process_id)
     if not jax.distributed.is_initialized() or jax.process_count() == 1:
         return
@@ -185,6 +194,38 @@ def process_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
       array([0, 1, 2, 3])
     """
     return Rows.of(mesh).given(num_rows)
+
+
+def check_same(facts: Mapping[str, str]) -> None:
+    """Compares what all processes must have in common, such as a configuration. Every process must call it.
+
+    `Pipeline.init` compares what it is given; this is for the rest of a program, once, at its start.
+
+    Args:
+      facts: what it is, as a message names it -> its text in this process.
+
+    Raises:
+      ValueError: on every process, naming the first fact that differs and the texts of two processes.
+
+    Example:
+      >>> check_same({"the number of steps": str(100)})
+    """
+    if jax.process_count() > 1:
+        remedy = "Start every process with the same arguments."
+        check_agreement(facts, remedy)
+
+
+def broadcast(value: Any) -> Any:
+    """What process 0 gives, on every process: the name of a folder, a decision, a number. Every process must call it.
+
+    Args:
+      value: of process 0, such as JSON can hold; that of the others is ignored.
+
+    Example:
+      >>> broadcast({"folder": "runs/1"})
+      {'folder': 'runs/1'}
+    """
+    return value if jax.process_count() == 1 else from_first(value)
 
 
 def stop_requested(step: int, requested: bool = False) -> bool:

@@ -70,6 +70,7 @@ CASES = {
     "compute dtype": lambda p: init(pipeline(compute_dtype=(None, jnp.bfloat16)[p])),
     "params": lambda p: init(params=scaled_params(1 + p)),
     "rows": lambda p: evaluate(3 + p),
+    "config": lambda p: jpipe.distributed.check_same({"the rate": str(0.1 + p)}),
     "version": lambda p: with_version(f"0.{p}"),
 }
 """A name -> what a process does, by its number."""
@@ -77,6 +78,7 @@ CASES = {
 
 def main():
     jpipe.distributed.initialize()
+    assert jpipe.distributed.broadcast([jax.process_index(), "a"]) == [0, "a"]
     for name, run in CASES.items():
         try:
             run(jax.process_index())

@@ -119,7 +119,7 @@ def test_processes_that_disagree_learn_it():
             if name == "rows":
                 assert "must give the same rows, got 3 and 4" in message
             else:
-                pattern = r"the processes disagree in .*: process 0 has (.*), process 1 has (.*)\. [RB]"
+                pattern = r"the processes disagree in .*: process 0 has (.*), process 1 has (.*)\. [RBS]"
                 found = re.match(pattern, message)
                 assert found and found[1] != found[2]
 
