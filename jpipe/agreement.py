@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 import jpipe
+from jpipe.checks import batch_size
 from jpipe.layers.avals import shapes_text
 from jpipe.processes import check_agreement
 from jpipe.program import Program
@@ -40,10 +41,11 @@ def check_arguments(
       batch: the batch of `init`, as this process gives it.
 
     Raises:
-      ValueError: on every process, naming what differs.
+      ValueError: on every process, naming what differs; also if the batch is no dict of arrays.
     """
     if settings.rows is None:
         return
+    batch_size(batch)
     schedule, mesh = settings.schedule, settings.mesh
     facts = {"the version of jpipe": jpipe.__version__}
     facts |= {f"the version of {p}": importlib.metadata.version(p) for p in _PACKAGES}
