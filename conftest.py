@@ -35,6 +35,11 @@ import jax  # noqa: E402
 if "xla_force_host_platform_device_count" not in _FLAGS:
     jax.config.update("jax_num_cpu_devices", 8)  # it would override the user's number
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+import jpipe  # noqa: E402
+
+# `main` of the training script calls it too, which is too late once a test has used a device.
+jpipe.distributed.initialize()
 # Strict dtype promotion would be good too, but Optax's Adam does not run under it:
 # its bias correction raises a Python float to an int32 power.
 

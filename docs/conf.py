@@ -64,6 +64,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
 PUBLIC = (
+    "jpipe.distributed",
     "jpipe",
     "jpipe.schedules",
     "jpipe.optim",

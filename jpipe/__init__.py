@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _MODULES = (
+    "distributed",
     "draw",
     "optim",
     "plan",
@@ -41,6 +42,7 @@ _MODULE_OF = {
 __all__ = sorted([*_MODULES, *_MODULE_OF])  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
+    from jpipe import distributed as distributed
     from jpipe import draw as draw
     from jpipe import optim as optim
     from jpipe import plan as plan

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jpipe.engine.loss_scale import LossScale
 from jpipe.mesh import STAGE
+from jpipe.processes import check_processes
 from jpipe.schedule import Schedule
 from jpipe.stages.cut import Stages
 from jpipe.state import PipelineState
@@ -165,6 +166,7 @@ def check_mesh(mesh: Any, schedule: Schedule) -> Mesh:
             f"`jpipe.make_mesh(stage={schedule.num_devices})`, or a schedule for "
             f"{sizes[STAGE]} devices."
         )
+    check_processes(mesh)
     return mesh
 
 

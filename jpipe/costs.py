@@ -110,7 +110,7 @@ def memory(program: Program, batch: Any) -> Memory:
         activations=num_bytes["buffers"],
         batch=sum(
             packing.array_bytes(a.shape, abstract(a).dtype, platform)
-            for a in jax.tree.leaves(dict(batch))
+            for a in jax.tree.leaves(settings.whole(dict(batch)))
         )
         // settings.num_replicas,
         temporaries=int(analysis.temp_size_in_bytes),

@@ -8,7 +8,8 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jpipe import checks, costs, entry_points, portable
+from jpipe import agreement, checks, costs, entry_points, portable
+from jpipe._watchdog import watched
 from jpipe.costs import Memory, StageRecord
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.as_layers import as_layers, shared_weights
@@ -18,6 +19,7 @@ from jpipe.layers.loss import Loss, cut_warning
 from jpipe.layers.rows import row_mixing
 from jpipe.layers.trace import Traced
 from jpipe.mesh import make_mesh
+from jpipe.processes import from_first
 from jpipe.program import Program
 from jpipe.schedule import Schedule
 from jpipe.settings import Settings, same_shapes
@@ -99,6 +101,11 @@ class Pipeline:
     the pipeline from `fold_in(fold_in(fold_in(fold_in(key, num_layers), i), m), r)` with the key of
     `init`, so its draws do not depend on the number of stages. The n-th stream of an NNX module is
     that key, folded with n.
+
+    Several processes: all call the same methods in the same order. If the axis "data" of the mesh crosses
+    processes, each gives the rows of its own replicas in a batch, see `jpipe.distributed.process_rows`; if not, all
+    give the same batch. A `jax.Array` on all devices of the mesh is a whole batch. Results are equal on all
+    processes, except that `predict` returns the outputs of the rows that the process gave.
 
     Mutable state, such as the running statistics of batch norm: a microbatch is normalised by its
     own statistics. Running statistics are updated once per minibatch, with the statistics of all
@@ -228,7 +235,12 @@ class Pipeline:
         if starts is None:
             if key not in self._balanced:
                 balance = entry_points.load(f"boundaries by {self._balance}")
-                inner = balance(self._settings, traced, microbatch)
+                shared = self._settings.rows is not None
+                inner: Any = None
+                if not shared or jax.process_index() == 0:
+                    inner = list(balance(self._settings, traced, microbatch))
+                if shared:  # what each process measures differs
+                    inner = from_first(inner)
                 self._balanced[key] = [0, *inner, len(self.layers)]
             starts = self._balanced[key]
         key = *key, tuple(starts)
@@ -269,6 +281,7 @@ class Pipeline:
 
     # -- States
 
+    @watched("init")
     def init(
         self,
         key: jax.Array,
@@ -294,11 +307,13 @@ class Pipeline:
 
         Raises:
           ValueError: if the batch cannot be cut into microbatches, a layer cannot take its inputs,
-            the loss is not a scalar, or `params` or `mutable_state` do not fit the layers.
+            the loss is not a scalar, `params` or `mutable_state` do not fit the layers, or several
+            processes differ in what they give or in the program.
         """
         checks.check_not_traced("init", key, batch)
-        microbatch = self._settings.microbatch(batch)
         key = checks.check_key(key)
+        agreement.check_arguments(self._settings, self._balance, key, batch)
+        microbatch = self._settings.microbatch(batch)
         if isinstance(params, Sequence):
             params = [as_parameters(values) for values in params]
         if isinstance(mutable_state, Sequence):
@@ -310,8 +325,9 @@ class Pipeline:
             checks.check_ties_agree(params, stages)
         if mutable_state is not None:
             checks.check_fit("mutable_state", mutable_state, stages.layers, "state")
+        agreement.check_program(program, params=params, mutable_state=mutable_state)
         self._fix_cut(program)
-        self._warn_about_microbatches(program, batch)
+        self._warn_about_microbatches(program, self._settings.whole(batch))
         return portable.initial(program, key, params, mutable_state)
 
     def _warn_about_microbatches(self, program: Program, batch: Any) -> None:
@@ -338,6 +354,7 @@ class Pipeline:
                 "choose one microbatch per minibatch.",
             )
 
+    @watched("adopt")
     def adopt(self, state: PipelineState) -> PipelineState:
         """Takes over the state of another pipeline of the same layers and optimizer.
 
@@ -357,12 +374,14 @@ class Pipeline:
         """
         checks.check_state(state)
         source = portable.to_portable(state)
-        microbatch = self._settings.microbatch(source.minibatch)
+        microbatch = self._settings.microbatch(source.minibatch, whole=True)
         program = self._program_of(microbatch, source.key_impl)
+        agreement.check_program(program)
         adopted = portable.from_portable(program, source)
         self._fix_cut(program)
         return adopted
 
+    @watched("get_params")
     def get_params(self, state: PipelineState) -> list:
         """The newest weights: one nested dict per layer, by attribute names, of host arrays.
 
@@ -371,6 +390,7 @@ class Pipeline:
         """
         return portable.parameters(self._own(state))
 
+    @watched("get_mutable_state")
     def get_mutable_state(self, state: PipelineState) -> list:
         """The layers' mutable state, such as running statistics, in the form of `get_params`."""
         return portable.mutable_state(self._own(state))
@@ -419,6 +439,7 @@ class Pipeline:
         state = self._own(state)
         return state.program.step(state, batch)
 
+    @watched("flush")
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
         """Completes what is in flight, without new microbatches; nothing, in a synchronous schedule.
 
@@ -436,6 +457,7 @@ class Pipeline:
         state = self._own(state)
         return state.program.flush(state)
 
+    @watched("predict")
     def predict(self, state: PipelineState, batch: Any) -> Any:
         """The last layer's outputs, forward only, through the pipeline, with every layer in evaluation mode.
 
@@ -446,12 +468,14 @@ class Pipeline:
             dropped.
 
         Returns:
-          The outputs, `[batch, ...]`.
+          The outputs, `[batch, ...]`. If processes give rows of their own, each gets the outputs of its rows;
+          for a global batch they are a global array.
         """
         checks.check_not_traced("predict", state, batch)
         state = self._own(state)
         return state.program.predict(state, batch)
 
+    @watched("evaluate")
     def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
         """The loss of the newest weights, with every layer in evaluation mode.
 
@@ -471,14 +495,17 @@ class Pipeline:
 
     # -- Costs
 
+    @watched("partition")
     def partition(self, batch: Any) -> list[StageRecord]:
         """How the layers are cut: one record per stage, for minibatches shaped like `batch`."""
         return costs.partition(self._program(batch))
 
+    @watched("memory")
     def memory(self, batch: Any) -> Memory:
         """Bytes per device for minibatches shaped like `batch`. Compiles the step if it has not been."""
         return costs.memory(self._program(batch), batch)
 
+    @watched("profile")
     def profile(
         self,
         batch: Any,
@@ -500,7 +527,7 @@ class Pipeline:
           programs: what to measure, of `jpipe.plan.PROGRAMS`; None: all.
           min_seconds: how long each program is measured for, at the least.
           devices: where, all at once, as they share memory and cores in training; None: the mesh's
-            first device alone.
+            first device alone. Of several processes the first one measures, on devices of its own.
 
         Returns:
           A `jpipe.plan.Profile`.
@@ -519,10 +546,12 @@ class Pipeline:
             devices=devices,
         )
 
+    @watched("lower")
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The step for minibatches shaped like `batch`, traced and lowered but not compiled."""
         return self._program(batch).lower(batch)
 
+    @watched("compile")
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """The compiled step for minibatches shaped like `batch`: its memory, its cost, its text."""
         return self.lower(batch).compile()

@@ -291,12 +291,12 @@ def _counters(
         "started": np.array(started, np.int32),
         "key": np.asarray(key_data),
     }
-    return {
-        name: jax.device_put(
-            np.broadcast_to(value, (num_devices, *value.shape)), everywhere
-        )
-        for name, value in values.items()
-    }
+
+    def on_all_devices(value: np.ndarray) -> jax.Array:
+        whole = np.broadcast_to(value, (num_devices, *value.shape))
+        return jax.make_array_from_callback(whole.shape, everywhere, whole.__getitem__)
+
+    return {name: on_all_devices(value) for name, value in values.items()}
 
 
 _PACKED = (

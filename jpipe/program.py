@@ -6,6 +6,7 @@ Settings (the arguments of `Pipeline`)
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe import in_flight
+from jpipe import _watchdog, in_flight
 from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
 from jpipe.engine.layout import REPLICATED, batch_spec, per_device_spec
@@ -23,6 +24,7 @@ from jpipe.layers.avals import check_nans, shapes_text
 from jpipe.layers.trace import Traced
 from jpipe.mesh import DATA
 from jpipe.optim import check_hooks
+from jpipe.processes import assemble, gather, is_global, own_rows
 from jpipe.schedules import forward_only
 from jpipe.settings import Settings, abstract, shapes_key
 from jpipe.stages.optimizer import make_updates
@@ -87,8 +89,19 @@ class Program:
         options["compiler_options"] = compiler_options
         self._step = jax.jit(self._run_step, **options)
         self._flush = jax.jit(self._run_flush, **options)
-        self._predict = jax.jit(self._run_predict, compiler_options=compiler_options)
-        self._evaluate = jax.jit(self._run_evaluate, compiler_options=compiler_options)
+        forward_options: list[dict] = [dict(compiler_options=compiler_options)] * 2
+        rows = settings.rows
+        if rows is not None:
+            # Every process can read what it gets: its own rows of the outputs, or all of them.
+            spec = batch_spec(settings.mesh) if rows.apart else PartitionSpec()
+            outputs = NamedSharding(settings.mesh, spec)
+            forward_options = [
+                dict(options, out_shardings=(sharding, None))
+                for options, sharding in zip(forward_options, (outputs, everywhere))
+            ]
+        self._stepped = False  # the first step compiles
+        self._predict = jax.jit(self._run_predict, **forward_options[0])
+        self._evaluate = jax.jit(self._run_evaluate, **forward_options[1])
 
     # -- Identity
 
@@ -181,9 +194,10 @@ class Program:
     def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict]:
         """One pass over the table, with a minibatch that enters."""
         check_nans(state.parameters, "the state's parameters")
-        return self._restore(
-            state, *self._call(self._step, state, self._place(dict(batch)))
-        )
+        with _watchdog.Phase("step", None if self._stepped else _watchdog.LONG):
+            outputs = self._call(self._step, state, self._place(dict(batch)))
+        self._stepped = True
+        return self._restore(state, *outputs)
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict]:
         """Passes over the table until nothing is in flight."""
@@ -210,15 +224,27 @@ class Program:
         """The last layer's outputs for `batch["inputs"]`, `[batch, ...]`."""
         if isinstance(batch, Mapping):
             batch = {name: a for name, a in batch.items() if name == "inputs"}
-        size, padded = self._pad(batch)
+        rows, mesh = self.settings.rows, self.settings.mesh
+        given_whole = any(map(is_global, jax.tree.leaves(batch)))
+        size, padded, _ = self._pad(batch)
         outputs, _ = self._call(self._predict, state, padded)
+        if rows is not None and rows.apart and not given_whole:
+            outputs = jax.tree.map(lambda a: own_rows(a, mesh), outputs)
         return jax.tree.map(lambda a: a[:size], outputs)
 
     def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
         """The loss of the newest weights on all rows of the batch together."""
-        _, padded = self._pad(batch, only="inputs")
-        inputs, batch = padded["inputs"], self._on_mesh(dict(batch))
-        result, _ = self._call(self._evaluate, state, inputs, batch)
+        rows = self.settings.rows
+        given_whole = any(map(is_global, jax.tree.leaves(batch)))
+        if rows is not None and (rows.apart or given_whole):
+            _, batch, positions = self._pad(batch)
+            inputs = batch["inputs"]
+            if positions is not None and len(positions) == batch_size(batch):
+                positions = None  # no padding
+        else:
+            _, padded, positions = self._pad(batch, only="inputs")
+            inputs, batch = padded["inputs"], self._on_mesh(dict(batch))
+        result, _ = self._call(self._evaluate, state, inputs, batch, positions)
         return result
 
     def _call(self, function: Callable, *args: Any) -> tuple:
@@ -226,6 +252,7 @@ class Program:
         in_flight.wait(self.settings.mesh.devices)
         outputs = function(*args)
         in_flight.add(outputs[-1]["num_microbatches"])
+        _watchdog.dispatched(outputs[-1]["num_microbatches"])
         return outputs
 
     def lower(self, batch: Any) -> jax.stages.Lowered:
@@ -234,11 +261,12 @@ class Program:
 
         def placed(a):
             a = abstract(a)
-            if self.settings.num_replicas == 1:
+            if self.settings.num_replicas == 1 and self.settings.rows is None:
                 return a
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-        return self._step.lower(self.abstract_state, jax.tree.map(placed, dict(batch)))
+        batch = self.settings.whole(dict(batch))
+        return self._step.lower(self.abstract_state, jax.tree.map(placed, batch))
 
     # -- Batches
 
@@ -255,6 +283,10 @@ class Program:
     def _place(self, batch: Any) -> Any:
         """The batch, each replica's rows on the replica's devices."""
         check_nans(batch, "batch")
+        rows = self.settings.rows
+        if rows is not None:
+            sharding = NamedSharding(self.settings.mesh, batch_spec(self.settings.mesh))
+            return jax.tree.map(lambda a: assemble(rows, a, sharding), batch)
         if self.settings.num_replicas == 1:
             return self._on_mesh(batch)
         sharding = NamedSharding(self.settings.mesh, PartitionSpec(DATA))
@@ -266,27 +298,92 @@ class Program:
         everywhere = NamedSharding(self.settings.mesh, PartitionSpec())
 
         def on_mesh(a):
+            if self.settings.rows is not None:
+                return assemble(self.settings.rows, a, everywhere)
             if not isinstance(a, jax.Array) or not a.committed:
                 return a
             return a if a.devices() == devices else jax.device_put(a, everywhere)
 
         return jax.tree.map(on_mesh, batch)
 
-    def _pad(self, batch: Any, only: str | None = None) -> tuple[int, Any]:
-        """The size of a batch, and the batch with copies of its last row up to a size that can be cut."""
+    def _pad(
+        self, batch: Any, only: str | None = None
+    ) -> tuple[int, Any, np.ndarray | None]:
+        """A batch with copies of its last row, up to a size that can be cut.
+
+        Args:
+          batch: this process's rows, or global arrays.
+          only: the entry to keep; None: all.
+
+        Returns:
+          The size of `batch`; the padded batch, placed; and, if it has the rows of several processes or is
+          global, where the rows that are not padding are in it.
+        """
+        settings, rows = self.settings, self.settings.rows
         size = batch_size(batch)
-        if size == 0:
-            raise ValueError("the batch is empty: give at least one row.")
-        settings = self.settings
-        padding = -size % (settings.schedule.num_microbatches * settings.num_replicas)
+        multiple = settings.schedule.num_microbatches * settings.num_replicas
         if only is not None:
             batch = {only: batch[only]}
-        if padding:
-            batch = jax.tree.map(
-                lambda a: np.concatenate([a, np.repeat(a[-1:], padding, axis=0)]),
-                dict(batch),
-            )
-        return size, self._place(batch)
+        batch, sizes = dict(batch), [size]
+        if rows is not None:
+            given_whole = {is_global(a) for a in jax.tree.leaves(batch)}
+            if len(given_whole) > 1:
+                raise ValueError(
+                    "`batch` has global arrays and arrays of this process, got "
+                    f"{shapes_text(batch)}. Make all of them global, or none."
+                )
+            sizes = self._sizes(size, apart=rows.apart and given_whole == {False})
+            if given_whole == {True}:
+                padded = self._pad_global(batch, -size % multiple)
+                return size, padded, np.arange(size, dtype=np.int32)
+            multiple = multiple * rows.num_held // rows.num_replicas
+        if max(sizes) == 0:
+            raise ValueError("the batch is empty: give at least one row.")
+        padded = -(-max(sizes) // multiple) * multiple
+        if padded > size:
+
+            def pad(a: Any) -> np.ndarray:
+                last = a[-1:] if size else np.zeros((1, *a.shape[1:]), a.dtype)
+                return np.concatenate([a, np.repeat(last, padded - size, axis=0)])
+
+            batch = jax.tree.map(pad, batch)
+        positions = None
+        if rows is not None and rows.apart:
+            positions = rows.positions(sizes, padded)
+        return size, self._place(batch), positions
+
+    def _sizes(self, size: int, *, apart: bool) -> list[int]:
+        """Rows of the batches that all processes give, by process.
+
+        Args:
+          size: rows of this process's batch.
+          apart: whether processes may differ.
+
+        Raises:
+          ValueError: if processes that must give the same rows give different numbers.
+        """
+        rows = self.settings.rows
+        sizes = gather(np.array(size, np.int32)).tolist()
+        for p, q in itertools.combinations(range(len(sizes)), 2):
+            if sizes[p] != sizes[q] and (not apart or rows.held[p] == rows.held[q]):
+                raise ValueError(
+                    f"processes {p} and {q} hold parts of the same replicas and must give the same rows, got "
+                    f"{sizes[p]} and {sizes[q]}. Give both the same batch."
+                )
+        return sizes
+
+    def _pad_global(self, batch: Any, padding: int) -> Any:
+        """`_pad` for global arrays."""
+        if not padding:
+            return self._place(batch)
+        sharding = NamedSharding(self.settings.mesh, batch_spec(self.settings.mesh))
+
+        def pad(a: jax.Array) -> jax.Array:
+            copies = jnp.broadcast_to(a[-1:], (padding, *a.shape[1:]))
+            return jnp.concatenate([a, copies])
+
+        pad_all = jax.jit(lambda b: jax.tree.map(pad, b), out_shardings=sharding)
+        return pad_all(batch)
 
     # -- Compiled functions
 
@@ -402,10 +499,21 @@ class Program:
         state = dataclasses.replace(state, **newest_of, started=started, **empty)
         return self._pack_outputs(state, self._metrics(totals))
 
-    def _run_evaluate(self, state: PipelineState, inputs: Any, batch: Any) -> tuple:
+    def _run_evaluate(
+        self, state: PipelineState, inputs: Any, batch: Any, positions: Any
+    ) -> tuple:
         outputs, call = self._run_predict(state, {"inputs": inputs})
-        size = batch_size(batch)
-        outputs = jax.tree.map(lambda a: a[:size], outputs)
+        if self.settings.rows is not None:
+            everywhere = NamedSharding(self.settings.mesh, PartitionSpec())
+            batch = jax.lax.with_sharding_constraint(batch, everywhere)
+        if positions is None:
+            size = batch_size(batch)
+            outputs = jax.tree.map(lambda a: a[:size], outputs)
+        else:
+            outputs = jax.lax.with_sharding_constraint(outputs, everywhere)
+            outputs, batch = jax.tree.map(
+                lambda a: jnp.take(a, positions, axis=0), (outputs, batch)
+            )
         # Layers report in training only.
         reported = {n: jnp.zeros((), a.dtype) for n, a in self.traced.reported.items()}
         key = self._counters(state)["key"][0]
@@ -421,7 +529,7 @@ class Program:
 
     def _run_predict(self, state: PipelineState, batch: Any) -> tuple:
         """The outputs, and a small array for `_call`."""
-        engine = self._forward_engine(self.settings.microbatch(batch))
+        engine = self._forward_engine(self.settings.microbatch(batch, whole=True))
         schedule, stages = self.settings.schedule, engine.stages
         buffers = jax.tree.map(
             lambda a: jax.lax.with_sharding_constraint(

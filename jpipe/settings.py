@@ -17,6 +17,7 @@ from jpipe.layers.loss import Loss
 from jpipe.layers.trace import Traced, trace_layers
 from jpipe.lowering.lower import guard_of
 from jpipe.mesh import DATA, STAGE
+from jpipe.processes import Rows, is_global, is_shared
 from jpipe.schedule import Schedule
 from jpipe.stages.cut import Stages, cut
 from jpipe.stages.ties import resolve_ties
@@ -71,17 +72,41 @@ class Settings:
         axis_types = (AxisType.Auto,) * len(names)
         return Mesh(self.mesh.devices[index], names, axis_types=axis_types)
 
-    def microbatch(self, batch: Any, num_microbatches: int | None = None) -> Any:
+    @functools.cached_property
+    def rows(self) -> Rows | None:
+        """How several processes share the rows of a batch; None on a mesh of one process."""
+        return Rows.of(self.mesh) if is_shared(self.mesh) else None
+
+    def whole(self, batch: Any) -> Any:
+        """A batch with the rows of all processes, as abstract arrays if there are several."""
+        rows = self.rows
+        if rows is None:
+            return batch
+
+        def whole(a: Any) -> Any:
+            if not getattr(a, "shape", ()):
+                return a
+            num_rows = a.shape[0] if is_global(a) else rows.whole(a.shape[0])
+            return jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype)
+
+        return jax.tree.map(whole, batch)
+
+    def microbatch(
+        self, batch: Any, num_microbatches: int | None = None, *, whole: bool = False
+    ) -> Any:
         """The abstract microbatch of a minibatch.
 
         Args:
-          batch: arrays or abstract arrays `[batch, ...]`.
+          batch: arrays or abstract arrays `[batch, ...]`; in several processes the rows that this one gives.
           num_microbatches: per minibatch and replica; None: that of the schedule.
+          whole: whether `batch` has the rows of all processes.
 
         Raises:
           ValueError: if the minibatch cannot be cut into equal microbatches.
         """
         N = num_microbatches or self.schedule.num_microbatches
+        if not whole:
+            batch = self.whole(batch)
         size, replicas = batch_size(batch), self.num_replicas
         parts = N * replicas
         if size == 0:

@@ -13,8 +13,18 @@ from jpipe.entry_points import ENTRY_POINTS
 ROOT = pathlib.Path(__file__).parents[1]
 
 LEVELS = [
-    {"_cells", "suggest", "warn", "packing", "mesh", "entry_points", "in_flight"},
-    {"optim", "_schedule_facts", "_schedule_text"},
+    {
+        "_cells",
+        "suggest",
+        "warn",
+        "packing",
+        "mesh",
+        "entry_points",
+        "in_flight",
+        "_watchdog",
+        "launch",
+    },
+    {"optim", "_schedule_facts", "_schedule_text", "processes"},
     {"_schedule_rules"},
     {"schedule"},
     {"solvers"},
@@ -28,9 +38,9 @@ LEVELS = [
     {"checks"},
     {"settings"},
     {"program"},
-    {"portable", "costs"},
+    {"portable", "costs", "agreement"},
     {"pipeline"},
-    {"reference", "plan", "checkpoints"},
+    {"reference", "plan", "checkpoints", "distributed"},
 ]
 """The modules and packages of `jpipe`, from the bottom. Each may import those of lower levels."""
 

@@ -9,7 +9,7 @@ is a dict of arrays with a leading batch axis:
     weights  optional, of the labels' shape: 1 for a label that counts, 0 for padding
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -94,6 +94,32 @@ def in_order(examples: Examples, batch_size: int) -> Iterator[Batch]:
     for start in range(0, len(examples), batch_size):
         stop = min(start + batch_size, len(examples))
         yield examples.batch(np.arange(start, stop), None)
+
+
+def shares(
+    batches: Iterable[Batch], rows_of: Callable[[int], np.ndarray]
+) -> Iterator[Batch]:
+    """Yields the rows of each batch that one of several processes gives.
+
+    Every process draws the same batches, so the rows of all processes together are the batch
+    of a run in one process, with the same variation.
+
+    Args:
+      batches: the batches of all processes, as `shuffled` and `in_order` yield them.
+      rows_of: the numbers of this process's rows for a number of rows, such as
+        `functools.partial(jpipe.distributed.process_rows, mesh)`.
+    """
+
+    def take(part: Any, rows: np.ndarray) -> Any:
+        if isinstance(part, dict):
+            return {name: take(inner, rows) for name, inner in part.items()}
+        return part[rows]
+
+    def size(part: Any) -> int:
+        return size(next(iter(part.values()))) if isinstance(part, dict) else len(part)
+
+    for batch in batches:
+        yield take(batch, rows_of(size(batch)))
 
 
 def num_labels(batch: Batch) -> int:

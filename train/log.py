@@ -57,7 +57,8 @@ class Log:
     kept and written later, once there is space.
 
     Args:
-      path: the JSON file; must not exist, unless a run is resumed.
+      path: the JSON file; must not exist, unless a run is resumed. None, for processes
+        beside the first: nothing is written or printed.
       num_steps: number of steps in the run.
       log_every: number of steps per line.
       unit: the things that the speed counts, such as "images".
@@ -75,7 +76,7 @@ class Log:
 
     def __init__(
         self,
-        path: pathlib.Path,
+        path: pathlib.Path | None,
         *,
         num_steps: int,
         log_every: int,
@@ -84,16 +85,12 @@ class Log:
         start: float,
         resumed: Mapping[str, Any] | None = None,
     ):
-        self._path, self._unwritten, self._has_warned = path, [], False
-        # Without a buffer: after a failed write there is nothing left to write again.
-        if resumed is not None and path.exists():
-            self._file = path.open("r+b", buffering=0)
-            self._file.truncate(min(resumed["bytes"], path.stat().st_size))
-            self._file.seek(0, os.SEEK_END)
-        else:
-            self._file = path.open("xb", buffering=0)
         self._first_step = 1 if resumed is None else resumed["last_step"] + 1
-        self._events: EventFile | None = EventFile(path.parent, self._first_step)
+        self._unwritten: list[dict] = []
+        self._has_warned = False
+        self._path, self._events = path, None
+        if path is not None:
+            self._open(path, resumed)
         self._num_steps, self._log_every = num_steps, log_every
         self._unit, self._learning_rate, self._start = unit, learning_rate, start
         self._losses: list[float | None] = []
@@ -112,7 +109,7 @@ class Log:
             self._unwritten = list(resumed["unwritten"])
             self._start -= resumed["seconds"]
         self._progress = None
-        if sys.stdout.isatty():
+        if path is not None and sys.stdout.isatty():
             self._progress = Progress(
                 BarColumn(),
                 MofNCompleteColumn(),
@@ -122,6 +119,16 @@ class Log:
             )
             self._bar = self._progress.add_task("", total=num_steps)
             self._progress.start()
+
+    def _open(self, path: pathlib.Path, resumed: Mapping[str, Any] | None) -> None:
+        # Without a buffer: after a failed write there is nothing left to write again.
+        if resumed is not None and path.exists():
+            self._file = path.open("r+b", buffering=0)
+            self._file.truncate(min(resumed["bytes"], path.stat().st_size))
+            self._file.seek(0, os.SEEK_END)
+        else:
+            self._file = path.open("xb", buffering=0)
+        self._events = EventFile(path.parent, self._first_step)
 
     def __enter__(self) -> "Log":
         return self
@@ -133,6 +140,8 @@ class Log:
         """Ends the progress bar and closes the files; a second call does nothing."""
         if self._progress is not None:
             self._progress.stop()
+        if self._path is None:
+            return
         with contextlib.suppress(OSError):
             self._write_unwritten()
         self._file.close()
@@ -147,7 +156,7 @@ class Log:
     def position(self) -> dict[str, Any]:
         """Where the log stands, for a run that goes on from here; values that JSON has."""
         return {
-            "bytes": os.fstat(self._file.fileno()).st_size,
+            "bytes": 0 if self._path is None else os.fstat(self._file.fileno()).st_size,
             "unwritten": self._unwritten,
             "seconds": self.seconds(),
             "last_step": self.last_step,
@@ -318,6 +327,8 @@ class Log:
         Args:
           record: values by name; the step is under "step".
         """
+        if self._path is None:
+            return
         self._unwritten.append(record)
         try:
             self._write_unwritten()
@@ -363,6 +374,8 @@ class Log:
 
     def print(self, line: str) -> None:
         """Prints a line, above the progress bar if there is one."""
+        if self._path is None:
+            return
         try:
             if self._progress is None:
                 print(line, flush=True)

@@ -6,6 +6,10 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 
+import jax
+
+import jpipe
+
 # A full disk still takes an empty file. The log of a short run needs about this.
 _TRIAL_BYTES = 2**16
 
@@ -55,6 +59,22 @@ def new_run_dir(
                 "`--config.run_dir=FOLDER`, or free space."
             ) from error
         raise
+
+
+@contextlib.contextmanager
+def shared_run_dir(
+    asked: str | None, name: str, resumed: pathlib.Path | None = None
+) -> Iterator[pathlib.Path]:
+    """The folder of a run of several processes: process 0 makes it, all get its path.
+
+    See `new_run_dir`.
+    """
+    if jax.process_index() != 0:
+        yield pathlib.Path(jpipe.distributed.broadcast(None))
+        return
+    with new_run_dir(asked, name, resumed) as path:
+        jpipe.distributed.broadcast(str(path))
+        yield path
 
 
 def _new_path(name: str) -> pathlib.Path:

@@ -15,9 +15,12 @@ A run writes its files to a new folder `runs/NAME-TIME`: `config.json` with all 
     python train/train.py --config configs/gpt_1f1b.py --config.checkpoint.every=500
     python train/train.py --resume runs/NAME-TIME
     python train/train.py --resume runs/NAME-TIME --config.pipeline.num_stages=2
+    python -m jpipe.launch -n 2 --devices 4 train/train.py --config configs/quickstart.py
 
 With checkpoints, a run that ended can go on from its newest one, in the same folder. Its
-stages, replicas and schedule may change.
+stages, replicas, schedule and number of processes may change.
+
+With several processes, the first one writes the folder of the run and prints the log.
 
 Ctrl-C or SIGTERM ends a run after its current step; a second signal ends it at once. The
 exit code is 0 after the last step; 1 if the loss or all gradients stopped being finite; 2
@@ -25,11 +28,14 @@ if an option or a file is wrong; 3 if the run folder could not be written at the
 after Ctrl-C; 143 after SIGTERM.
 """
 
+import functools
 import itertools
 import json
 import math
+import os
 import pathlib
 import shutil
+import signal
 import sys
 import time
 import warnings
@@ -52,12 +58,20 @@ from jpipe import draw
 from models import Loss
 from train import flags, plot, report
 from train.config import TrainConfig
-from train.data import Batch, Dataset, Examples, in_order, num_labels, shuffled
+from train.data import (
+    Batch,
+    Dataset,
+    Examples,
+    in_order,
+    num_labels,
+    shares,
+    shuffled,
+)
 from train.devices import cache_compilations, check_devices, prepare_cpu
 from train.interrupt import Interrupt
 from train.log import Log, NonFiniteGradientsError, NonFiniteLossError
 from train.resume import Resumed, Saver, resumed_config
-from train.run_dir import new_run_dir
+from train.run_dir import shared_run_dir
 
 
 class Run(NamedTuple):
@@ -67,7 +81,7 @@ class Run(NamedTuple):
       name: the name of the configuration.
       config: the configuration.
       data: the data set.
-      batch: a minibatch.
+      batch: a minibatch, its rows of this process.
       pipe: the pipeline of the configured schedule.
       warm_up: the pipeline of the first `synchronous_steps`; None if there are none.
       partition: the stages.
@@ -93,7 +107,8 @@ def main(argv: list[str]) -> int:
     start = time.perf_counter()
     try:
         run = prepare(argv)
-        print_head(run)
+        if is_first():
+            print_head(run)
         start_of, memory = compile_pipeline(run)
     except (ValueError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
@@ -105,8 +120,21 @@ def main(argv: list[str]) -> int:
         except (NonFiniteLossError, NonFiniteGradientsError) as error:
             code, message = 1, f"{error} Training stopped. {remedy(run.config)} "
         except KeyboardInterrupt as error:
-            code, message = interrupt.exit_code, f"{error} "
-        return finish(run, code, message, start)
+            # The signal may have come to another process.
+            code = interrupt.exit_code or 128 + signal.SIGTERM
+            message = f"{error} "
+        return finish(run, code, message, start) if is_first() else code
+
+
+def is_first() -> bool:
+    """Whether this process writes files and prints."""
+    return jax.process_index() == 0
+
+
+def own_rows(mesh: jax.sharding.Mesh, batch: Batch) -> Batch:
+    """The rows of a batch that this process gives: all, if there is one process."""
+    rows_of = functools.partial(jpipe.distributed.process_rows, mesh)
+    return next(shares([batch], rows_of))
 
 
 def prepare(argv: list[str]) -> Run:
@@ -123,11 +151,16 @@ def prepare(argv: list[str]) -> Run:
     batch = next(shuffled(data.train, config.batch_size, config.seed))
     sizes = {"data": config.pipeline.data, "model": config.pipeline.model}
     prepare_cpu(schedule.num_devices * math.prod(sizes.values()))
+    jpipe.distributed.initialize()
     check_devices(schedule.num_devices, *sizes.values())
     cache_compilations(config.compilation_cache)
-    with new_run_dir(config.run_dir, name, resumed_dir) as run_dir:
+    resolved = {"name": name, **flags.to_json(config), "run_dir": None}
+    text = json.dumps(resolved, indent=2) + "\n"
+    jpipe.distributed.check_same({"the configuration": text})
+    with shared_run_dir(config.run_dir, name, resumed_dir) as run_dir:
         mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
         options = options_of_pipeline(config, mesh)
+        batch = own_rows(mesh, batch)
         pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
         partition = pipe.partition(batch)
         warm_up = None
@@ -136,10 +169,9 @@ def prepare(argv: list[str]) -> Run:
             warm_up = jpipe.Pipeline(
                 config.model.layers(), schedule=warm_up_schedule, **options
             )
-        resolved = {"name": name, **flags.to_json(config), "run_dir": None}
-        text = json.dumps(resolved, indent=2) + "\n"
-        write_config(run_dir, text)
-        draw.save(schedule, run_dir / "schedule.svg")
+        if is_first():
+            write_config(run_dir, text)
+            draw.save(schedule, run_dir / "schedule.svg")
     resumes = resumed_dir is not None
     return Run(name, config, data, batch, pipe, warm_up, partition, run_dir, resumes)
 
@@ -205,10 +237,11 @@ def compile_pipeline(run: Run) -> tuple[Resumed, jpipe.Memory]:
         state = pipe.init(jax.random.key(run.config.seed), run.batch)
         start_of = Resumed(pipe, state, 0, None)
     memory = run.pipe.memory(run.batch)
-    print(f"compiled in {time.perf_counter() - start:.1f} s\n")
-    print(f"memory of each device:\n{report.memory(memory)}\n")
-    if run.resumes:
-        print(f"resumed after step {start_of.step} of {run.config.num_steps}\n")
+    if is_first():
+        print(f"compiled in {time.perf_counter() - start:.1f} s\n")
+        print(f"memory of each device:\n{report.memory(memory)}\n")
+        if run.resumes:
+            print(f"resumed after step {start_of.step} of {run.config.num_steps}\n")
     return start_of, memory
 
 
@@ -241,7 +274,7 @@ def train(
     batches = shuffled(run.data.train, config.batch_size, config.seed, first)
     with (
         Log(
-            run.run_dir / "log.jsonl",
+            run.run_dir / "log.jsonl" if is_first() else None,
             num_steps=config.num_steps,
             log_every=config.log_every,
             unit=run.data.unit,
@@ -263,6 +296,9 @@ def train(
                 record(log, *pending)
             pending = None
 
+        # With several processes all of them end at the same place.
+        check = interrupt.check if jax.process_count() == 1 else lambda: None
+        stops = False
         try:
             batch = next(batches)
             for step in range(first + 1, config.num_steps + 1):
@@ -271,12 +307,13 @@ def train(
                     with log.paused():
                         pipe, state = run.pipe, run.pipe.adopt(state)
                     log.takes_over(step - 1, pipe.schedule.name)
-                state, metrics = pipe.step(state, batch)
+                state, metrics = pipe.step(state, own_rows(pipe.mesh, batch))
                 num_units = num_labels(batch)
                 batch = next(batches)
                 record_pending()
                 pending = step, metrics, num_units, pipe.schedule
-                ends = interrupt.requested or step == config.num_steps
+                stops = jpipe.distributed.stop_requested(step, interrupt.requested)
+                ends = stops or step == config.num_steps
                 evaluates = config.eval_every and step % config.eval_every == 0
                 saves = saver.saves(step, ends)
                 # A line of the log waits for its last step, so that its speed is the
@@ -292,7 +329,7 @@ def train(
                             run.data.test,
                             config.batch_size,
                             config.eval_batches,
-                            interrupt.check,
+                            check,
                         )
                     log.held_out(step, held_out(result, run.data))
                 if saves:
@@ -300,10 +337,12 @@ def train(
                         saver.save(step, state, log)
                 if ends:
                     break
-            interrupt.check()
+            if stops:
+                raise KeyboardInterrupt
+            check()
             state, _ = pipe.flush(state)
             result = evaluate(
-                pipe, state, run.data.test, config.batch_size, check=interrupt.check
+                pipe, state, run.data.test, config.batch_size, check=check
             )
             log.held_out(config.num_steps, held_out(result, run.data))
         except KeyboardInterrupt:
@@ -368,7 +407,7 @@ def evaluate(
     totals, count = None, np.float64(0)
     for batch in itertools.islice(in_order(examples, batch_size), num_batches):
         check()
-        means = jax.device_get(pipe.evaluate(state, batch))
+        means = jax.device_get(pipe.evaluate(state, own_rows(pipe.mesh, batch)))
         weight = np.float64(num_labels(batch))
         sums = jax.tree.map(weight.__mul__, means)
         totals = sums if totals is None else jax.tree.map(np.add, totals, sums)
@@ -389,7 +428,8 @@ def held_out(result: dict[str, float], data: Dataset) -> dict[str, float]:
 def finish(run: Run, code: int, message: str, start: float) -> int:
     """Draws the log, prints how the run ended, and returns the exit code."""
     try:
-        plot.save(run.run_dir)
+        with jpipe.distributed.phase("draw the run", limit_seconds=300):
+            plot.save(run.run_dir)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         message += f"cannot write the picture of the run: {reason}. "
@@ -436,4 +476,6 @@ if __name__ == "__main__":
     warnings.formatwarning = lambda message, *_: f"train.py: warning: {message}\n"
     code = main(sys.argv[1:])
     ignore_interrupts()
+    if code == 2 and jax.process_count() > 1:  # the others would wait for this process
+        os._exit(code)
     sys.exit(code)

@@ -25,10 +25,10 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
 import jpipe
-from jpipe import portable
+from jpipe import agreement, portable
+from jpipe._watchdog import watched
 from jpipe.checkpoints import _arrays, _layout
 from jpipe.checkpoints._manifest import (
     DamagedCheckpointError,
@@ -39,6 +39,7 @@ from jpipe.checkpoints._manifest import (
 from jpipe.checkpoints._weights_file import load_params, save_params
 from jpipe.checks import check_state
 from jpipe.pipeline import Pipeline
+from jpipe.processes import from_first
 from jpipe.state import PipelineState, num_rounds
 from jpipe.warn import warn
 
@@ -115,6 +116,7 @@ class Checkpoints:
 
     # -- Saving
 
+    @watched("save a checkpoint")
     def save(self, step: int, state: PipelineState, run: Any = None) -> None:
         """Saves a state; returns as soon as training may go on with it, also by a donating step.
 
@@ -173,6 +175,7 @@ class Checkpoints:
         )
         self._damaged.clear()
 
+    @watched("wait for a checkpoint")
     def wait(self) -> None:
         """Waits until the last save is whole.
 
@@ -193,6 +196,7 @@ class Checkpoints:
         """The steps that can be restored, in order: whole ones, whose files have their sizes."""
         return [step for step in steps_in(self.directory) if self._seems_whole(step)]
 
+    @watched("restore a checkpoint")
     def restore(self, pipe: Pipeline, batch: Any, step: int | None = None) -> Restored:
         """Restores a state for a pipeline.
 
@@ -260,7 +264,7 @@ class Checkpoints:
                 found, manifest = self._whole(step)
             except (OSError, ValueError) as caught:
                 error = caught
-        found = int(multihost_utils.broadcast_one_to_all(np.int32(found)))
+        found = from_first(found)
         if error is not None:
             raise error
         if found < 0:
@@ -319,6 +323,7 @@ def _restored(
     program = pipe._program_to_restore(batch, counters["key_impl"], layout["starts"])
     key = np.array(counters["key"], np.uint32)
     num_started = counters["started"] + rounds * layout["num_microbatches"]
+    agreement.check_program(program)
     mine = _layout.layout_of(program, rounds, in_flight)
     different = _layout.differences(mine, layout)
     if not different:

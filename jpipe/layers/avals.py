@@ -49,7 +49,10 @@ def check_nans(tree: Any, name: str) -> None:
     if not jax.config.jax_debug_nans:
         return
     for path, leaf in jax.tree.leaves_with_path(tree):
-        if is_inexact(leaf) and np.isnan(np.asarray(leaf)).any():
+        parts = [leaf]
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            parts = [shard.data for shard in leaf.addressable_shards]
+        if is_inexact(leaf) and any(np.isnan(np.asarray(a)).any() for a in parts):
             raise FloatingPointError(
                 f"{name}{jax.tree_util.keystr(path)} has NaN, and `jax_debug_nans` is set."
             )

@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import tempfile
+from typing import Any
 
 import jax
 
@@ -298,6 +299,20 @@ class Profile:
 
         An existing file is replaced whole or not at all.
         """
+        path = os.fspath(path)
+        handle, draft = tempfile.mkstemp(
+            dir=os.path.dirname(path) or ".", prefix=f".{os.path.basename(path)}."
+        )
+        try:
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(self.text())
+            os.replace(draft, path)
+        except BaseException:
+            os.unlink(draft)
+            raise
+
+    def text(self) -> str:
+        """The profile as JSON, as `save` writes it."""
         to_json = functools.partial(json.dumps, default=text_of)
         lines = []
         for name, value in {"format": _FORMAT, **dataclasses.asdict(self)}.items():
@@ -305,17 +320,7 @@ class Profile:
             if name == "layers":
                 text = "[\n  " + ",\n  ".join(map(to_json, value)) + "\n ]"
             lines.append(f"{to_json(name)}: {text}")
-        path = os.fspath(path)
-        handle, draft = tempfile.mkstemp(
-            dir=os.path.dirname(path) or ".", prefix=f".{os.path.basename(path)}."
-        )
-        try:
-            with open(handle, "w", encoding="utf-8") as file:
-                file.write("{\n " + ",\n ".join(lines) + "\n}\n")
-            os.replace(draft, path)
-        except BaseException:
-            os.unlink(draft)
-            raise
+        return "{\n " + ",\n ".join(lines) + "\n}\n"
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "Profile":
@@ -334,6 +339,11 @@ class Profile:
             ) from None
         except UnicodeDecodeError as error:
             raise ValueError(f"{path}: not a text file ({error}).") from None
+        return cls.from_json(content, path)
+
+    @classmethod
+    def from_json(cls, content: Any, path: str | os.PathLike) -> "Profile":
+        """The profile of parsed JSON, which came from the file at `path`."""
         if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
             raise ValueError(
                 f"{path}: `format` must be {_FORMAT!r}: not a profile, or of another version. Delete the file to "

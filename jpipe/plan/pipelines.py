@@ -4,6 +4,7 @@
 """
 
 import itertools
+import json
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from jpipe.plan._profile import (
     programs_of,
 )
 from jpipe.plan._profiling import profile
+from jpipe.processes import from_first, is_global
 from jpipe.settings import Settings
 from jpipe.stages.ties import resolve_ties
 
@@ -36,6 +38,8 @@ def profile_pipeline(
     devices: Sequence[jax.Device] | None,
 ) -> Profile:
     """Measures the layers of a pipeline. See `Pipeline.profile`.
+
+    Of several processes the first one measures and keeps the file, and all return what it found.
 
     Args:
       settings: of the pipeline.
@@ -55,15 +59,17 @@ def profile_pipeline(
     traced = settings.trace(microbatch, key_impl)
 
     def first_rows(a: Any, want: jax.ShapeDtypeStruct) -> Any:
-        if isinstance(a, jax.ShapeDtypeStruct):
+        if isinstance(a, jax.ShapeDtypeStruct) or is_global(a):
             return want
         return np.asarray(a[: want.shape[0]], want.dtype)
 
+    if settings.rows is not None and jax.process_index() > 0:
+        return Profile.from_json(json.loads(from_first(None)), "process 0")
     rows = jax.tree.map(first_rows, dict(batch), microbatch)
     options = _options(settings, traced)
     if devices is not None:
         options["devices"] = devices
-    return profile(
+    measured = profile(
         traced,
         settings.optimizer,
         rows,
@@ -72,6 +78,9 @@ def profile_pipeline(
         cache=cache,
         **options,
     )
+    if settings.rows is not None:
+        from_first(measured.text())
+    return measured
 
 
 def boundaries_by_time(

@@ -6,12 +6,13 @@ import os
 import pathlib
 import sys
 
+import jax
 import numpy as np
 import pytest
 from helpers import write_pairs
 
 from train import mnist
-from train.data import in_order, num_labels, shuffled
+from train.data import in_order, num_labels, shares, shuffled
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import BEGIN, END, FIRST_BYTE, VOCAB_SIZE, Pairs
 from train.text import MaskedText, MaskedWindows, Text, Windows
@@ -82,6 +83,33 @@ def test_in_order_has_every_example_once(size):
     batches = [batch["inputs"] for batch in in_order(Numbers(size), 4)]
     np.testing.assert_array_equal(np.concatenate(batches), np.arange(size))
     assert all(len(batch) == 4 for batch in batches[:-1])
+
+
+class TwoNumbers(Numbers):
+    """Two inputs per example."""
+
+    def batch(self, indices, rng):
+        inputs = super().batch(indices, rng)["inputs"]
+        return {"inputs": {"a": inputs, "b": -inputs}, "labels": indices}
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3])
+def test_the_shares_of_processes_make_up_the_batches_of_one(num_processes):
+    def batches(rows_of):
+        trained = itertools.islice(shuffled(TwoNumbers(14), 6, seed=3), 4)
+        return list(
+            shares(itertools.chain(trained, in_order(TwoNumbers(8), 6)), rows_of)
+        )
+
+    def rows_of(process):
+        return lambda n: np.array_split(np.arange(n), num_processes)[process]
+
+    of_processes = [batches(rows_of(p)) for p in range(num_processes)]
+    whole = batches(np.arange)
+    assert [len(batch["labels"]) for batch in whole] == [6, 6, 6, 6, 6, 2]
+    for parts, want in zip(zip(*of_processes), whole):
+        got = jax.tree.map(lambda *a: np.concatenate(a), *parts)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_labels_that_count():

@@ -1,6 +1,7 @@
 """A run that goes on from a checkpoint, and runs whose checkpoints cannot be written."""
 
 import json
+import os
 import pathlib
 import shutil
 import signal
@@ -30,13 +31,14 @@ TINY = [
     "--config.eval_batches=1",
     "--config.checkpoint.every=3",
 ]
+FLAGS = os.environ.get("XLA_FLAGS", "")  # other flags round otherwise
 MEASURED = ("seconds", "images_per_second", "peak_memory_bytes")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _restore_flags():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", "")
+        patch.setenv("XLA_FLAGS", FLAGS)
         yield
 
 
@@ -232,3 +234,52 @@ def test_mistakes_are_one_line_and_change_nothing(
 
     assert re.search(message, error), error
     assert (run / "log.jsonl").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_several_processes_write_the_log_of_one(whole, tmp_path):
+    """And another number of processes goes on."""
+    folder = tmp_path / "run"
+    launch = [sys.executable, "-m", "jpipe.launch", "-n", "2", "--devices", "2"]
+    command = [*launch, str(ROOT / "train" / "train.py")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": FLAGS}
+    ran = subprocess.run(
+        [*command, *TINY, *options(f"run_dir={folder}")], env=environment
+    )
+    assert ran.returncode == 0
+    memory, *steps = records(folder)  # temporaries differ
+    assert steps == records(whole)[1:]
+    np.testing.assert_equal(params(folder), params(whole))
+    alone = stopped_after(folder, 3, tmp_path / "alone")
+    assert main(["--resume", str(alone)]) == 0
+    together = stopped_after(whole, 6, tmp_path / "together")
+    ran = subprocess.run([*command, "--resume", str(together)], env=environment)
+    assert ran.returncode == 0
+    for each in (alone, together):
+        assert records(each)[1:] == steps
+        np.testing.assert_equal(params(each), params(whole))
+
+
+@pytest.mark.slow
+def test_sigterm_ends_all_processes_at_one_step_with_a_checkpoint(tmp_path):
+    folder = tmp_path / "run"
+    launch = [sys.executable, "-m", "jpipe.launch", "-n", "2", "--devices", "2"]
+    words = options(
+        f"run_dir={folder}", "num_steps=100000", "eval_every=none", "eval_batches=none"
+    )
+    process = subprocess.Popen(
+        [*launch, str(ROOT / "train" / "train.py"), *TINY, *words],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    checkpoints = jpipe.Checkpoints(folder / "checkpoints")
+    deadline = time.monotonic() + 200
+    while not checkpoints.steps() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    (*_, step) = checkpoints.steps()
+    assert f"stopped after step {step} of 100000" in error
+    assert main(["--resume", str(folder), *options(f"num_steps={step + 1}")]) == 0

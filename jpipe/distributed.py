@@ -1,0 +1,268 @@
+"""Several processes: how they find each other, how they end together, and how they agree to stop.
+
+A script calls `initialize()` first. It reads what `python -m jpipe.launch`, Slurm, Kubernetes or a TPU pod says of
+the processes, connects them, and starts a watchdog. From then on no process waits for ever: when one is killed,
+raises an exception, stops or gets stuck, all others print which one, in what step and phase, and end with
+an error within 30 seconds.
+
+    jpipe.distributed.initialize()
+    pipe = jpipe.Pipeline(...)
+    state = pipe.init(key, batch)
+
+Exit codes of processes that end because of another one: 71 if it was killed or failed, 72 if it was not heard of,
+73 if there was no progress.
+"""
+
+import contextlib
+import faulthandler
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jpipe import _watchdog, launch
+from jpipe.processes import Rows, check_agreement, from_first
+from jpipe.warn import warn
+
+__all__ = [
+    "broadcast",
+    "check_same",
+    "initialize",
+    "phase",
+    "process_rows",
+    "shutdown",
+    "stop_requested",
+]
+
+_SHUTDOWN_SECONDS = 25
+_CONNECT_SECONDS = 30.0
+_START_SECONDS = 300.0
+
+_is_alone = False
+"""Whether `initialize` has found that there is one process, which it can find out only before a device is used."""
+
+
+def initialize(
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    silence_seconds: float = _watchdog.SILENCE,
+    progress_seconds: float = _watchdog.PROGRESS,
+    watchdog: bool = True,
+) -> None:
+    """Connects the processes of a training, and starts the watchdog.
+
+    Call it before anything that uses a device; options that choose devices come before it. With one process it
+    does nothing, and a second call does nothing.
+
+    The watchdog measures the steps of `Pipeline`. A process is stuck if there is no progress for
+    `progress_seconds`, or for ten times the median step if that is longer. Calls that may compile have 10
+    minutes, and so has everything before the second step. Put other work that takes longer into a `phase`.
+
+    Args:
+      coordinator_address: "host:port" of process 0. None, and so for the next two: what the launcher
+        says, or else what `jax.distributed.initialize` finds out from Slurm, Open MPI, Kubernetes or a TPU pod.
+      num_processes: number of processes.
+      process_id: number of this process, from 0.
+      silence_seconds: a process that is not heard of for so long counts as stopped.
+      progress_seconds: see above.
+      watchdog: whether to start the watchdog. Without it a process waits for a stuck one for ever.
+
+    Raises:
+      ValueError: if only some of the first three arguments are known.
+      RuntimeError: if the processes do not find each other, or JAX has already used a device.
+    """
+    global _is_alone
+    given = coordinator_address, num_processes, process_id
+    if _is_alone and given == (None, None, None):
+        return
+    if given == (None, None, None) and launch.PROCESS_ID in os.environ:
+        coordinator_address = os.environ[launch.COORDINATOR_ADDRESS]
+        num_processes = int(os.environ[launch.NUM_PROCESSES])
+        process_id = int(os.environ[launch.PROCESS_ID])
+    if num_processes == 1:
+        return
+    if not jax.distributed.is_initialized():
+        _connect(coordinator_address, num_processes, process_id)
+    if not jax.distributed.is_initialized():
+        _is_alone = True
+        return
+    if jax.process_count() == 1:
+        return
+    if watchdog and _watchdog.running is None:
+        _watch(silence_seconds, progress_seconds)
+
+
+def _connect(
+    coordinator_address: str | None, num_processes: int | None, process_id: int | None
+) -> None:
+    """`jax.distributed.initialize`, which leaves SIGTERM as it was."""
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM) if main else None
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        )
+    except ValueError as error:
+        nothing_known = (coordinator_address, num_processes, process_id) == (None,) * 3
+        if not (nothing_known and "coordinator_address" in str(error)):
+            raise
+    # JAX takes SIGTERM for its own notice of preemption, which a process that does not ask for it never sees.
+    if handler is not None:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _watch(silence: float, progress: float) -> None:
+    """Connects the watchdogs and starts them."""
+    # Until the watchdog sets the timer anew.
+    faulthandler.dump_traceback_later(_START_SECONDS, exit=True)
+    process, count = jax.process_index(), jax.process_count()
+    if process == 0:
+        server, address = _watchdog.listen()
+        from_first(address)
+        connections = _watchdog.accept(server, address, count - 1, _CONNECT_SECONDS)
+    else:
+        connection = _watchdog.connect(from_first(None), process)
+        connections = {} if connection is None else {0: connection}
+    missing = sorted({*range(1, count)} - {*connections}) if process == 0 else []
+    missing = from_first(missing)
+    if missing:
+        warn(
+            f"processes {missing} cannot connect to process 0 by TCP, so nothing watches the processes: if one gets "
+            "stuck, the others wait for ever. Allow connections between all ports of the machines."
+        )
+        for connection in connections.values():
+            connection.close()
+        faulthandler.cancel_dump_traceback_later()
+        return
+    launcher = os.environ.get(launch.LAUNCHER)
+    _watchdog.running = _watchdog.Watchdog(
+        process,
+        connections,
+        silence=silence,
+        progress=progress,
+        parent=None if launcher is None else int(launcher),
+    )
+    _watchdog.running.start()
+
+
+def shutdown() -> None:
+    """Waits until every process has come here, then stops the watchdog and disconnects the processes.
+
+    A program that ends well does so by itself, when Python ends. Call it before `os._exit`, or before long work of
+    some processes alone.
+    """
+    if _watchdog.running is not None:
+        _watchdog.running.finish()
+        _watchdog.running = None
+    jax.distributed.shutdown()
+
+
+def phase(name: str, limit_seconds: float) -> contextlib.AbstractContextManager[None]:
+    """A context for work of this process that takes longer than a step, such as saving or plotting.
+
+    While one process is in such a phase the others may wait for it. A process that takes longer than the limit counts
+    as stuck. Without a watchdog it does nothing.
+
+    Args:
+      name: for messages.
+      limit_seconds: what it takes at the most.
+
+    Example:
+      >>> with phase("saving", limit_seconds=300):
+      ...     pass
+    """
+    return _watchdog.Phase(name, limit_seconds)
+
+
+def process_rows(mesh: Mesh, num_rows: int) -> np.ndarray:
+    """The numbers of the rows that this process gives of every batch, for loaders that read a batch in one piece.
+
+    They are consecutive rows, the share of its replicas, if the axis "data" of the mesh crosses processes, and all rows
+    if it does not.
+
+    Args:
+      mesh: of the pipeline.
+      num_rows: of the batch of all processes together.
+
+    Returns:
+      int `[rows]`, in order.
+
+    Example:
+      >>> import jpipe
+      >>> process_rows(jpipe.make_mesh(stage=2, data=2), num_rows=4)
+      array([0, 1, 2, 3])
+    """
+    return Rows.of(mesh).given(num_rows)
+
+
+def check_same(facts: Mapping[str, str]) -> None:
+    """Compares what all processes must have in common, such as a configuration. Every process must call it.
+
+    `Pipeline.init` compares what it is given; this is for the rest of a program, once, at its start.
+
+    Args:
+      facts: what it is, as a message names it -> its text in this process.
+
+    Raises:
+      ValueError: on every process, naming the first fact that differs and the texts of two processes.
+
+    Example:
+      >>> check_same({"the number of steps": str(100)})
+    """
+    if jax.process_count() > 1:
+        remedy = "Start every process with the same arguments."
+        check_agreement(facts, remedy)
+
+
+def broadcast(value: Any) -> Any:
+    """What process 0 gives, on every process: the name of a folder, a decision, a number. Every process must call it.
+
+    Args:
+      value: of process 0, such as JSON can hold; that of the others is ignored.
+
+    Example:
+      >>> broadcast({"folder": "runs/1"})
+      {'folder': 'runs/1'}
+    """
+    return value if jax.process_count() == 1 else from_first(value)
+
+
+def stop_requested(step: int, requested: bool = False) -> bool:
+    """Whether all processes stop now. They agree on one step, without waiting for each other.
+
+    If one process passes `requested=True`, for example after SIGTERM, then a step or two later the function returns True,
+    on every process at the same step.
+
+        for step in range(num_steps):
+            if jpipe.distributed.stop_requested(step, interrupt.requested):
+                break  # and save a checkpoint: every process is here
+            state, metrics = pipe.step(state, next(batches))
+
+    Args:
+      step: a number that grows; every process asks for the same ones, in order.
+      requested: whether this process wants all to stop. It may be True again and again.
+
+    Returns:
+      With one process `requested`.
+
+    Raises:
+      RuntimeError: if there are several processes without a watchdog.
+    """
+    if _watchdog.running is not None:
+        return _watchdog.running.stop_reached(step, requested)
+    if jax.process_count() > 1:
+        raise RuntimeError(
+            "`stop_requested` needs the connections that `jpipe.distributed.initialize()` makes with "
+            "`watchdog=True`. Call it at the start of the program."
+        )
+    return requested

@@ -1,0 +1,213 @@
+"""Several processes: the numbers of one process, the same errors on all, and no process that waits for ever."""
+
+import functools
+import os
+import pathlib
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from processes import everything, faulty
+from processes.disagree import CASES
+
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDER = pathlib.Path(__file__).parent
+
+
+def launch_command(script, *arguments, num_processes=2, devices=4):
+    """The command that runs a script of this folder in several processes, and options for it."""
+    command = [
+        *(sys.executable, "-m", "jpipe.launch", "-n", str(num_processes)),
+        *("--devices", str(devices), str(FOLDER / script), *map(str, arguments)),
+    ]
+    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
+    return command, dict(env={**os.environ, "PYTHONPATH": path}, text=True)
+
+
+def launch(*arguments, **options):
+    """Runs a script of this folder in several processes, to the end."""
+    command, options = launch_command(*arguments, **options)
+    return subprocess.run(command, capture_output=True, timeout=400, **options)
+
+
+def assert_equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_two_processes_train_as_one(tmp_path):
+    done = launch("faulty.py", "nothing", 0, tmp_path / "{}")
+    assert done.returncode == 0, done.stderr
+    want = faulty.train(lambda step: None)
+    for process in range(2):
+        got = pickle.loads((tmp_path / str(process)).read_bytes())
+        if process:  # the weights go to process 0
+            assert got.pop("params") is None and want.pop("params")
+        assert_equal(got, want)
+
+
+SLOW = pytest.mark.slow
+SECONDS = 30.0
+"""From a fault to the end of every process."""
+
+FAULTS = {
+    "kill": (71, "process {} is gone without a word"),
+    "SIGTERM": (71, "process {} is gone without a word"),
+    "raise": (71, "process {} failed in: "),
+    "suspend": (72, "process {} has not been heard of for 15 s"),
+    "hold the GIL": (72, "process {} has not been heard of for 15 s"),
+    "sleep": (73, "no progress for 20 s because of process {}. "),
+    "return": (73, "no progress for 20 s because of process {}. "),
+}
+"""Fault -> exit code of the others, and what they say."""
+
+
+@pytest.mark.parametrize(
+    "fault, process",
+    [
+        pytest.param(fault, process, marks=[SLOW] * ((fault, process) != ("raise", 1)))
+        for fault in FAULTS
+        for process in (0, 1)
+    ],
+)
+def test_no_process_waits_for_ever(fault, process):
+    done = launch("faulty.py", fault, process)
+    ended = time.time()
+    text, other = done.stdout + done.stderr, 1 - process
+    faults = [float(t) for t in re.findall(r"fault at ([\d.]+)", text)]
+    assert ended - min(faults) < SECONDS
+    assert done.returncode != 0
+    messages = re.findall(rf"^\[{other}\] (jpipe: .*)$", text, flags=re.M)
+    (message,) = messages
+    code, reason = FAULTS[fault]
+    assert message.startswith(f"jpipe: process {other} ends: {reason.format(process)}")
+    assert re.search(r"after step 4|step 5", message)
+
+
+@SLOW
+@pytest.mark.parametrize("to_all", [True, False])
+def test_all_stop_at_one_step_and_end_well(to_all):
+    command, options = launch_command("stopping.py")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
+    pids: list[int] = []
+    while len(pids) < 2:
+        line = process.stdout.readline()
+        pids += [int(line.split()[-1])] * ("trains in" in line)
+    os.kill(process.pid if to_all else pids[1], signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    stopped = re.findall(r"^\[\d\] stopped at (\d+)$", out, flags=re.M)
+    assert len(stopped) == 2 and len(set(stopped)) == 1
+    assert process.returncode == 0
+
+
+@SLOW
+def test_a_long_phase_is_no_fault():
+    done = launch("faulty.py", "work", 1)
+    assert done.returncode == 0, done.stderr
+
+
+@SLOW
+def test_processes_that_disagree_learn_it():
+    done = launch("disagree.py", devices=2)
+    assert done.returncode == 0, done.stderr
+    for process in range(2):
+        for name in CASES:
+            pattern = rf"^\[{process}\] {name}: (.*)$"
+            (message,) = re.findall(pattern, done.stdout, flags=re.M)
+            if name == "rows":
+                assert "must give the same rows, got 3 and 4" in message
+            else:
+                pattern = r"the processes disagree in .*: process 0 has (.*), process 1 has (.*)\. [RBS]"
+                found = re.match(pattern, message)
+                assert found and found[1] != found[2]
+
+
+@functools.cache
+def in_one_process(layout, schedule, folder):
+    everything.main(layout, schedule, folder)
+    return pickle.loads((folder / "0 of 1").read_bytes())
+
+
+LAYOUTS = [
+    ("stages", "one_f_one_b", 2),
+    ("stages", "pipemare", 2),
+    ("replicas", "one_f_one_b", 2),
+    ("replicas", "pipemare", 2),
+    ("replicas", "one_f_one_b", 4),
+    ("stages of replicas", "one_f_one_b", 2),
+    ("parts of layers", "one_f_one_b", 2),
+    ("stages of parts", "one_f_one_b", 2),
+]
+
+
+@SLOW
+@pytest.mark.parametrize("layout, schedule, num_processes", LAYOUTS)
+def test_every_method_equals_one_process(layout, schedule, num_processes, tmp_path):
+    done = launch(
+        "everything.py", layout, schedule, tmp_path, num_processes=num_processes
+    )
+    assert done.returncode == 0, done.stderr
+    want = in_one_process(layout, schedule, tmp_path)
+    every = [
+        pickle.loads((tmp_path / f"{p} of {num_processes}").read_bytes())
+        for p in range(num_processes)
+    ]
+    assert all(found["measured"] == every[0]["measured"] for found in every)
+    only_first = {"initial", "params", "mutable state", "params of adopt"}
+    for process, found in enumerate(every):
+        assert found.keys() == want.keys()
+        for name in want.keys() - {"measured"}:
+            if name.startswith("own rows"):
+                continue
+            if process and name in only_first:
+                assert found[name] is None
+                continue
+            numbers = want[name]
+            if name.startswith("predict"):
+                numbers = numbers[found[name.replace("predict", "own rows")]]
+            assert_equal(found[name], numbers)
+    rows = sorted({i for found in every for i in found["own rows 7"]})
+    assert rows == list(range(7))
+
+
+CHECKPOINTS = [
+    # Saved by so many processes in a layout, restored by so many processes in a layout.
+    ("one_f_one_b", (2, "stages"), (1, "stages")),
+    ("one_f_one_b", (1, "stages"), (2, "stages")),
+    ("pipedream", (2, "stages"), (1, "stages")),  # with microbatches in flight
+    ("pipedream", (1, "stages"), (2, "stages")),
+    ("pipedream", (2, "replicas"), (2, "replicas")),
+    ("one_f_one_b", (2, "stages of parts"), (2, "parts of layers")),
+]
+
+
+@SLOW
+@pytest.mark.parametrize("schedule, saves, restores", CHECKPOINTS, ids=str)
+def test_a_checkpoint_goes_on_in_other_processes(schedule, saves, restores, tmp_path):
+    """Bit for bit: the layout does not depend on the processes."""
+    for action, (count, layout) in (("save", saves), ("restore", restores)):
+        words = (action, layout, schedule, tmp_path)
+        done = launch("checkpointed.py", *words, num_processes=count)
+        assert done.returncode == 0, done.stderr
+    want = pickle.loads((tmp_path / f"save {saves[0]}").read_bytes())
+    assert_equal(pickle.loads((tmp_path / f"restore {restores[0]}").read_bytes()), want)
+
+
+@SLOW
+def test_a_checkpoint_goes_on_in_another_layout(tmp_path):
+    """Each process reads its own layers; one process gets the same numbers."""
+    words = ("stages", "one_f_one_b", tmp_path)
+    assert launch("checkpointed.py", "save", *words).returncode == 0
+    for count in (1, 2):
+        words = ("restore", "stages of replicas", "one_f_one_b", tmp_path)
+        done = launch("checkpointed.py", *words, num_processes=count)
+        assert done.returncode == 0, done.stderr
+    one, two = (
+        pickle.loads((tmp_path / f"restore {count}").read_bytes()) for count in (1, 2)
+    )
+    assert_equal(two, one)
