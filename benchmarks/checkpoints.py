@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--dim", type=int, nargs="+", default=[512, 1536])
+    parser.add_argument("--dim", type=int, nargs="+", default=[512, 1536, 2560])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
