@@ -4,9 +4,11 @@
     python killed.py DIRECTORY STEPS uninterrupted
 
 The first command writes `DIRECTORY/ready` when its first save has begun, and ends after STEPS steps. The
-second one saves the last step only, and the weights after each step in `DIRECTORY/params.npz`.
+second one saves the last step only, and the weights after each step in `DIRECTORY/params.npz`. Under
+`python -m jpipe.launch -n 2 --devices 2` each process has one stage.
 """
 
+import os
 import pathlib
 import sys
 
@@ -71,6 +73,8 @@ def flat(params: list) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 2)
+    if "JAX_NUM_CPU_DEVICES" not in os.environ:  # the launcher sets it
+        jax.config.update("jax_num_cpu_devices", 2)
+    jpipe.distributed.initialize()
     run = uninterrupted if sys.argv[3:] else main
     run(pathlib.Path(sys.argv[1]), int(sys.argv[2]))
