@@ -219,6 +219,11 @@ class Checkpoints:
           ValueError: if the layers or the optimizer differ, microbatches are in flight and the layout
             differs, or the checkpoint has a newer format.
         """
+        if not isinstance(pipe, Pipeline):
+            raise ValueError(
+                f"`pipe` must be a `jpipe.Pipeline`, got {type(pipe).__name__}. Write "
+                "`checkpoints.restore(pipe, batch)`."
+            )
         found, manifest = self._agreed(step)
         folder = self._folder(found)
         try:

@@ -3,11 +3,13 @@
 import os
 import pathlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from flax import serialization, traverse_util
+
+from jpipe.layers.flax_nnx import as_parameters
 
 _KIND = "jpipe params 1"
 
@@ -21,10 +23,10 @@ def save_params(path: str | os.PathLike, params: Sequence[Any]) -> None:
 
     Args:
       path: of the file. An older file is replaced once the new one is whole.
-      params: one nested dict per layer, as `Pipeline.get_params` returns them.
+      params: one nested dict per layer, as `Pipeline.get_params` returns them, or an NNX module or state.
 
     Raises:
-      ValueError: if a name inside a layer has a dot or is a number in text.
+      ValueError: if it is no such list, or a name inside a layer has a dot or is a number in text.
       OSError: if the file cannot be written.
 
     Example:
@@ -34,8 +36,15 @@ def save_params(path: str | os.PathLike, params: Sequence[Any]) -> None:
       >>> load_params(path)
       [{'kernel': array([[1., 1., 1.], [1., 1., 1.]])}, {}]
     """
+    layers = list(map(as_parameters, params)) if isinstance(params, Sequence) else None
+    if layers is None or not all(isinstance(layer, Mapping) for layer in layers):
+        raise ValueError(
+            "`params` must be a list with one nested dict per layer, as `Pipeline.get_params` returns "
+            f"them, got {type(params).__name__}"
+            + (f" of {type(params[0]).__name__}." if layers else ".")
+        )
     leaves: dict[str, np.ndarray] = {}
-    for i, layer in enumerate(params):
+    for i, layer in enumerate(layers):
         for names, leaf in traverse_util.flatten_dict(layer).items():
             for name in names:
                 if isinstance(name, str) and ("." in name or name.isdecimal()):
@@ -46,9 +55,9 @@ def save_params(path: str | os.PathLike, params: Sequence[Any]) -> None:
             leaves[".".join(map(str, (i, *names)))] = np.asarray(leaf)
     content = {
         "kind": _KIND,
-        "num_layers": len(params),
+        "num_layers": len(layers),
         "params": leaves,
-        "crc32": {name: _crc(a, len(params)) for name, a in leaves.items()},
+        "crc32": {name: _crc(a, len(layers)) for name, a in leaves.items()},
     }
     path = pathlib.Path(path)
     unfinished = path.with_name(f"{path.name}.saving")

@@ -372,6 +372,8 @@ def test_wrong_arguments(small, tmp_path):
         checkpoints.save(1, state, run={"batch": jnp.ones(2)})
     with pytest.raises(ValueError, match="state"):
         checkpoints.save(1, {"params": 1})
+    with pytest.raises(ValueError, match="`pipe` must be a `jpipe.Pipeline`, got dict"):
+        checkpoints.restore(batch, pipe)
     with pytest.raises(FileNotFoundError, match="no step that can be restored"):
         checkpoints.restore(pipe, batch)
     checkpoints.save(4, state)

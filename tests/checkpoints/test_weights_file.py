@@ -55,11 +55,17 @@ def test_names_that_a_file_cannot_have_are_refused(name, tmp_path):
         jpipe.load_params(tmp_path / "weights.msgpack")
 
 
+@pytest.mark.parametrize("params", [{"a": np.ones(2)}, [np.ones(2)], None])
+def test_what_is_no_list_of_layers_is_refused(params, tmp_path):
+    with pytest.raises(ValueError, match="one nested dict per layer.*got"):
+        jpipe.save_params(tmp_path / "weights.msgpack", params)
+
+
 def test_plain_flax_and_back(tmp_path):
     """A model of NNX and Linen layers: into a pipeline, trained, and back into the plain modules."""
     first, second = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), linen.Dense(4)
     given = second.init(jax.random.key(1), jnp.ones((2, 4)))["params"]
-    jpipe.save_params(tmp_path / "in", [nnx.to_pure_dict(nnx.state(first)), given])
+    jpipe.save_params(tmp_path / "in", [first, given])
     pipe = jpipe.Pipeline(
         [lambda rngs: nnx.Linear(4, 4, rngs=rngs), jpipe.Linen(second)],
         loss=lambda outputs, batch: jnp.mean((outputs - batch["targets"]) ** 2),
