@@ -476,6 +476,6 @@ if __name__ == "__main__":
     warnings.formatwarning = lambda message, *_: f"train.py: warning: {message}\n"
     code = main(sys.argv[1:])
     ignore_interrupts()
-    if code == 2 and jax.process_count() > 1:  # the others would wait for this process
-        os._exit(code)
+    if code == 2 and jax.distributed.is_initialized():
+        os._exit(code)  # the others would wait for this process
     sys.exit(code)
