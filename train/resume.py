@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jpipe
 from train import flags
-from train.config import CheckpointConfig, TrainConfig
+from train.config import TrainConfig
 from train.log import Log
 
 # With another value of these, the run would be another training.
@@ -96,7 +96,7 @@ class Resumed(NamedTuple):
     @classmethod
     def restored(
         cls,
-        run_dir: pathlib.Path,
+        checkpoints: jpipe.Checkpoints,
         batch: Any,
         pipe: jpipe.Pipeline,
         warm_up: jpipe.Pipeline | None,
@@ -105,7 +105,7 @@ class Resumed(NamedTuple):
         """Restores the newest checkpoint of a run.
 
         Args:
-          run_dir: the folder of the run.
+          checkpoints: of the run.
           batch: a minibatch.
           pipe: the pipeline of the configured schedule.
           warm_up: the pipeline of the first `synchronous_steps`, or None.
@@ -115,11 +115,10 @@ class Resumed(NamedTuple):
           FileNotFoundError: if the run has no checkpoint.
           ValueError: if the checkpoint does not fit the pipeline.
         """
-        checkpoints = jpipe.Checkpoints(run_dir / "checkpoints")
         steps = checkpoints.steps()
         if not steps:
             raise FileNotFoundError(
-                f"`{run_dir}` has no checkpoint to resume from. Train with "
+                f"`{checkpoints.directory}` has no checkpoint to resume from. Train with "
                 "`--config.checkpoint.every=STEPS`."
             )
 
@@ -140,17 +139,21 @@ class Saver:
     If one cannot be saved, a warning says so, once, and training goes on.
 
     Args:
-      run_dir: the folder of the run.
-      config: the options.
+      run_dir: the folder of the run, for a message.
+      checkpoints: of the run.
+      every: steps between checkpoints; None: there are none.
 
     Attributes:
       problem: why the newest checkpoint could not be saved; empty if it was.
     """
 
-    def __init__(self, run_dir: pathlib.Path, config: CheckpointConfig):
-        self._run_dir, self._every = run_dir, config.every
-        folder = run_dir / "checkpoints"
-        self._checkpoints = jpipe.Checkpoints(folder, keep=config.keep)
+    def __init__(
+        self,
+        run_dir: pathlib.Path,
+        checkpoints: jpipe.Checkpoints,
+        every: int | None,
+    ):
+        self._run_dir, self._checkpoints, self._every = run_dir, checkpoints, every
         self._saving: int | None = None
         self._newest: int | None = None
         self._has_warned = False

@@ -86,7 +86,8 @@ class Run(NamedTuple):
       warm_up: the pipeline of the first `synchronous_steps`; None if there are none.
       partition: the stages.
       run_dir: the folder of the run.
-      resumes: whether the run goes on from a checkpoint.
+      checkpoints: those of the run.
+      resumes: whether the run goes on from one of them.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Run(NamedTuple):
     warm_up: jpipe.Pipeline | None
     partition: list[jpipe.StageRecord]
     run_dir: pathlib.Path
+    checkpoints: jpipe.Checkpoints
     resumes: bool
 
 
@@ -172,8 +174,18 @@ def prepare(argv: list[str]) -> Run:
         if is_first():
             write_config(run_dir, text)
             draw.save(schedule, run_dir / "schedule.svg")
-    resumes = resumed_dir is not None
-    return Run(name, config, data, batch, pipe, warm_up, partition, run_dir, resumes)
+    return Run(
+        name,
+        config,
+        data,
+        batch,
+        pipe,
+        warm_up,
+        partition,
+        run_dir,
+        jpipe.Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep),
+        resumes=resumed_dir is not None,
+    )
 
 
 def write_config(run_dir: pathlib.Path, text: str) -> None:
@@ -226,7 +238,7 @@ def compile_pipeline(run: Run) -> tuple[Resumed, jpipe.Memory]:
     start = time.perf_counter()
     if run.resumes:
         start_of = Resumed.restored(
-            run.run_dir,
+            run.checkpoints,
             run.batch,
             run.pipe,
             run.warm_up,
@@ -282,7 +294,7 @@ def train(
             start=start,
             resumed=resumed_log,
         ) as log,
-        Saver(run.run_dir, config.checkpoint) as saver,
+        Saver(run.run_dir, run.checkpoints, config.checkpoint.every) as saver,
     ):
         if not run.resumes:
             memory_record = {"step": 0, "memory_bytes": memory._asdict()}

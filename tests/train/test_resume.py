@@ -143,6 +143,19 @@ def test_a_damaged_checkpoint_costs_only_its_steps(whole, tmp_path, capsys):
     np.testing.assert_equal(params(folder), params(whole))
 
 
+def test_a_damaged_checkpoint_is_no_obstacle_to_new_ones(whole, tmp_path):
+    """Numbers that were flipped have the right sizes, so that the step looks whole."""
+    folder = stopped_after(whole, 9, tmp_path / "run")
+    arrays = folder / "checkpoints" / "00000009" / "arrays"
+    path = max(arrays.rglob("*"), key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    assert main(["--resume", str(folder), *options("checkpoint.every=8")]) == 0
+    assert jpipe.Checkpoints(folder / "checkpoints").steps() == [6, 8, 9]
+    np.testing.assert_equal(params(folder), params(whole))
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_run_that_was_ended_from_outside_goes_on(number, tmp_path):
     """After a signal that can be caught there is a checkpoint of the last step."""
