@@ -96,7 +96,7 @@ SAME = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_layout_goes_on_bit_for_bit(name, tmp_path):
     """Dropout, batch norm, Adam, a moving loss scale, and microbatches in flight."""

@@ -57,7 +57,11 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("num_kills", "num_processes"),
-    [(2, 1), pytest.param(100, 1, marks=SLOW), pytest.param(30, 2, marks=SLOW)],
+    [
+        pytest.param(2, 1, marks=pytest.mark.exhaustive),
+        pytest.param(100, 1, marks=SLOW),
+        pytest.param(30, 2, marks=SLOW),
+    ],
 )
 def test_every_listed_step_is_right_and_the_training_ends_as_if_not_killed(
     num_kills, num_processes, tmp_path

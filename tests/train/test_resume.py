@@ -98,6 +98,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("words", CHANGES, ids=str)
 def test_stages_replicas_and_schedule_may_change(whole, words, tmp_path):
     folder = stopped_after(whole, 6, tmp_path / "run")
