@@ -259,9 +259,10 @@ def with_arrays(
       rounds: rounds since `init` or `flush`.
       started: microbatches of training before those rounds.
     """
-    layout = program.engine.layout
-    names = [name for name in layout.groups if name not in ("round", "started", "key")]
-    shapes, tree = jax.tree.flatten_with_path(layout.global_shapes(names))
+    like = program.abstract_state
+    shapes, tree = jax.tree.flatten_with_path(
+        {**like.replicated(), **like.per_device()}
+    )
     paths = [jax.tree_util.keystr(path) for path, _ in shapes]
     missing = {path: a for path, (_, a) in zip(paths, shapes) if path not in arrays}
     found = {**_zeros(missing), **arrays}

@@ -3,7 +3,6 @@
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any, NamedTuple
 
 import jpipe
@@ -162,12 +161,7 @@ class Saver:
     def __enter__(self) -> "Saver":
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._finish()
 
     def saves(self, step: int, ends: bool) -> bool:

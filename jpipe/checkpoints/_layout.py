@@ -12,28 +12,20 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from jpipe.portable import Location, Locations, is_in_flight, locations
 from jpipe.program import Program
 from jpipe.state import PipelineState, num_rounds
 
-ARRAYS = (
-    "parameters",
-    "read_parameters",
-    "optimizer_state",
-    "mutable_state",
-    "loss_scale",
-)
-"""The groups of a state that a checkpoint has."""
-
-IN_FLIGHT = ("gradients", "buffers")
-"""The groups that it has too if microbatches are in flight. Else they are zero."""
-
 
 def saved_arrays(state: PipelineState, in_flight: bool) -> dict[str, jax.Array]:
-    """The arrays of a state (or their shapes) that a checkpoint has, by name."""
-    groups = ARRAYS + IN_FLIGHT if in_flight else ARRAYS
-    leaves = jax.tree.leaves_with_path({g: getattr(state, g) for g in groups})
+    """The arrays of a state (or their shapes) that a checkpoint has, by name.
+
+    With nothing in flight, what is private to a device is zero and is left out.
+    """
+    private = state.per_device() if in_flight else {}
+    leaves = jax.tree.leaves_with_path({**state.replicated(), **private})
     return {jax.tree_util.keystr(path): a for path, a in leaves if a.size}
 
 
@@ -140,10 +132,4 @@ def _key(key: Any) -> Any:
 
 
 def _tree_from_json(leaves: list) -> dict:
-    tree: dict = {}
-    for keys, leaf in leaves:
-        node = tree
-        for key in keys[:-1]:
-            node = node.setdefault(key, {})
-        node[keys[-1]] = _from_json(leaf)
-    return tree
+    return unflatten_dict({tuple(keys): _from_json(leaf) for keys, leaf in leaves})

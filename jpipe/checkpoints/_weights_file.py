@@ -87,7 +87,7 @@ def load_params(path: str | os.PathLike) -> list:
         content = serialization.msgpack_restore(data)
         kind, leaves, checksums = (content[n] for n in ("kind", "params", "crc32"))
         num_layers = content["num_layers"]
-        layers: list[dict] = [{} for _ in range(num_layers)]
+        flat: list[dict] = [{} for _ in range(num_layers)]
         damaged = [
             n for n, a in leaves.items() if checksums.get(n) != _crc(a, num_layers)
         ]
@@ -99,16 +99,13 @@ def load_params(path: str | os.PathLike) -> list:
             )
         for name, leaf in leaves.items():
             first, *names = name.split(".")
-            node = layers[int(first)]
-            keys = [int(n) if n.isdecimal() else n for n in names]
-            for key in keys[:-1]:
-                node = node.setdefault(key, {})
-            node[keys[-1]] = leaf
+            keys = tuple(int(n) if n.isdecimal() else n for n in names)
+            flat[int(first)][keys] = leaf
+        return list(map(traverse_util.unflatten_dict, flat))
     except Exception as error:  # msgpack and Flax raise many kinds
         raise ValueError(
             f"`{path}` is damaged or no file of `jpipe.save_params`: {type(error).__name__}: {error}"
         ) from error
-    return layers
 
 
 def _crc(array: np.ndarray, num_layers: int) -> int:

@@ -127,6 +127,16 @@ def on_one_device(optimizer, params, gradients):
     return params
 
 
+def assert_updates_as_one_device(stages, optimizer):
+    params = random_like(stages, 0)
+    gradients = [random_like(stages, 1 + k) for k in range(3)]
+    got = on_stages(stages, optimizer, params, gradients)
+    want = on_one_device(optimizer, params, gradients)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want
+    )
+
+
 def kernels(tree):
     return jax.tree_util.tree_map_with_path(
         lambda path, _: path[-1].key == "kernel", tree
@@ -157,14 +167,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("num_stages", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stages_update_as_one_device_does(name, num_stages):
-    stages, optimizer = stages_of(num_stages), OPTIMIZERS[name]
-    params = random_like(stages, 0)
-    gradients = [random_like(stages, 1 + k) for k in range(3)]
-    got = on_stages(stages, optimizer, params, gradients)
-    want = on_one_device(optimizer, params, gradients)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want
-    )
+    assert_updates_as_one_device(stages_of(num_stages), OPTIMIZERS[name])
 
 
 @pytest.mark.parametrize("block", [7, vector_blocks.BLOCK])
@@ -173,14 +176,7 @@ def test_vectors_are_updated_in_blocks(name, block, monkeypatch):
     """Layers of unlike shapes, whose weights are in flat vectors; 7 numbers cut through kernels."""
     monkeypatch.setattr(vector_blocks, "BLOCK", block)
     stages = stages_of(3, linear_layers(UNLIKE_WIDTHS))
-    optimizer = OPTIMIZERS[name]
-    params = random_like(stages, 0)
-    gradients = [random_like(stages, 1 + k) for k in range(3)]
-    got = on_stages(stages, optimizer, params, gradients)
-    want = on_one_device(optimizer, params, gradients)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want
-    )
+    assert_updates_as_one_device(stages, OPTIMIZERS[name])
 
 
 @pytest.mark.parametrize("name", ["adam", "momentum", "learning-rate schedule"])
