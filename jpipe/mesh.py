@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-STAGE, DATA, MODEL = "stage", "data", "model"
+STAGE, DATA, FSDP, MODEL = "stage", "data", "fsdp", "model"
 """Names of the axes of a mesh."""
 
 DEVICE_MEMORY = "device"
@@ -19,6 +19,7 @@ def make_mesh(
     *,
     stage: int,
     data: int = 1,
+    fsdp: int = 1,
     model: int = 1,
     ring: bool = False,
     devices: Sequence | None = None,
@@ -32,6 +33,11 @@ def make_mesh(
       stage: number of devices of the pipeline.
       data: replicas of the pipeline. Each trains on its share of every minibatch. Above 1, the mesh
         has an axis "data".
+      fsdp: devices that share the weights and the microbatches of a stage (fully sharded data
+        parallelism). Above 1, the mesh has an axis "fsdp", which is left to the compiler. The rows of a
+        microbatch, its activations and its messages are split over it, and so is every weight that has
+        two dims or more, with its gradient and its optimizer state, along its largest dim that can be
+        split, or as Flax's `with_partitioning` says.
       model: devices that share the work of a stage (tensor parallelism). Above 1, the mesh has an
         axis "model", which is left to the compiler. Parameters are split over it as Flax's
         `with_partitioning` says.
@@ -42,13 +48,14 @@ def make_mesh(
       devices: the devices to choose from; the first ones are taken. None: `jax.devices()`.
 
     Returns:
-      The mesh. It has the axis "stage", and the axes "data" and "model" if their sizes are above 1.
+      The mesh. It has the axis "stage", and the axes "data", "fsdp" and "model" if their sizes are
+      above 1.
 
     Raises:
       ValueError: if a size is not a whole number of at least 1, or there are too few devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = {DATA: data, STAGE: stage, MODEL: model}
+    sizes = {DATA: data, STAGE: stage, FSDP: fsdp, MODEL: model}
     for name, size in sizes.items():
         if not hasattr(size, "__index__") or size < 1:
             raise ValueError(
@@ -69,7 +76,7 @@ def make_mesh(
             f"`{asked}` needs {needed} devices, got {len(devices)} ({platform}). {remedy}"
         )
     shape, kinds = tuple(axes.values()), (AxisType.Auto,) * len(axes)
-    if ring and model == 1:
+    if ring and fsdp == model == 1:
         rows = _rings(devices[:needed], data, stage)
         if rows is not None:
             return Mesh(rows.reshape(shape), tuple(axes), axis_types=kinds)

@@ -38,11 +38,13 @@ from jax import lax
 from jpipe.engine.arrays import ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device, StageContext
 from jpipe.engine.guard import Branch, run_one_of
+from jpipe.engine.layout import microbatch_shapes
 from jpipe.engine.operations import OPERATIONS
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.transport import move, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
 from jpipe.lowering.scalars import TickScalars
+from jpipe.mesh import FSDP
 
 RESULTS = ("loss", "aux", "count", "skipped", "gradient_norm")
 """Arrays of a training pass that the host reads: see `TickArrays`."""
@@ -94,6 +96,14 @@ def _take_batch(device: Device, kept: Any, batch: Any) -> tuple[Any, Any]:
     spec = device.spec
     N = spec.schedule.num_microbatches
     batch = jax.tree.map(lambda a: a[0], batch)
+    if batch is not None and FSDP in spec.mesh.shape:
+        first = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], batch))
+        shapes = microbatch_shapes(spec.mesh, first, N)
+        batch = jax.tree.map(
+            lambda a, like: lax.with_sharding_constraint(a, like.sharding.spec),
+            batch,
+            shapes,
+        )
     if kept is None:
         if batch is None:
             # Nothing enters and nothing is in flight: no operation reads the batch.

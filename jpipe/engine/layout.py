@@ -19,9 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import packing
 from jpipe.engine.loss_scale import LossScale
+from jpipe.layers.sharding import microbatch_spec
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, Lowered
-from jpipe.mesh import DATA, DEVICE_MEMORY, STAGE
+from jpipe.mesh import DATA, DEVICE_MEMORY, FSDP, STAGE
 from jpipe.packing import Packing
 from jpipe.stages.messages import IDENTITY
 
@@ -265,10 +266,10 @@ def buffer_shapes(
     message = {route.inbox: pack for route, pack in packings.messages}
     sent: dict[str, dict] = {"forward": {}, "backward": {}}
     for j, (inbox, _) in enumerate(lowered.outgoing):
-        sent[routes[inbox].operation][j] = packed_shapes(None, message[inbox])
+        sent[routes[inbox].operation][j] = packed_shapes(mesh, message[inbox])
     shapes: dict[str, Any] = {
         "inbox": {
-            inbox: packed_shapes(None, pack, slots[inbox] + NUM_DISCARD_SLOTS)
+            inbox: packed_shapes(mesh, pack, slots[inbox] + NUM_DISCARD_SLOTS)
             for inbox, pack in message.items()
             if slots[inbox]
         },
@@ -282,23 +283,56 @@ def buffer_shapes(
         "sent_gradients": sent["backward"],
         # Under overlap what a backward sends arrives within a tick and needs no place here.
         "received": {
-            i: _encoded(channel.codec, message[next(iter(channel.arrives))])
+            i: _encoded(mesh, channel.codec, message[next(iter(channel.arrives))])
             for i, channel in enumerate(lowered.channels)
             if channel.operation != "backward"
         },
     }
     if lowered.num_batches > 1:
         num_rows = lowered.num_batches * schedule.num_microbatches
-        shapes["batches"] = jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape), a.dtype), microbatch
-        )
+        shapes["batches"] = microbatch_shapes(mesh, microbatch, num_rows)
     return shapes
 
 
-def _encoded(codec: Any, message: Packing) -> dict[str, jax.ShapeDtypeStruct]:
+def _encoded(
+    mesh: Mesh | None, codec: Any, message: Packing
+) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes of a message as it is transferred."""
-    shapes = packed_shapes(None, message)
+    shapes = packed_shapes(mesh, message)
     return shapes if codec in (None, IDENTITY) else jax.eval_shape(codec.encode, shapes)
+
+
+def microbatch_shapes(mesh: Mesh | None, microbatch: Any, number: int) -> Any:
+    """Shapes `[number, microbatch, ...]` of several microbatches.
+
+    Args:
+      mesh: gives arrays that are split over the axis "fsdp" the sharding that says how; None: all arrays
+        are whole on their device.
+      microbatch: the abstract microbatch.
+      number: of microbatches.
+    """
+    num_parts = 1 if mesh is None else mesh.shape.get(FSDP, 1)
+    if num_parts == 1:
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((number, *a.shape), a.dtype), microbatch
+        )
+    num_rows = jax.tree.leaves(microbatch["inputs"])[0].shape[0]
+
+    def shape(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = [None, *microbatch_spec(a.shape, num_rows, {FSDP: num_parts})]
+        sharding = NamedSharding(mesh, _spelled(spec))
+        return jax.ShapeDtypeStruct((number, *a.shape), a.dtype, sharding=sharding)
+
+    return jax.tree.map(shape, microbatch)
+
+
+def _spelled(dims: Sequence) -> PartitionSpec:
+    """A spec as XLA spells it, without None at the end. With another spelling a second program would be
+    compiled for the same arrays."""
+    dims = list(dims)
+    while dims and dims[-1] is None:
+        dims.pop()
+    return PartitionSpec(*dims)
 
 
 def packed_shapes(
@@ -317,13 +351,9 @@ def packed_shapes(
         for name, a in pack.arrays.items()
     }
     for name, spec in pack.specs.items() if mesh is not None else ():
-        dims = [None] * (len(lead) + 1) + list(spec)
-        # XLA leaves out None at the end. With another spelling a second program would be compiled
-        # for the same arrays.
-        while dims[-1] is None:
-            dims.pop()
         assert mesh is not None
-        sharding = NamedSharding(mesh, PartitionSpec(*dims))
+        dims = [None] * (len(lead) + 1) + list(spec)
+        sharding = NamedSharding(mesh, _spelled(dims))
         a = shapes[name]
         shapes[name] = jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
     return shapes

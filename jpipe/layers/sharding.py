@@ -1,4 +1,4 @@
-"""How parameters, and the values that a forward stashes, are split over automatic axes of the mesh."""
+"""How parameters, microbatches, and the values that a forward stashes, are split over automatic axes of the mesh."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,6 +9,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.layer import Layer
+from jpipe.mesh import FSDP
 from jpipe.packing import axes
 
 
@@ -51,6 +52,8 @@ def _parameter_spec(
     of_dim = [tuple(axis for axis in names if axis in sizes) for names in axes_of_dim]
     while of_dim and not of_dim[-1]:
         of_dim.pop()
+    if FSDP in sizes and not any(FSDP in names for names in axes_of_dim):
+        of_dim = _fully_split(of_dim, shape, sizes)
     problem = f"{name} of shape {list(shape)} cannot be split as {spec}"
     if len(of_dim) > len(shape):
         raise ValueError(
@@ -69,30 +72,69 @@ def _parameter_spec(
     return tuple(named) + (None,) * (len(shape) - len(named))
 
 
+def _fully_split(
+    of_dim: Sequence[tuple], shape: tuple[int, ...], sizes: Mapping[str, int]
+) -> list[tuple]:
+    """The axes of each dim with "fsdp" on the largest dim that it divides and no other axis splits.
+
+    Vectors, such as biases, stay whole: they take no memory, and to gather them takes time.
+    """
+    of_dim = [*of_dim, *[()] * (len(shape) - len(of_dim))]
+    dims = [i for i, n in enumerate(shape) if not of_dim[i] and n % sizes[FSDP] == 0]
+    if len(shape) > 1 and dims:
+        of_dim[max(dims, key=lambda i: shape[i])] = (FSDP,)
+    return of_dim
+
+
+def microbatch_spec(
+    shape: Sequence[int], num_rows: int, sizes: Mapping[str, int]
+) -> tuple:
+    """How a value of a microbatch is split: along its rows, over the axis "fsdp".
+
+    Args:
+      shape: of the value, such as an activation. It has rows if its first dim has as many entries.
+      num_rows: of the microbatch.
+      sizes: axis of the mesh -> number of devices, of the automatic axes.
+
+    Returns:
+      The axis of each dim, or None; `()` without automatic axes.
+    """
+    if not sizes:
+        return ()
+    whole = (None,) * len(shape)
+    has_rows = bool(shape) and shape[0] == num_rows
+    return (FSDP, *whole[1:]) if FSDP in sizes and has_rows else whole
+
+
 def stash_specs(
-    program: LayerProgram, parameter_specs: Sequence[tuple], mesh: Mesh
+    program: LayerProgram,
+    parameter_specs: Sequence[tuple],
+    num_rows: int,
+    mesh: Mesh,
 ) -> list[tuple]:
     """How the compiler splits the values that a forward stashes, one tuple per value.
 
     Args:
       program: the layer's programs.
       parameter_specs: how its parameters are split.
+      num_rows: of the microbatch.
       mesh: the automatic axes.
     """
     if not program.stash:
         return []
+
+    def split(a: Any, spec: tuple) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    inputs = [
+        split(a, microbatch_spec(a.shape, num_rows, mesh.shape)) for a in program.inputs
+    ]
+    extra = [split(a, ()) for a in program.extra]
     parameters = [
-        jax.ShapeDtypeStruct(
-            a.shape, a.dtype, sharding=NamedSharding(mesh, PartitionSpec(*spec))
-        )
+        split(a, spec)
         for a, spec in zip(program.parameters, parameter_specs, strict=True)
     ]
-    inputs, extra = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(
-            a.shape, a.dtype, sharding=NamedSharding(mesh, PartitionSpec())
-        ),
-        (list(program.inputs), list(program.extra)),
-    )
     # Only the result of the partitioner is read, so the compiler need not optimise.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options: Any = {"xla_backend_optimization_level": 0} if on_cpu else None

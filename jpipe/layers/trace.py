@@ -24,7 +24,7 @@ from jpipe.layers.equations import Equations, jaxpr_text
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss, trace_loss
 from jpipe.layers.report import collect
-from jpipe.layers.sharding import parameter_specs, stash_specs
+from jpipe.layers.sharding import microbatch_spec, parameter_specs, stash_specs
 from jpipe.layers.vjp import OffloadError, OrderedEffectError
 from jpipe.packing import Leaf
 
@@ -79,9 +79,15 @@ class Traced:
     stash_specs: Sequence[Sequence[tuple]]
     automatic: Mesh | None
 
-    def whole(self, aval: jax.ShapeDtypeStruct) -> Leaf:
-        """A leaf that is not split, such as a leaf of a message."""
-        return Leaf(aval, 1, () if self.automatic is None else (None,) * aval.ndim)
+    @property
+    def num_rows(self) -> int:
+        """Rows of the microbatch."""
+        return self.inputs[0].shape[0]
+
+    def of_microbatch(self, aval: jax.ShapeDtypeStruct) -> Leaf:
+        """A leaf that is split as a microbatch is, such as a leaf of a message."""
+        sizes = {} if self.automatic is None else self.automatic.shape
+        return Leaf(aval, 1, microbatch_spec(aval.shape, self.num_rows, sizes))
 
     @functools.cached_property
     def flops(self) -> list[float]:
@@ -135,6 +141,7 @@ def trace_layers(
         # Only a trace of all layers tells the names, which every layer hands on.
         tracer, outputs = traced(reported)
     tracer.drop_input_grads(inputs)
+    num_rows = jax.tree.leaves(inputs)[0].shape[0]
     program = weight = None
     if loss is not None:
         program, weight = trace_loss(
@@ -156,7 +163,7 @@ def trace_layers(
         [
             [()] * len(kind.stash)
             if loss is None or automatic is None
-            else stash_specs(kind, spec, automatic)
+            else stash_specs(kind, spec, num_rows, automatic)
             for kind, spec in zip(tracer.layer_kinds, tracer.specs, strict=True)
         ],
         automatic,

@@ -297,9 +297,9 @@ def cut(
         def leaves_of(signature: _Signature, name: str = name) -> list[Leaf]:
             return _leaves(traced, name, signature.kind)
 
-        packings[name] = groups.pack(leaves_of, [traced.whole(a) for a in loss])
+        packings[name] = groups.pack(leaves_of, [traced.of_microbatch(a) for a in loss])
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
-    messages = [[traced.whole(a) for a in leaves] for leaves in outputs]
+    messages = [[traced.of_microbatch(a) for a in leaves] for leaves in outputs]
     activations, gradients = pack_messages(messages)
     return Stages(
         layers=layers,
@@ -321,7 +321,7 @@ def cut(
         activations=activations,
         gradients=gradients,
         ties=ties,
-        portals=find_portals(traced.skips, starts, traced.whole),
+        portals=find_portals(traced.skips, starts, traced.of_microbatch),
     )
 
 

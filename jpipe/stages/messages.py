@@ -81,14 +81,14 @@ def pack_messages(outputs: Sequence[Sequence[Leaf]]) -> tuple[Packing, Packing]:
 def find_portals(
     skips: Mapping[str, tuple[int, int, tuple]],
     starts: Sequence[int],
-    whole: Callable[[Any], Leaf] = Leaf,
+    leaf: Callable[[Any], Leaf] = Leaf,
 ) -> list[Portal]:
     """One portal for each pair of stages that skips connect.
 
     Args:
       skips: as in `Traced`.
       starts: first layer of each stage, and the number of layers at the end.
-      whole: abstract leaf -> the `Leaf` that is packed.
+      leaf: abstract leaf -> the `Leaf` that is packed.
     """
     names_of: dict[tuple[int, int], list[str]] = {}
     for name, (first, last, _) in skips.items():
@@ -99,8 +99,8 @@ def find_portals(
     for (source, target), names in names_of.items():
         leaves = {name: list(skips[name][2]) for name in names}
         inexact = {name: list(filter(is_inexact, leaves[name])) for name in names}
-        activations, places = _pack_skips(leaves, whole)
-        gradients, gradient_places = _pack_skips(inexact, whole)
+        activations, places = _pack_skips(leaves, leaf)
+        gradients, gradient_places = _pack_skips(inexact, leaf)
         portals.append(
             Portal(
                 source,
@@ -116,10 +116,10 @@ def find_portals(
 
 
 def _pack_skips(
-    leaves: Mapping[str, Sequence], whole: Callable[[Any], Leaf]
+    leaves: Mapping[str, Sequence], leaf: Callable[[Any], Leaf]
 ) -> tuple[Packing, dict[str, tuple[Place, ...]]]:
     """One message of all skips, and skip -> places of its leaves."""
-    packing = Packing.of([[whole(a) for avals in leaves.values() for a in avals]])
+    packing = Packing.of([[leaf(a) for avals in leaves.values() for a in avals]])
     places = iter(packing.places[0])
     return packing, {
         name: tuple(itertools.islice(places, len(avals)))
