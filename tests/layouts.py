@@ -1,0 +1,129 @@
+"""A small training, and pipelines of every layout that can go on with it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jpipe
+from jpipe import schedules
+
+DIM, ROWS = 8, 16
+
+
+class Block(nnx.Module):
+    """A layer with mutable state and random draws."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
+        self.norm = nnx.BatchNorm(DIM, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.dropout(nnx.relu(self.norm(self.linear(x))))
+
+
+def loss(outputs, batch):
+    return jnp.mean((outputs - batch["targets"]) ** 2)
+
+
+def batches(count, first=0):
+    rng = np.random.default_rng(first)
+    return [
+        {
+            name: rng.normal(size=(ROWS, DIM)).astype(np.float32)
+            for name in ("inputs", "targets")
+        }
+        for _ in range(count)
+    ]
+
+
+def pipeline(schedule, num_layers=8, data=1, in_turn=False, **options):
+    options = {"optimizer": optax.adam(1e-2), "loss": loss} | options
+    devices = devices_of_all_processes(schedule.num_devices * data, in_turn)
+    mesh = jpipe.make_mesh(
+        stage=schedule.num_devices, data=data, ring=schedule.ring, devices=devices
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jpipe.schedule.warn", lambda *_: None)  # of a bubble
+        return jpipe.Pipeline(
+            [Block] * num_layers, schedule=schedule, mesh=mesh, **options
+        )
+
+
+def devices_of_all_processes(count, in_turn):
+    """As many of the first devices of each process.
+
+    Args:
+      count: devices of all processes.
+      in_turn: whether neighbours are of different processes.
+    """
+    share = -(-count // jax.process_count())
+    processes = range(jax.process_count())
+    devices = np.array([jax.local_devices(process)[:share] for process in processes])
+    return list(devices.ravel(order="F" if in_turn else "C"))
+
+
+def own_rows(mesh, batch):
+    """The rows of a batch that this process gives."""
+    rows = jpipe.distributed.process_rows(mesh, ROWS)
+    return {name: a[rows] for name, a in batch.items()}
+
+
+def trained(pipe, state, batches):
+    losses = []
+    for batch in batches:
+        state, metrics = pipe.step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def arrays_of(state):
+    leaves = jax.tree.leaves_with_path({**state.replicated(), **state.per_device()})
+    return {jax.tree_util.keystr(path): np.asarray(a) for path, a in leaves}
+
+
+# -- Layouts
+
+NAMES = (
+    "gpipe",
+    "one_f_one_b",
+    "interleaved",
+    "zero_bubble_h1",
+    "pipedream",
+    "pipemare",
+)
+LAYOUTS = [
+    (name, S, data)
+    for name in NAMES
+    for S in (1, 2, 4)
+    for data in (1, 2)
+    if name != "interleaved" or S > 1  # two stages or more on each device
+]
+
+
+def schedule_of(layout):
+    name, S, _ = layout
+    return getattr(schedules, name)(S, 4)
+
+
+@functools.cache
+def of_layout(layout):
+    """The pipeline of a layout, made once.
+
+    In several processes, stages lie across them for half of the schedules and replicas for the others.
+    """
+    name, _, data = layout
+    in_turn = NAMES.index(name) % 2 == 1
+    return pipeline(schedule_of(layout), data=data, in_turn=in_turn)
+
+
+@functools.cache
+def source():
+    """A state after two steps, which the pipelines of all layouts adopt."""
+    pipe = pipeline(schedules.gpipe(2, 4))
+    return trained(pipe, pipe.init(jax.random.key(3), batches(1)[0]), batches(2))[0]
