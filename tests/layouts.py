@@ -11,6 +11,7 @@ from flax import nnx
 
 import jpipe
 from jpipe import schedules
+from jpipe.processes import is_shared
 
 DIM, ROWS = 8, 16
 
@@ -56,13 +57,15 @@ def pipeline(schedule, num_layers=8, data=1, in_turn=False, **options):
 
 
 def devices_of_all_processes(count, in_turn):
-    """As many of the first devices of each process.
+    """As many of the first devices of each process; this process's own if there are too few for all.
 
     Args:
       count: devices of all processes.
       in_turn: whether neighbours are of different processes.
     """
-    share = -(-count // jax.process_count())
+    if count < jax.process_count():
+        return jax.local_devices()[:count]
+    share = count // jax.process_count()
     processes = range(jax.process_count())
     devices = np.array([jax.local_devices(process)[:share] for process in processes])
     return list(devices.ravel(order="F" if in_turn else "C"))
@@ -70,6 +73,8 @@ def devices_of_all_processes(count, in_turn):
 
 def own_rows(mesh, batch):
     """The rows of a batch that this process gives."""
+    if not is_shared(mesh):
+        return batch
     rows = jpipe.distributed.process_rows(mesh, ROWS)
     return {name: a[rows] for name, a in batch.items()}
 

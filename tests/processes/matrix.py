@@ -8,7 +8,8 @@ The first command saves the training in every layout, and writes the arrays that
 restores what one process has saved, compares it with those arrays, saves it in every layout, and restores that too.
 The third one restores what two processes have saved. Of the pairs of layouts every EVERY-th one is taken.
 
-Layouts of one device cannot lie on two processes. `FOLDER/N` has what N processes have saved.
+A layout of one device cannot lie on two processes: each process restores it on a device of its own, and it is not
+saved. `FOLDER/N` has what N processes have saved.
 """
 
 import itertools
@@ -27,7 +28,7 @@ ASYNCHRONOUS = [layout for layout in LAYOUTS if not schedule_of(layout).synchron
 IN_FLIGHT = "in flight"
 
 
-def possible(layouts, num_processes):
+def saved_by(num_processes, layouts):
     """The layouts that have a device for every process."""
     return [
         (name, S, data)
@@ -74,9 +75,9 @@ class Matrix:
         path.parent.mkdir(parents=True, exist_ok=True)
         np.savez(path.with_suffix(".npz"), **arrays_of(state))
 
-    def restored(self, saved_by, before, after, *more):
+    def restored(self, num_processes, before, after, *more):
         """What some processes have saved in one layout, restored into another and compared."""
-        path = self.folder.joinpath(str(saved_by), *more, name_of(before))
+        path = self.folder.joinpath(str(num_processes), *more, name_of(before))
         pipe = of_layout(after)
         batch = own_rows(pipe.mesh, batches(1)[0])
         state = jpipe.Checkpoints(path).restore(pipe, batch).state
@@ -109,23 +110,22 @@ class Matrix:
     def in_two_processes(self):
         """Restores what one process has saved, saves it, and restores that."""
         count = self.restore(1)
-        for layout in possible(self.layouts, 2):
+        for layout in saved_by(2, self.layouts):
             state = self.restored(1, self.layouts[0], layout)
             self.save(state, name_of(layout))
-        for layout in possible(self.in_flight, 2):
+        for layout in saved_by(2, self.in_flight):
             state = self.restored(1, layout, layout, IN_FLIGHT)
             self.save(state, IN_FLIGHT, name_of(layout))
         return count + self.restore(2)
 
-    def restore(self, saved_by):
-        """Restores what some processes have saved; how many pairs of layouts."""
-        fewest = max(saved_by, jax.process_count())
-        sources = possible(self.layouts, saved_by)
-        targets = possible(self.layouts, jax.process_count())
-        pairs = [(a, b) for a, b in self.pairs if a in sources and b in targets]
-        pairs += [(a, a, IN_FLIGHT) for a in possible(self.in_flight, fewest)]
+    def restore(self, num_processes):
+        """Restores what so many processes have saved; how many pairs of layouts."""
+        sources = saved_by(num_processes, self.layouts)
+        pairs = [pair for pair in self.pairs if pair[0] in sources]
+        in_flight = saved_by(num_processes, self.in_flight)
+        pairs += [(layout, layout, IN_FLIGHT) for layout in in_flight]
         for pair in pairs:
-            self.restored(saved_by, *pair)
+            self.restored(num_processes, *pair)
         return len(pairs)
 
 
@@ -135,7 +135,7 @@ def main(folder, every):
     matrix = Matrix(pathlib.Path(folder), int(every))
     alone = jax.process_count() == 1
     count = matrix.in_one_process() if alone else matrix.in_two_processes()
-    print(f"{count} restored in {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"restored {count} in {time.perf_counter() - start:.0f} s", flush=True)
     return count
 
 

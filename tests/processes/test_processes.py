@@ -30,10 +30,10 @@ def launch_command(script, *arguments, num_processes=2, devices=4):
     return command, dict(env={**os.environ, "PYTHONPATH": path}, text=True)
 
 
-def launch(*arguments, **options):
+def launch(*arguments, timeout=400, **options):
     """Runs a script of this folder in several processes, to the end."""
     command, options = launch_command(*arguments, **options)
-    return subprocess.run(command, capture_output=True, timeout=400, **options)
+    return subprocess.run(command, capture_output=True, timeout=timeout, **options)
 
 
 def assert_equal(got, want):
