@@ -6,7 +6,6 @@ import re
 import pytest
 from processes.test_processes import launch
 
-
 CACHE = 2**28
 """Bytes of a checkpoint's files that TensorStore keeps while it reads single leaves."""
 
