@@ -96,7 +96,7 @@ def initialize(
     if jax.process_count() == 1:
         return
     if watchdog and _watchdog.running is None:
-        _watch(silence_seconds, progress_seconds)
+        _watch(coordinator_address, silence_seconds, progress_seconds)
 
 
 def _connect(
@@ -121,13 +121,21 @@ def _connect(
         signal.signal(signal.SIGTERM, handler)
 
 
-def _watch(silence: float, progress: float) -> None:
-    """Connects the watchdogs and starts them."""
+def _watch(coordinator: str | None, silence: float, progress: float) -> None:
+    """Connects the watchdogs and starts them.
+
+    Args:
+      coordinator: "host:port" that all processes have reached, if it is known; otherwise process 0 finds out its names.
+      silence, progress: see `initialize`.
+    """
     # Until the watchdog sets the timer anew.
     faulthandler.dump_traceback_later(_START_SECONDS, exit=True)
     process, count = jax.process_index(), jax.process_count()
     if process == 0:
         server, address = _watchdog.listen()
+        if coordinator is not None:
+            host = coordinator.rpartition(":")[0].strip("[]")
+            address["hosts"] = list(dict.fromkeys([host, *address["hosts"]]))
         from_first(address)
         connections = _watchdog.accept(server, address, count - 1, _CONNECT_SECONDS)
     else:

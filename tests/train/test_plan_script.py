@@ -299,6 +299,80 @@ def test_a_model_is_planned_and_the_plan_runs(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+# -- Several processes
+
+
+def plan_in_two_processes(*words):
+    """The planning of a small model on two devices; the words come last."""
+    small = "--config configs/quickstart.py --config.model=MLP --config.model.widths=16,16,16"
+    small += " --config.batch_size=16 --config.num_steps=2 --microbatches 4"
+    launch = ["-m", "jpipe.launch", "-n", "2", "--devices", "2", "train/plan.py"]
+    return subprocess.run(
+        [sys.executable, *launch, *small.split(), *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_plan_and_train(tmp_path):
+    """Process 0 prints and writes. What it has measured is kept, and is not measured again."""
+    saved, profiles = tmp_path / "planned.py", tmp_path / "profiles"
+    words = ["--devices", "2", "--profiles", str(profiles)]
+    result = plan_in_two_processes(*words, "--save", str(saved))
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if "[Gloo]" not in line]
+    for start in ("profile of a micro", "machine: 2 devices", "plans, as", "saved: "):
+        assert sum(line.startswith(f"[0] {start}") for line in lines) == 1
+    assert all(line.startswith("[0] ") for line in lines)
+    (profile,) = profiles.iterdir()
+    measured = profile.read_text()
+    again = plan_in_two_processes(*words, "--json")
+    assert again.returncode == 0 and profile.read_text() == measured, again.stderr
+    (line,) = (line for line in again.stdout.splitlines() if "[Gloo]" not in line)
+    best, *_ = json.loads(line.removeprefix("[0] "))
+    assert best["fits"]
+
+    train = ["-m", "jpipe.launch", "-n", "2", "--devices", "2", "train/train.py"]
+    options = ["--config", str(saved), f"--config.run_dir={tmp_path / 'run'}"]
+    options += ["--config.pipeline.num_stages=2", "--config.pipeline.data=1"]
+    options += ["--config.pipeline.boundaries=none"]
+    result = subprocess.run(
+        [sys.executable, *train, *options],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--devices 2 --save /nope/x.py", "there is no folder `/nope`"),
+        pytest.param(
+            "--devices 1", "of all 2 processes, 2, got 1", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(  # which process 0 alone finds out
+            "--devices 2 --profiles /dev/null/profiles",
+            "Not a directory",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_a_wrong_word_ends_all_processes(words, message):
+    result = plan_in_two_processes(*words.split())
+    assert result.returncode == 2
+    for process in range(2):
+        pattern = rf"^\[{process}\] plan\.py: .*{re.escape(message)}"
+        assert len(re.findall(pattern, result.stderr, flags=re.M)) == 1
+    lines = [line for line in result.stderr.splitlines() if line.startswith("[")]
+    assert len(lines) == 2, result.stderr
+
+
 def test_graphs_of_our_own_are_read_by_default(chain):
     assert read_graph(chain) == CHAIN
 
