@@ -1,17 +1,20 @@
 """A small training, and pipelines of every layout that can go on with it."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from families import FAMILIES, cross_entropy
 from flax import nnx
 
 import jpipe
 from jpipe import schedules
 from jpipe.processes import is_shared
+from models import Transformer
 
 DIM, ROWS = 8, 16
 
@@ -45,15 +48,19 @@ def batches(count, first=0):
 
 def pipeline(schedule, num_layers=8, data=1, in_turn=False, **options):
     options = {"optimizer": optax.adam(1e-2), "loss": loss} | options
-    devices = devices_of_all_processes(schedule.num_devices * data, in_turn)
-    mesh = jpipe.make_mesh(
-        stage=schedule.num_devices, data=data, ring=schedule.ring, devices=devices
-    )
+    mesh = mesh_of(schedule, in_turn, data=data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jpipe.schedule.warn", lambda *_: None)  # of a bubble
         return jpipe.Pipeline(
             [Block] * num_layers, schedule=schedule, mesh=mesh, **options
         )
+
+
+def mesh_of(schedule, in_turn, **sizes):
+    """A mesh with devices of all processes; see `devices_of_all_processes`."""
+    sizes |= {"stage": schedule.num_devices}
+    devices = devices_of_all_processes(math.prod(sizes.values()), in_turn)
+    return jpipe.make_mesh(**sizes, ring=schedule.ring, devices=devices)
 
 
 def devices_of_all_processes(count, in_turn):
@@ -112,7 +119,7 @@ LAYOUTS = [
 
 
 def schedule_of(layout):
-    name, S, _ = layout
+    name, S, *_ = layout
     return getattr(schedules, name)(S, 4)
 
 
@@ -132,3 +139,41 @@ def source():
     """A state after two steps, which the pipelines of all layouts adopt."""
     pipe = pipeline(schedules.gpipe(2, 4))
     return trained(pipe, pipe.init(jax.random.key(3), batches(1)[0]), batches(2))[0]
+
+
+# -- Layouts whose layers are split over the axis "model"
+
+PARTS = [
+    # Schedule, stages, replicas, parts of a layer, and whether neighbours are of different processes.
+    ("one_f_one_b", 2, 1, 2, False),  # stages across processes
+    ("one_f_one_b", 2, 1, 2, True),  # parts across processes
+    ("gpipe", 1, 1, 2, False),
+    ("gpipe", 4, 1, 1, False),
+    ("zero_bubble_h1", 1, 2, 2, True),
+    ("pipedream", 2, 2, 2, False),
+    ("pipedream", 2, 1, 2, True),
+]
+
+
+def batches_of_parts(count, first=0):
+    return FAMILIES["transformer"].batches(first + count, ROWS)[first:]
+
+
+@functools.cache
+def of_parts(optimizer, layout):
+    """The pipeline of one of `PARTS`, made once.
+
+    Args:
+      optimizer: "adam", whose state is split as the weights are, or "sgd", which has none.
+      layout: one of `PARTS`.
+    """
+    _, _, data, model, in_turn = layout
+    size = dict(vocab_size=11, seq_len=6, dim=8, num_heads=2, num_blocks=2)
+    schedule = schedule_of(layout)
+    return jpipe.Pipeline(
+        Transformer(**size, model_axis="model" if model > 1 else None).layers(),
+        loss=cross_entropy,
+        optimizer={"adam": optax.adam(1e-2), "sgd": optax.sgd(0.1)}[optimizer],
+        schedule=schedule,
+        mesh=mesh_of(schedule, in_turn, data=data, model=model),
+    )
