@@ -6,6 +6,7 @@ import pathlib
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -49,6 +50,24 @@ def test_two_processes_train_as_one(tmp_path):
         if process:  # the weights go to process 0
             assert got.pop("params") is None and want.pop("params")
         assert_equal(got, want)
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_does_not_wait_for_ever_for_others_to_start(process):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    call = f"initialize({address!r}, 2, {process}, connect_seconds=1.5)"
+    program = f"import jpipe; jpipe.distributed.{call}"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 71
+    assert "not all processes have connected within 1.5 s" in done.stderr
 
 
 SLOW = pytest.mark.slow
