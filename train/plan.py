@@ -349,7 +349,10 @@ def _decide(profiles: list, machine, config, args, argv: list[str]) -> None:
         print(report.machine(machine), end="\n\n")
         print(report.plans(ranking, config.batch_size, args.top), end="\n\n")
     if not best.fits:
-        raise ValueError(f"no plan fits: the smallest {best.why}.")
+        raise ValueError(
+            f"no plan fits: the smallest needs {plan.size_text(best.prediction.num_bytes)} per device, the limit is "
+            f"{plan.size_text(machine.memory_limit)}. Use more devices, or a smaller batch."
+        )
     if not args.json:
         color = sys.stdout.isatty()
         print(draw.text(best.table(), color=color, width=report.WIDTH))

@@ -181,6 +181,21 @@ def clone(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Layers take as long as they have FLOPs, and nothing is timed."""
+    profile = jpipe.Pipeline.profile
+
+    def counted_alone(self, batch, *, num_microbatches, **_):
+        size = len(batch["inputs"]) // num_microbatches
+        counted = profile(self, batch, num_microbatches=num_microbatches, programs=())
+        times = dict.fromkeys(jpipe.plan.PROGRAMS, 1e-3 * size)
+        return timed(counted, **times | {"backward": 2e-3 * size, "update": 1e-3})
+
+    monkeypatch.setattr(jpipe.Pipeline, "profile", counted_alone)
+    monkeypatch.setattr(jpipe.plan, "measure_machine", jpipe.plan.Machine)
+
+
 def test_there_are_commands():
     assert any("gpt_1f1b" in c and "--save" in c for c in OF_MODELS)
     assert any("quickstart" in c for c in OF_MODELS) and len(OF_GRAPHS) >= 3
@@ -191,21 +206,8 @@ def test_there_are_commands():
     [(command, "") for command in OF_MODELS]
     + [(GPT, "--asynchronous"), (GPT, "--json --asynchronous")],
 )
-def test_printed_commands_plan_a_model(capsys, clone, monkeypatch, command, more):
-    """Everything but the measuring.
-
-    Layers take as long as they have FLOPs, and nothing is timed.
-    """
-    profile = jpipe.Pipeline.profile
-
-    def unmeasured(self, batch, *, num_microbatches, **_):
-        size = len(batch["inputs"]) // num_microbatches
-        counted = profile(self, batch, num_microbatches=num_microbatches, programs=())
-        times = dict.fromkeys(jpipe.plan.PROGRAMS, 1e-3 * size)
-        return timed(counted, **times | {"backward": 2e-3 * size, "update": 1e-3})
-
-    monkeypatch.setattr(jpipe.Pipeline, "profile", unmeasured)
-    monkeypatch.setattr(jpipe.plan, "measure_machine", jpipe.plan.Machine)
+def test_printed_commands_plan_a_model(capsys, clone, unmeasured, command, more):
+    """Everything but the measuring."""
     words = shlex.split(command)[1:]
     code, out, error = run(capsys, *words, *more.split())
     assert code == 0, error
@@ -229,6 +231,14 @@ def test_printed_commands_plan_a_model(capsys, clone, monkeypatch, command, more
         for kind in (TrainConfig, PipelineConfig, OptimizerConfig, Transformer):
             for field in dataclasses.fields(kind):
                 assert re.search(rf"\b{field.name}=", text), field.name
+
+
+def test_no_plan_fits(capsys, clone, unmeasured):
+    words = "--config configs/quickstart.py --devices 2 --memory 1KiB".split()
+    code, _, error = run(capsys, *words)
+    assert code == 2
+    assert re.search(r"no plan fits: the smallest needs [\d.]+ \wiB per device", error)
+    assert "the limit is 1.0 KiB" in error
 
 
 @pytest.mark.slow
