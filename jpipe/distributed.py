@@ -187,14 +187,14 @@ def _watch(coordinator: str | None, silence: float, progress: float) -> None:
         faulthandler.cancel_dump_traceback_later()
         return
     launcher = os.environ.get(launch.LAUNCHER)
-    _watchdog.running = _watchdog.Watchdog(
+    watchdog = _watchdog.Watchdog(
         process,
         connections,
         silence=silence,
         progress=progress,
         parent=None if launcher is None else int(launcher),
     )
-    _watchdog.running.start()
+    _watchdog.start(watchdog)
 
 
 def shutdown() -> None:
@@ -203,9 +203,7 @@ def shutdown() -> None:
     A program that ends well does so by itself, when Python ends. Call it before `os._exit`, or before long work of
     some processes alone.
     """
-    if _watchdog.running is not None:
-        _watchdog.running.finish()
-        _watchdog.running = None
+    _watchdog.stop()
     jax.distributed.shutdown()
 
 

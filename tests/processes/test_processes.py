@@ -115,8 +115,8 @@ def test_all_stop_at_one_step_and_end_well(to_all):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
     pids: list[int] = []
     while len(pids) < 2:
-        line = process.stdout.readline()
-        pids += [int(line.split()[-1])] * ("trains in" in line)
+        found = re.search(r"trains in (\d+)", process.stdout.readline())
+        pids += [int(found[1])] if found else []
     os.kill(process.pid if to_all else pids[1], signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     stopped = re.findall(r"^\[\d\] stopped at (\d+)$", out, flags=re.M)
