@@ -230,3 +230,15 @@ def test_a_checkpoint_goes_on_in_another_layout(tmp_path):
         pickle.loads((tmp_path / f"restore {count}").read_bytes()) for count in (1, 2)
     )
     assert_equal(two, one)
+
+
+@SLOW
+def test_each_process_may_have_a_pipeline_of_its_own(tmp_path):
+    """Its checkpoints are refused in words, or saved."""
+    done = launch("alone.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    for process in range(2):
+        start = rf"^\[{process}\] "
+        assert re.search(rf"{start}process_rows: \[0, 1, 2, 3\]$", done.stdout, re.M)
+        saved = r"save: (None|ValueError: .*devices of all processes)"
+        assert re.search(start + saved, done.stdout, re.M), done.stdout
