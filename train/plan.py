@@ -21,7 +21,6 @@ wrong or no plan fits.
 """
 
 import argparse
-import dataclasses
 import functools
 import json
 import math
@@ -336,6 +335,7 @@ def _decide(profiles: list, machine, config, args, argv: list[str]) -> None:
     from jpipe import draw, plan
     from train import report
     from train.config import TrainConfig
+    from train.planned import file_of, planned_config
 
     ranking = plan.choose(
         profiles, machine, config.batch_size, asynchronous=args.asynchronous
@@ -357,8 +357,8 @@ def _decide(profiles: list, machine, config, args, argv: list[str]) -> None:
         color = sys.stdout.isatty()
         print(draw.text(best.table(), color=color, width=report.WIDTH))
     if args.save is not None:
-        planned = _planned(config, best)
-        text = _file_of(planned, best, argv)
+        planned = planned_config(config, best)
+        text = file_of(planned, best, argv)
         pathlib.Path(args.save).write_text(text, encoding="utf-8")
         assert flags.load(args.save, TrainConfig) == planned
         if not args.json:
@@ -443,63 +443,6 @@ def _profiles(name: str, config, numbers, args) -> list:
             profile.save(cache)
         profiles.append(profile)
     return profiles
-
-
-def _planned(config, best):
-    """The configuration that trains by a plan."""
-    pipeline = dataclasses.replace(
-        config.pipeline,
-        schedule=best.schedule,
-        schedule_file=None,
-        num_stages=best.num_stages,
-        num_microbatches=best.num_microbatches,
-        options=best.options,
-        data=best.num_replicas,
-        boundaries=best.boundaries or None,
-        recompute=best.recompute,
-        synchronous_steps=0
-        if best.table().synchronous
-        else config.pipeline.synchronous_steps,
-    )
-    return dataclasses.replace(config, pipeline=pipeline)
-
-
-def _file_of(config, best, argv: list[str]) -> str:
-    """A configuration as a Python file, whose docstring has the command that made it.
-
-    The file names every option, so that the plan stays the same when a default changes.
-    """
-    from train import report
-
-    command = f"python train/plan.py {shlex.join(argv)}"
-    classes: dict[str, set[str]] = {}
-
-    def code(value, indent: str = "    ") -> str:
-        if not dataclasses.is_dataclass(value):
-            return repr(value)
-        kind, inner = type(value), indent + "    "
-        classes.setdefault(kind.__module__, set()).add(kind.__name__)
-        fields = [
-            f"{field.name}={code(getattr(value, field.name), inner)}"
-            for field in dataclasses.fields(value)
-        ]
-        one_line = f"{kind.__name__}({', '.join(fields)})"
-        if len(indent + one_line) < 80 and "\n" not in one_line:
-            return one_line
-        lines = "".join(f"{inner}{field},\n" for field in fields)
-        return f"{kind.__name__}(\n{lines}{indent})"
-
-    body = code(config)
-    imports = "\n".join(
-        f"from {module} import {', '.join(sorted(names))}"
-        for module, names in sorted(classes.items())
-    )
-    stages = report.count(best.num_stages, "stage")
-    milliseconds = best.prediction.seconds * 1e3
-    return (
-        f'"""{best.label}, {stages}: {milliseconds:.3g} ms per step, as predicted.\n\n'
-        f'    {command}\n"""\n\n{imports}\n\n\ndef get_config() -> TrainConfig:\n    return {body}\n'
-    )
 
 
 if __name__ == "__main__":
