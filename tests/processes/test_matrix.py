@@ -4,7 +4,7 @@ import re
 
 import pytest
 from processes import matrix
-from processes.test_processes import launch
+from processes.launching import launch
 
 
 @pytest.mark.parametrize(

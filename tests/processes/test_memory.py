@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from processes.test_processes import launch
+from processes.launching import launch
 
 CACHE = 2**28
 """Bytes of a checkpoint's files that TensorStore keeps while it reads single leaves."""

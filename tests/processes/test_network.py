@@ -10,7 +10,7 @@ import sys
 import time
 
 import pytest
-from processes.test_processes import FOLDER, ROOT, SECONDS
+from processes.launching import FOLDER, ROOT, SECONDS
 
 from jpipe import launch
 

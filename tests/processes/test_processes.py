@@ -2,7 +2,6 @@
 
 import functools
 import os
-import pathlib
 import pickle
 import re
 import signal
@@ -16,25 +15,7 @@ import numpy as np
 import pytest
 from processes import everything, faulty
 from processes.disagree import CASES
-
-ROOT = pathlib.Path(__file__).parents[2]
-FOLDER = pathlib.Path(__file__).parent
-
-
-def launch_command(script, *arguments, num_processes=2, devices=4):
-    """The command that runs a script of this folder in several processes, and options for it."""
-    command = [
-        *(sys.executable, "-m", "jpipe.launch", "-n", str(num_processes)),
-        *("--devices", str(devices), str(FOLDER / script), *map(str, arguments)),
-    ]
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    return command, dict(env={**os.environ, "PYTHONPATH": path}, text=True)
-
-
-def launch(*arguments, timeout=400, **options):
-    """Runs a script of this folder in several processes, to the end."""
-    command, options = launch_command(*arguments, **options)
-    return subprocess.run(command, capture_output=True, timeout=timeout, **options)
+from processes.launching import ROOT, SECONDS, launch, launch_command
 
 
 def assert_equal(got, want):
@@ -71,8 +52,6 @@ def test_a_process_does_not_wait_for_ever_for_others_to_start(process):
 
 
 SLOW = pytest.mark.slow
-SECONDS = 30.0
-"""From a fault to the end of every process."""
 
 FAULTS = {
     "kill": (71, "process {} is gone without a word"),
