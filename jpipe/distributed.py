@@ -275,7 +275,7 @@ def broadcast(value: Any) -> Any:
       >>> broadcast({"folder": "runs/1"})
       {'folder': 'runs/1'}
     """
-    return value if jax.process_count() == 1 else from_first(value)
+    return from_first(value)
 
 
 def stop_requested(step: int, requested: bool = False) -> bool:

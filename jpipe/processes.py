@@ -194,6 +194,8 @@ def own_rows(a: jax.Array, mesh: Mesh) -> jax.Array:
 
 def gather_texts(text: str) -> list[str]:
     """The texts that the processes give, by process. Every process must call it."""
+    if jax.process_count() == 1:
+        return [text]
     data = np.frombuffer(text.encode(), np.uint8)
     sizes = gather(np.array([data.size], np.int32))[:, 0]
     padded = np.zeros(int(sizes.max()), np.uint8)
