@@ -112,6 +112,7 @@ def main(folder):
     sizes = sizes_of(state, pipe.memory(batch))
     peaks.of("get_params", pipe.get_params, state)
     peaks.of("save", lambda s: [checkpoints.save(1, s), checkpoints.wait()], state)
+    other.adopt(state)
     adopted = peaks.of("adopt", other.adopt, state)
     assert bytes_here(adopted.replicated()) < 1.01 * sizes["own"]
     del adopted
