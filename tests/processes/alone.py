@@ -35,6 +35,7 @@ def main(folder):
     checkpoints = jpipe.Checkpoints(folder / str(jax.process_index()))
     for name, call in {
         "process_rows": lambda: process_rows(pipe),
+        "get_params": lambda: len(pipe.get_params(state)),
         "save": lambda: checkpoints.save(1, state),
     }.items():
         try:
