@@ -20,6 +20,7 @@ from jpipe.engine.layout import REPLICATED
 from jpipe.layers.trace import shared_jit
 from jpipe.mesh import STAGE
 from jpipe.packing import Place
+from jpipe.processes import processes_of
 from jpipe.program import Program
 from jpipe.stages.optimizer import StageUpdate, stage_tree
 from jpipe.state import PipelineState, num_rounds
@@ -561,18 +562,18 @@ def _rows_of(array: jax.Array, start: int, size: int) -> jax.Array:
 
 
 def parameters(state: PipelineState) -> list | None:
-    """The newest weights: one nested dict per layer, of host arrays; None but on process 0."""
+    """The newest weights: one nested dict per layer, of host arrays; None but on the first process."""
     return _on_first(state, locations(state.program, num_rounds(state)).params)
 
 
 def mutable_state(state: PipelineState) -> list | None:
-    """The layers' mutable state: one nested dict per layer, of host arrays; None but on process 0."""
+    """The layers' mutable state: one nested dict per layer, of host arrays; None but on the first process."""
     return _on_first(state, locations(state.program, num_rounds(state)).mutable_state)
 
 
 def _on_first(state: PipelineState, wanted: list) -> list | None:
-    """The leaves at locations on process 0, and None on the others."""
-    if jax.process_index() == 0:
+    """The leaves at locations on the first process of the mesh, and None on the others."""
+    if jax.process_index() == processes_of(state.program.settings.mesh)[0]:
         return read(state, wanted)
     read(state, wanted, needed=())
     return None

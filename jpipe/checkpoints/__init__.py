@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 
 import jpipe
 from jpipe import agreement, portable
@@ -42,7 +43,7 @@ from jpipe.checkpoints._manifest import (
 from jpipe.checkpoints._weights_file import load_params, save_params
 from jpipe.checks import check_state
 from jpipe.pipeline import Pipeline
-from jpipe.processes import from_first, gather_texts
+from jpipe.processes import from_first, gather_texts, processes_of
 from jpipe.state import PipelineState, num_rounds
 from jpipe.warn import warn
 
@@ -138,6 +139,7 @@ class Checkpoints:
         if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
             raise ValueError(f"`step` must be an integer of at least 0, got {step!r}.")
         check_state(state)
+        _check_processes(state.program.settings.mesh, "state")
         try:
             run = json.loads(json.dumps(run))
         except (TypeError, ValueError) as error:
@@ -228,6 +230,7 @@ class Checkpoints:
                 f"`pipe` must be a `jpipe.Pipeline`, got {type(pipe).__name__}. Write "
                 "`checkpoints.restore(pipe, batch)`."
             )
+        _check_processes(pipe.mesh, "pipe")
         found, manifest = self._whole(step)
         folder = self._folder(found)
         try:
@@ -310,6 +313,20 @@ def steps_in(directory: pathlib.Path) -> list[int]:
     """The steps that a directory has, damaged or not, in order."""
     names = os.listdir(directory) if directory.is_dir() else []
     return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name))
+
+
+def _check_processes(mesh: Mesh, name: str) -> None:
+    """Refuses a mesh without devices of every process: all processes write and read a checkpoint together.
+
+    Raises:
+      ValueError: for such a mesh.
+    """
+    if len(processes_of(mesh)) < jax.process_count():
+        raise ValueError(
+            f"the mesh of `{name}` must have devices of all processes, got devices of process "
+            f"{jax.process_index()} alone: all processes write and read a checkpoint together. Make the mesh with "
+            "`jpipe.make_mesh` from all of `jax.devices()`, or write the weights with `jpipe.save_params`."
+        )
 
 
 def _listed(steps: Sequence[int]) -> str:

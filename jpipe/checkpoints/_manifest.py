@@ -114,10 +114,12 @@ class Manifest:
 
 
 def files_of(folder: pathlib.Path) -> list[str]:
-    """The files below a folder, by their path inside of it, without the manifest."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    names = (path.relative_to(folder).as_posix() for path in paths)
-    return [name for name in names if name != NAME]
+    """The files in the folders of a folder, by their path inside of it.
+
+    The files in the folder itself are the manifest, and the checksums that processes leave.
+    """
+    paths = (path for path in sorted(folder.glob("*/**/*")) if path.is_file())
+    return [path.relative_to(folder).as_posix() for path in paths]
 
 
 def checksums(folder: pathlib.Path, names: Iterable[str]) -> dict[str, list[int]]:
