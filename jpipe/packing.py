@@ -373,6 +373,26 @@ def _split_as(place: Place, value: jax.Array) -> jax.Array:
     return lax.with_sharding_constraint(value, PartitionSpec(*place.spec))
 
 
+def gathered(value: jax.Array, spec: tuple, axis: str) -> jax.Array:
+    """`value`, whose split is `spec`, whole along an axis of the mesh."""
+    if axis not in axes(spec):
+        return value
+    return lax.with_sharding_constraint(value, PartitionSpec(*without(spec, axis)))
+
+
+def without(spec: tuple, axis: str) -> tuple:
+    """A spec without an axis of the mesh.
+
+    Example:
+      >>> without(("fsdp", ("model", "fsdp"), None), "fsdp")
+      (None, ('model',), None)
+    """
+    dims = [(names,) if isinstance(names, str) else names or () for names in spec]
+    return tuple(
+        tuple(name for name in names if name != axis) or None for names in dims
+    )
+
+
 def _start(
     arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, i: jax.Array | int
 ) -> list[jax.Array]:

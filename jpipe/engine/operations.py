@@ -61,12 +61,17 @@ class Operation(NamedTuple):
 
 def _microbatch(stage: StageContext, leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
     """The microbatch `[microbatch, ...]` out of leaves `[num_batches * N, microbatch, ...]`."""
-    return [
-        lax.dynamic_index_in_dim(
-            a, stage.scalars.microbatch, keepdims=False, allow_negative_indices=False
-        )
-        for a in leaves
-    ]
+    return stage.split_rows(
+        [
+            lax.dynamic_index_in_dim(
+                a,
+                stage.scalars.microbatch,
+                keepdims=False,
+                allow_negative_indices=False,
+            )
+            for a in leaves
+        ]
+    )
 
 
 def _message_places(
@@ -306,7 +311,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
                 gradients = add_gradients(
                     gradients, run, gp, lambda: stage.column, row, stage.joins
                 )
-            return gx, rings, gradients
+            return stage.split_rows(gx), rings, gradients
 
         gy, rings, gradients = for_each_layer(
             stage, r, layer, (gy, rings, gradients), backwards=True
@@ -362,7 +367,7 @@ def _loss_gradient(
     gradient = jnp.ones((), loss.outputs[0].dtype) / divisor
     if stage.spec.loss_scale is not None:
         gradient *= read.loss_scale["scale"][0].astype(gradient.dtype)
-    return loss.backward([], stash, [gradient])[1]
+    return stage.split_rows(loss.backward([], stash, [gradient])[1])
 
 
 def _arrived_gradient(stage: StageContext, read: ReadOnly) -> list[jax.Array]:

@@ -18,6 +18,7 @@ from jpipe.engine.context import StageContext
 from jpipe.engine.guard import guarded
 from jpipe.engine.transport import arrived_skips
 from jpipe.layers.backward import LayerProgram
+from jpipe.mesh import FSDP
 from jpipe.packing import Place
 from jpipe.stages.cut import LayerRun
 
@@ -132,7 +133,12 @@ def add_gradients(
     i: jax.Array | int,
     joined: bool = False,
 ) -> Packed:
-    """Adds the parameter gradients of layer i to the accumulators of its column."""
+    """Adds the parameter gradients of layer i to the accumulators of its column.
+
+    A gradient is first a sum over all rows, and then split. Else XLA would gather the activations of all rows to
+    compute each part of it.
+    """
+    values = _gathered(run, values)
     column = column_of()
     return packing.add_all(gradients, run.parameters, column, values, i, joined=joined)
 
@@ -161,10 +167,18 @@ def layer_parameters(
     run: LayerRun,
     i: jax.Array | int,
 ) -> list[jax.Array]:
-    """The weights of layer i that a "forward" or a "backward" reads."""
+    """The weights of layer i that a "forward" or a "backward" reads, gathered from the axis "fsdp"."""
     arrays = read.read_parameters.get(weight_pass, read.parameters)
     lead = [stage.scalars.version, stage.scalars.chunk]
-    return packing.read_all(arrays, run.parameters, lead, i)
+    return _gathered(run, packing.read_all(arrays, run.parameters, lead, i))
+
+
+def _gathered(run: LayerRun, values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Values of the shapes of a layer's parameters, whole along the axis "fsdp"."""
+    return [
+        packing.gathered(value, place.spec, FSDP)
+        for value, place in zip(values, run.parameters, strict=True)
+    ]
 
 
 def _layer_extra(
@@ -255,7 +269,7 @@ def run_layers(
                 statistics = packing.add_all(
                     statistics, run.state, stage.column, aux, i, joined=stage.joins
                 )
-            return y, rings, statistics
+            return stage.split_rows(y), rings, statistics
 
         y, rings, statistics = for_each_layer(stage, r, layer, (x, rings, statistics))
         x, *stashed = split_leaves(y, [leaves for _, leaves in run.stash])

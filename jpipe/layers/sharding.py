@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.layer import Layer
 from jpipe.mesh import FSDP
-from jpipe.packing import axes
+from jpipe.packing import axes, without
 
 
 def parameter_specs(
@@ -132,7 +132,7 @@ def stash_specs(
     ]
     extra = [split(a, ()) for a in program.extra]
     parameters = [
-        split(a, spec)
+        split(a, without(spec, FSDP))  # a layer gets its weights gathered
         for a, spec in zip(program.parameters, parameter_specs, strict=True)
     ]
     # Only the result of the partitioner is read, so the compiler need not optimise.
