@@ -321,7 +321,7 @@ class Program:
         """
         settings, rows = self.settings, self.settings.rows
         size = batch_size(batch)
-        multiple = settings.schedule.num_microbatches * settings.num_replicas
+        multiple = settings.num_parts
         if only is not None:
             batch = {only: batch[only]}
         batch, sizes = dict(batch), [size]

@@ -16,7 +16,7 @@ from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss
 from jpipe.layers.trace import Traced, trace_layers
 from jpipe.lowering.lower import guard_of
-from jpipe.mesh import DATA, STAGE
+from jpipe.mesh import DATA, FSDP, STAGE
 from jpipe.processes import Rows, is_global, is_shared
 from jpipe.schedule import Schedule
 from jpipe.stages.cut import Stages, cut
@@ -53,6 +53,12 @@ class Settings:
     def num_replicas(self) -> int:
         """Replicas of the pipeline, along the axis "data" of the mesh."""
         return self.mesh.shape.get(DATA, 1)
+
+    @property
+    def num_parts(self) -> int:
+        """Equal parts that the rows of a batch are cut into, over microbatches and devices."""
+        num_shares = self.mesh.shape.get(FSDP, 1)
+        return self.schedule.num_microbatches * self.num_replicas * num_shares
 
     @property
     def recompute_name(self) -> str:
@@ -121,10 +127,15 @@ class Settings:
                 "`num_microbatches` divides "
                 f"{size if replicas == 1 else 'the share of a replica'}."
             )
+        num_rows, shares = size // parts, self.mesh.shape.get(FSDP, 1)
+        if num_rows % shares:
+            raise ValueError(
+                f"a microbatch of {num_rows} rows (a batch of {size} in {parts} parts) cannot be split over the "
+                f'{shares} devices of the axis "{FSDP}". Use a batch that is a multiple of {parts * shares}, fewer '
+                "microbatches, or a smaller axis."
+            )
         return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(
-                (a.shape[0] // parts, *a.shape[1:]), abstract(a).dtype
-            ),
+            lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), abstract(a).dtype),
             dict(batch),
         )
 

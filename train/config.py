@@ -55,6 +55,9 @@ class PipelineConfig:
     model: int = 1
     """Number of devices that share the work of each stage (tensor parallelism, mesh axis
     "model"). Above 1, the model must have an option `model_axis`, as Transformer has."""
+    fsdp: int = 1
+    """Number of devices that share the weights and the microbatches of each stage (fully
+    sharded data parallelism, mesh axis "fsdp")."""
     boundaries: tuple[int, ...] | None = None
     """The number of the first layer of each stage but stage 0. None: `balance` decides."""
     balance: Literal["flops", "time", "memory"] = "flops"
@@ -80,7 +83,7 @@ class PipelineConfig:
     takes over: PipeMare's synchronous warm-up (T3)."""
 
     def __post_init__(self) -> None:
-        for name in ("num_stages", "num_microbatches", "data", "model"):
+        for name in ("num_stages", "num_microbatches", "data", "model", "fsdp"):
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
         _check(
             self.synchronous_steps >= 0, self, "synchronous_steps", "must be at least 0"

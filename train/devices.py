@@ -54,20 +54,25 @@ def cache_compilations(folder: str | None) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def check_devices(num_devices: int, num_replicas: int = 1, model: int = 1) -> None:
+def check_devices(
+    num_devices: int, data: int = 1, model: int = 1, fsdp: int = 1
+) -> None:
     """Checks that JAX has as many devices as a run needs.
 
     Args:
       num_devices: devices of the schedule.
-      num_replicas: replicas of the pipeline, the mesh axis "data".
+      data: replicas of the pipeline, the mesh axis "data".
       model: devices that share the work of a stage, the mesh axis "model".
+      fsdp: devices that share the weights and microbatches of a stage, the mesh axis "fsdp".
 
     Raises:
       ValueError: if there are fewer devices, or none of the kind that JAX_PLATFORMS
         names. The message says what to do.
     """
     devices = _devices()
-    if len(devices) >= num_devices * num_replicas * model:
+    parts = {name: n for name, n in (("model", model), ("fsdp", fsdp)) if n > 1}
+    of_replica = num_devices * model * fsdp
+    if len(devices) >= of_replica * data:
         return
     kind = devices[0].platform
     remedy = "Set JAX_PLATFORMS=cpu to run on CPU devices instead"
@@ -75,12 +80,13 @@ def check_devices(num_devices: int, num_replicas: int = 1, model: int = 1) -> No
         remedy = "Remove the number of devices from JAX_NUM_CPU_DEVICES and XLA_FLAGS"
     needed, fewer = f"{num_devices} devices", "stages"
     option = f"--config.pipeline.num_stages={len(devices)}"
-    if model > 1:
-        needed = f"{num_devices * model} devices ({num_devices} x model={model})"
-        fewer, option = "devices per stage", "--config.pipeline.model=1"
-    if num_replicas > 1:
-        needed += f" for each of {num_replicas} replicas"
-        fewer, most = "replicas", max(len(devices) // (num_devices * model), 1)
+    if parts:
+        factors = " x ".join(f"{name}={n}" for name, n in parts.items())
+        needed = f"{of_replica} devices ({num_devices} x {factors})"
+        fewer, option = "devices per stage", f"--config.pipeline.{next(iter(parts))}=1"
+    if data > 1:
+        needed += f" for each of {data} replicas"
+        fewer, most = "replicas", max(len(devices) // of_replica, 1)
         option = f"--config.pipeline.data={most}"
     raise ValueError(
         f"the schedule needs {needed}, got {len(devices)} ({kind}). "

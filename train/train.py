@@ -54,6 +54,7 @@ import numpy as np
 
 import jpipe
 from jpipe import draw
+from jpipe.mesh import DATA, FSDP, MODEL
 from models import Loss
 from train import flags, plot, report
 from train.config import TrainConfig
@@ -148,10 +149,10 @@ def prepare(argv: list[str]) -> Run:
     warm_up_schedule = config.pipeline.warm_up_table(schedule)
     data = config.data.load()
     batch = next(shuffled(data.train, config.batch_size, config.seed))
-    sizes = {"data": config.pipeline.data, "model": config.pipeline.model}
+    sizes = {name: getattr(config.pipeline, name) for name in (DATA, FSDP, MODEL)}
     prepare_cpu(schedule.num_devices * math.prod(sizes.values()))
     jpipe.distributed.initialize()
-    check_devices(schedule.num_devices, *sizes.values())
+    check_devices(schedule.num_devices, **sizes)
     cache_compilations(config.compilation_cache)
     resolved = {"name": name, **flags.to_json(config), "run_dir": None}
     text = json.dumps(resolved, indent=2) + "\n"

@@ -311,16 +311,13 @@ def microbatch_shapes(mesh: Mesh | None, microbatch: Any, number: int) -> Any:
       microbatch: the abstract microbatch.
       number: of microbatches.
     """
-    num_parts = 1 if mesh is None else mesh.shape.get(FSDP, 1)
-    if num_parts == 1:
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((number, *a.shape), a.dtype), microbatch
-        )
-    num_rows = jax.tree.leaves(microbatch["inputs"])[0].shape[0]
 
     def shape(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = [None, *microbatch_spec(a.shape, num_rows, {FSDP: num_parts})]
-        sharding = NamedSharding(mesh, _spelled(spec))
+        sharding = None
+        if mesh is not None and FSDP in mesh.shape:
+            num_rows = jax.tree.leaves(microbatch["inputs"])[0].shape[0]
+            spec = microbatch_spec(a.shape, num_rows, {FSDP: mesh.shape[FSDP]})
+            sharding = NamedSharding(mesh, _spelled([None, *spec]))
         return jax.ShapeDtypeStruct((number, *a.shape), a.dtype, sharding=sharding)
 
     return jax.tree.map(shape, microbatch)

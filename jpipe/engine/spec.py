@@ -52,8 +52,8 @@ class PassSpec:
       updates: the optimizer on each stage, or None for a forward-only table.
       mesh: has an axis "stage" with the schedule's number of devices, and optionally an axis "data"
         of replicas. Other axes are left to the compiler: weights, gradients and optimizer state are
-        split over them as the layers say, stashed activations as the compiler would; messages and
-        batches are whole on each of their devices.
+        split over them as the layers say, stashed activations as the compiler would. Messages and
+        batches are split over the axis "fsdp", and whole along the others.
       recompute: whether a stage keeps only its inputs from forward to backward.
       microbatch: the abstract microbatch.
       loss_scale: the factor of the loss for its gradient, or None.

@@ -191,7 +191,9 @@ def test_numbers_depend_on_the_seed_and_not_on_the_devices(base, tmp_path):
     two = [*training_losses(base).values(), log_of(base)[-1]["test_loss"]]
     assert len(two) == 7 and two[5] < two[0]
     replicated = losses("replicated", "pipeline.data=2", "pipeline.num_stages=1")
+    sharded = losses("sharded", "pipeline.fsdp=2")
     np.testing.assert_allclose(replicated, two, rtol=1e-4)
+    np.testing.assert_allclose(sharded, two, rtol=1e-4)
     other = losses("other", "seed=1", "pipeline.num_stages=1")
     assert np.abs(np.subtract(other, two)).min() > 1e-3
 
@@ -514,6 +516,8 @@ def test_too_few_devices_of_another_kind(monkeypatch):
         check_devices(1, 2)
     with pytest.raises(ValueError, match="needs 8 devices .4 x model=2., got 1"):
         check_devices(4, 1, 2)
+    with pytest.raises(ValueError, match="8 devices .2 x model=2 x fsdp=2. for each"):
+        check_devices(2, 2, 2, 2)
 
 
 def test_sigterm_ends_a_run_like_ctrl_c(tmp_path):
