@@ -345,11 +345,11 @@ def test_json_that_is_no_configuration(tmp_path, change, message):
         (lambda: PipelineConfig(schedule="gpip").table(), "Did you mean 'gpipe'?"),
         (
             lambda: PipelineConfig("one_f_one_b", options={"tick": "unit"}).table(),
-            "has no option 'tick'. Did you mean 'ticks'? It takes: ticks.",
+            "has no option 'tick'. Did you mean 'ticks'? It takes: ticks, replicas.",
         ),
         (
             lambda: PipelineConfig("gpipe", options={"ticks": "unit"}).table(),
-            "gpipe has no option 'ticks'. It takes: none.",
+            "gpipe has no option 'ticks'. It takes: replicas.",
         ),
     ],
 )
