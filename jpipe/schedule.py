@@ -167,6 +167,15 @@ class Schedule:
                 devices[s].append(d)
         return tuple(map(tuple, devices))
 
+    @functools.cached_property
+    def columns_of_copies(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the first column of every copy, in the order of `copies`."""
+        stage, device = self.stage, self.device
+        return tuple(
+            tuple(int(np.argmax((stage == s) & (device == d))) for d in devices)
+            for s, devices in enumerate(self.copies)
+        )
+
     @property
     def replicas(self) -> tuple[int, ...]:
         """The number of copies of each stage."""

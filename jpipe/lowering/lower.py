@@ -9,6 +9,7 @@ Letters: T ticks, D devices, S stages, C columns, N microbatches, V weight versi
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -164,7 +165,7 @@ def lower(
         num_chunks=int(chunk.max()) + 1,
         copies=tuple(
             tuple((int(schedule.device[c]), int(chunk[c])) for c in of_stage)
-            for of_stage in _first_columns(schedule)
+            for of_stage in schedule.columns_of_copies
         ),
         num_in_column=num_in_column,
         num_versions=_num_versions(schedule),
@@ -225,21 +226,10 @@ def _chunks(schedule: Schedule) -> np.ndarray:
     return chunk
 
 
-def _first_columns(schedule: Schedule) -> list[list[int]]:
-    """For each stage the first column of every copy."""
-    return [
-        [
-            int(np.argmax((schedule.stage == s) & (schedule.device == d)))
-            for d in devices
-        ]
-        for s, devices in enumerate(schedule.copies)
-    ]
-
-
 def _of_copies(schedule: Schedule, cells: np.ndarray) -> np.ndarray:
     """`cells` in the first column of every copy, and `IDLE` in the others."""
     result = np.full_like(cells, IDLE)
-    first = sum(_first_columns(schedule), [])
+    first = list(itertools.chain(*schedule.columns_of_copies))
     result[:, first] = cells[:, first]
     return result
 

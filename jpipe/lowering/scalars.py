@@ -285,6 +285,8 @@ def scalar_table(
             lane_name = (name, lane)
             _add_lane(table, lowered, lane_name, operations, of_stage[name])
             _add_versions(table, lane_name, operations, num_versions, newest)
+    for name in ("update", "commit"):
+        _add_flags(table, lowered, name)
     for i, channel in enumerate(lowered.channels):
         # What a backward sends under overlap leaves in the tick after.
         late = channel.operation == "backward"
@@ -294,6 +296,23 @@ def scalar_table(
             slot_name = ("channel", i, "slot", inbox)
             _add_slot(table, lowered, slot_name, inbox, column, position)
     return table
+
+
+def _add_flags(table: ScalarTable, lowered: Lowered, operation: str) -> None:
+    """Adds 0 where the copies of a stage update or commit, else -1; the same on all devices."""
+    if not lowered.schedule.has_copies:
+        return
+    N, operations = lowered.schedule.num_microbatches, lowered.operations[operation]
+    for s, copies in enumerate(lowered.copies):
+        if len(copies) == 1 or not operations.num_lanes:
+            continue
+        here = operations.stage == s
+        now = here.any(axis=(1, 2))[:, None]
+        least = np.iinfo(np.int32).min
+        version = np.where(here, operations.version, least).max(axis=(1, 2))[:, None]
+        version = np.where(now, version, 1)
+        first, last = N * (version - 1), N * version - 1
+        table.add_guarded(("copies", operation, s), np.where(now, 0, -1), first, last)
 
 
 def _add_lane(

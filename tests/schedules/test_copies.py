@@ -6,6 +6,7 @@ import math
 import warnings
 
 import numpy as np
+import oracles
 import pytest
 
 from jpipe import draw, schedules
@@ -44,34 +45,10 @@ def build(name, replicas, N, **options):
         return schedules.get(name)(len(replicas), N, replicas=replicas, **options)
 
 
-def warm_up(replicas):
-    """PipeDream's runtime: forwards of a copy before its first backward."""
-    R = sum(replicas)
-    return [(R - 1 - sum(replicas[:s])) // r for s, r in enumerate(replicas)]
-
-
-def share(N, r, k):
-    """How many of N microbatches copy k of r gets."""
-    return sum(b % r == k for b in range(N))
-
-
-def unit_delay(replicas, N, s, b):
-    """A copy has applied the minibatches whose microbatches it has all finished w forwards ago."""
-    w, (i, k) = warm_up(replicas)[s], divmod(b, replicas[s])
-    return max(0, math.ceil((w - i) / share(N, replicas[s], k)))
-
-
-def paired_delay(replicas, N, s, b):
-    """The paper's formula, for groups in place of microbatches."""
-    L, S = max(replicas), len(replicas)
-    groups = math.ceil(N / L)
-    return max(0, math.ceil((2 * (S - 1 - s) + 1 - b // L) / groups))
-
-
 def delays(replicas, N, ticks):
-    formula = paired_delay if ticks == "paired" else unit_delay
+    delay = oracles.delay_with_copies(replicas, N, ticks)
     S = range(len(replicas))
-    return [[formula(replicas, N, s, b) for s in S] for b in range(N)]
+    return [[delay(s, b) for s in S] for b in range(N)]
 
 
 @pytest.mark.parametrize("replicas,N", COUNTS, ids=str)
@@ -103,7 +80,7 @@ def test_every_table(name, options, replicas, N):
     done = table.device_work().sum(axis=0)
     for s, r in enumerate(replicas):
         got = done[ends[s] : ends[s + 1]]
-        assert got.tolist() == [3 * r * share(N, r, k) for k in range(r)]
+        assert got.tolist() == [3 * r * oracles.share(N, r, k) for k in range(r)]
 
     again = Schedule.from_text(table.to_text(), name=name)
     assert again == table
@@ -160,7 +137,7 @@ def test_the_order_of_unit_ticks_is_that_of_pipedreams_runtime(name, replicas):
     N = 4 * max(replicas)
     table = build(name, replicas, N, ticks="unit")
     for c, s in enumerate(table.stage.tolist()):
-        w = warm_up(replicas)[s]
+        w = oracles.warm_up(replicas)[s]
         ticks = [
             getattr(table, f"{kind}_ticks")()[:, c]
             for kind in ("forward", "backward", "weight_grad")
