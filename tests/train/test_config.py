@@ -473,3 +473,18 @@ def test_models_in_place_of_each_other():
     config = TrainConfig(model=MLP(), data=MNIST())
     changed = flags.override(config, {"model": {"": "ResNet", "num_channels": "1"}})
     assert changed.model == ResNet(num_channels=1)
+
+
+def test_copies_of_stages():
+    config = PipelineConfig("one_f_one_b", 2, 6, replicas=(3, 1))
+    table = config.table()
+    assert table.replicas == (3, 1) and table.num_devices == 4
+    asynchronous = dataclasses.replace(
+        config, schedule="pipedream", synchronous_steps=3
+    )
+    warm_up = asynchronous.warm_up_table(asynchronous.table())
+    assert warm_up.synchronous and warm_up.copies == asynchronous.table().copies
+    with pytest.raises(ValueError, match="zero_bubble_h1 has no option 'replicas'"):
+        dataclasses.replace(config, schedule="zero_bubble_h1").table()
+    with pytest.raises(ValueError, match="one number for each of the 2 stages"):
+        dataclasses.replace(config, replicas=(3,)).table()
