@@ -8,8 +8,9 @@ planner then chooses for four such devices, for every bandwidth of the link betw
 script prints the fastest plan with synchronous updates, and the fastest ones of three kinds: copies
 of the pipeline (data parallelism), stages without copies of their own, and stages with copies.
 
-Then the steps of the plan 3-1 (all convolutions on three devices, all dense layers on one) and of
-data parallelism are compiled, and their collectives are read from the compiled programs. The bytes
+Then steps are compiled, and their collectives are read from the compiled programs: of the plan 3-1 with
+all convolutions on three devices and all dense layers on one, as in PipeDream's paper; of 3-1 with the
+cut that the planner chose for the slowest link; and of data parallelism. The bytes
 are those that all devices send in a step: an all-reduce of n devices sends 2 (n - 1) times its
 size, as a ring does, and a permutation the size of its message for each pair, in every tick in
 which the table has a message for it.
@@ -17,7 +18,6 @@ which the table has a message for it.
 
 import argparse
 import dataclasses
-import json
 import os
 import pathlib
 import re
@@ -31,6 +31,7 @@ import numpy as np  # noqa: E402
 import optax  # noqa: E402
 
 import jpipe  # noqa: E402
+from jpipe.lowering.lower import lower  # noqa: E402
 from models import VGG  # noqa: E402
 
 DEVICES = 4
@@ -60,9 +61,9 @@ def main(argv: list[str]) -> None:
         ),
         "labels": np.zeros(args.batch, np.int32),
     }
-    plan(args, {name: a[:size] for name, a in batch.items()})
+    best = plan(args, {name: a[:size] for name, a in batch.items()})
     print()
-    measure(args, batch)
+    measure(args, batch, best)
 
 
 def cross_entropy(outputs, batch):
@@ -84,8 +85,8 @@ def pipeline(args: argparse.Namespace, schedule: jpipe.Schedule, **options):
 # -- The plan
 
 
-def plan(args: argparse.Namespace, microbatch: dict) -> None:
-    """Prints the fastest plans for every bandwidth."""
+def plan(args: argparse.Namespace, microbatch: dict) -> jpipe.plan.Candidate:
+    """Prints the fastest plans for every bandwidth, and returns that for the first."""
     pipe = pipeline(args, jpipe.schedules.gpipe(1, 1))
     profile = pipe.profile(
         microbatch, num_microbatches=1, min_seconds=0.1, cache=args.profile
@@ -96,11 +97,13 @@ def plan(args: argparse.Namespace, microbatch: dict) -> None:
         f"dense layers {seconds[13:].sum():.2f} s"
     )
     print("seconds of a step, as planned")
+    winners = []
     for bandwidth in args.bandwidths:
         machine = jpipe.plan.Machine(DEVICES, bandwidth=(bandwidth, bandwidth))
         ranking = jpipe.plan.choose(
             profile, machine, args.batch, recompute=profile.recompute
         )
+        winners.append(ranking[0])
         words = [f"{bandwidth / 1e6:>7g} MB/s: {text(ranking[0])}"]
         for kind in ("data parallel", "no copies", "copies"):
             of_kind = (c for c in ranking if kind_of(c) == kind)
@@ -108,6 +111,7 @@ def plan(args: argparse.Namespace, microbatch: dict) -> None:
             if best is not None:
                 words.append(f"{kind} {text(best)}")
         print("; ".join(words), flush=True)
+    return winners[0]
 
 
 def kind_of(candidate: jpipe.plan.Candidate) -> str:
@@ -201,33 +205,30 @@ def group_sizes(line: str) -> list[int]:
     return [int(numbers[2])] * int(numbers[1])
 
 
-def measure(args: argparse.Namespace, batch: dict) -> None:
-    """Prints the bytes of a step of 3-1 and of data parallelism."""
+def measure(args: argparse.Namespace, batch: dict, best: jpipe.plan.Candidate) -> None:
+    """Prints the bytes of a step of 3-1, of the planned one, and of data parallelism."""
     N = args.microbatches
-    table = jpipe.schedules.one_f_one_b(2, N, replicas=(3, 1))
-    copies = pipeline(args, table, boundaries=[13])
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
-    weights = sum(record.parameter_bytes for record in copies.partition(shapes))
-    print(f"VGG-16: {weights / 1e6:.1f} MB of weights, a minibatch of {args.batch}")
     one_stage = jpipe.schedules.gpipe(1, N // DEVICES)
-    parallel = pipeline(args, one_stage, mesh=jpipe.make_mesh(stage=1, data=DEVICES))
-    from jpipe.lowering.lower import lower
-
-    results = {}
-    for name, pipe, schedule in (
-        ("3-1", copies, table),
-        ("data parallel", parallel, one_stage),
-    ):
-        sent = sent_bytes(pipe, shapes, lower(schedule).channels)
-        results[name] = sent
+    mesh = jpipe.make_mesh(stage=1, data=DEVICES)
+    three_one = jpipe.schedules.one_f_one_b(2, N, replicas=(3, 1))
+    pipelines = {
+        "data parallel": pipeline(args, one_stage, mesh=mesh),
+        "3-1, cut at 13": pipeline(args, three_one, boundaries=[13]),
+    }
+    if kind_of(best) == "copies":
+        cut = list(best.boundaries)
+        name = f"{best.label}, cut at {','.join(map(str, cut))}"
+        pipelines[name] = pipeline(args, best.table(), boundaries=cut)
+    everything = None
+    for name, pipe in pipelines.items():
+        sent = sent_bytes(pipe, shapes, lower(pipe.schedule).channels)
+        everything = everything or sent.total
         print(
-            f"{name:14} {sent.total / 1e6:8.1f} MB a step: {sent.reduced / 1e6:.1f} MB of gradients, "
-            f"{sent.moved / 1e6:.1f} MB between stages",
+            f"{name}: {sent.total / 1e6:.1f} MB a step, {sent.reduced / 1e6:.1f} MB of gradients and "
+            f"norms, {sent.moved / 1e6:.1f} MB between stages; {1 - sent.total / everything:.1%} fewer",
             flush=True,
         )
-    fewer = 1 - results["3-1"].total / results["data parallel"].total
-    print(f"3-1 sends {fewer:.1%} fewer bytes")
-    print(json.dumps({name: dataclasses.asdict(s) for name, s in results.items()}))
 
 
 if __name__ == "__main__":

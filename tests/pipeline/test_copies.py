@@ -1,5 +1,8 @@
 """Stages with copies: training is that of the plain model, or of the papers' definitions, and copies stay equal."""
 
+import math
+import re
+
 import jax
 import numpy as np
 import optax
@@ -300,6 +303,59 @@ def test_copies_and_replicas_of_the_pipeline():
         assert_close(
             outputs, np.asarray(plain(params, batches[0]["inputs"])), "float32"
         )
+
+
+@pytest.mark.filterwarnings("ignore:.*bubble")
+def test_copies_under_the_policy_of_gpus(monkeypatch):
+    for module in ("jpipe.engine.spec", "jpipe.settings"):
+        monkeypatch.setattr(f"{module}.guard_of", lambda platform: "switch")
+    family, N = FAMILIES["mlp"], 4
+    plain = oracles.PlainModel(family.layers, jax.random.key(7))
+    batches = family.batches(2, 2 * N)
+    table = jpipe.schedules.one_f_one_b(2, N, ticks="unit", replicas=(2, 1))
+    pipe = jpipe.Pipeline(
+        family.layers,
+        loss=cross_entropy,
+        optimizer=optax.sgd(0.5),
+        schedule=table,
+        overlap=True,
+    )
+    state = pipe.init(jax.random.key(7), batches[0], params=plain.params)
+    _, _, params = oracles.train(
+        plain, plain.params, cross_entropy, optax.sgd(0.5), batches
+    )
+    for batch in batches:
+        state, _ = pipe.step(with_nan_buffers(state), batch)
+    assert_close(pipe.get_params(state), params, "float32")
+    assert_copies_equal(state, table)
+
+
+def test_only_the_stages_own_gradients_travel_and_only_between_its_copies():
+    """Read from the compiled program: one all-reduce for each stage with copies."""
+    family, N = FAMILIES["mlp"], 6
+    table = jpipe.schedules.gpipe(2, N, replicas=(3, 1))
+    pipe = jpipe.Pipeline(
+        family.layers,
+        loss=cross_entropy,
+        optimizer=optax.sgd(0.5),
+        schedule=table,
+        boundaries=[1],
+    )
+    batch = family.batches(1, 2 * N)[0]
+    text = pipe.compile(batch).as_text()
+    between_copies, elsewhere = 0, 0
+    for shape, groups in re.findall(
+        r"= (.*?) all-reduce\(.*replica_groups=(\S+)", text
+    ):
+        dims = re.findall(r"\w+\[([\d,]*)\]", shape)
+        size = sum(math.prod(int(n) for n in d.split(",") if n) for d in dims)
+        if groups.startswith("{{0,1,2},{3}}"):
+            between_copies += size
+        else:
+            elsewhere += size
+    first, _ = pipe.partition(batch)
+    assert between_copies == first.num_parameters
+    assert elsewhere <= 8  # the loss and the like
 
 
 IN_TURN = """
