@@ -88,7 +88,7 @@ def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     With nothing in flight the schedule does not count.
     """
     ignored = () if saved["in_flight"] else _SCHEDULE
-    keys = dict.fromkeys([*mine, *saved])
+    keys = dict.fromkeys([*mine, "copies"])  # which only tables with copies have
     different = [k for k in keys if k not in ignored and mine.get(k) != saved.get(k)]
     in_words = [key for key in _IN_WORDS if key in different]
     return [

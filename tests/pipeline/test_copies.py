@@ -99,6 +99,7 @@ def test_synchronous_tables_equal_the_plain_model(family, schedule, S, N, recomp
 
 ASYNCHRONOUS = [
     ("pipedream", (3, 1), 3, "unit", "none"),
+    ("pipemare", (2, 1), 2, "unit", "corrected"),
     ("pipedream", (2, 1, 1), 3, "unit", "none"),
     ("pipedream", (2, 1), 5, "paired", "full"),
     ("pipemare", (1, 2), 3, "unit", "none"),
@@ -123,14 +124,27 @@ def test_asynchronous_tables_equal_the_definition(name, replicas, N, ticks, reco
             for i in range(ROUNDS)
         ]
         optimizer = optax.sgd(0.05, momentum=0.9)
+        corrections, chain, hooks = {}, optimizer, {}
+        if recompute == "corrected":  # PipeMare's T1 and T2, and a prediction
+            corrections = dict(annealing_steps=15, decay=0.3, predicts=True)
+            chain = optax.chain(
+                optimizer,
+                jpipe.optim.scale_by_delay(15),
+                jpipe.optim.correct_discrepancy(0.3),
+                jpipe.optim.predict_weights(),
+            )
+            hooks["backward_params"] = jpipe.optim.corrected_params
+            hooks["forward_params"] = jpipe.optim.predicted_params
+            recompute = "none"
         build = getattr(jpipe.schedules, name)
         table = build(S, N, ticks=ticks, replicas=replicas)
         pipe = jpipe.Pipeline(
             family.layers,
             loss=cross_entropy,
-            optimizer=optimizer,
+            optimizer=chain,
             schedule=table,
             recompute=recompute,
+            **hooks,
         )
         stage_of_layer = [
             r.stage for r in pipe.partition(batches[0]) for _ in range(*r.layers)
@@ -150,6 +164,7 @@ def test_asynchronous_tables_equal_the_definition(name, replicas, N, ticks, reco
             delay,
             backward,
             recompute=recompute == "full",
+            **corrections,
         )
         state = pipe.init(jax.random.key(0), batches[0], params=plain.params)
         state = with_nan_buffers(state, all_but="squared_norm")
