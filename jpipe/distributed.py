@@ -17,8 +17,9 @@ import contextlib
 import faulthandler
 import os
 import signal
+import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpipe import _watchdog, launch
+from jpipe._watchdog._thread import LOST
 from jpipe.processes import Rows, check_agreement, from_first
 from jpipe.warn import warn
 
@@ -41,7 +43,8 @@ __all__ = [
 
 _SHUTDOWN_SECONDS = 25
 _CONNECT_SECONDS = 30.0
-_START_SECONDS = 300.0
+_MORE_SECONDS = 30.0
+"""Until JAX ends a process that waits for others, after jpipe should have ended it."""
 
 _is_alone = False
 """Whether `initialize` has found that there is one process, which it can find out only before a device is used."""
@@ -54,6 +57,7 @@ def initialize(
     *,
     silence_seconds: float = _watchdog.SILENCE,
     progress_seconds: float = _watchdog.PROGRESS,
+    connect_seconds: float = 300.0,
     watchdog: bool = True,
 ) -> None:
     """Connects the processes of a training, and starts the watchdog.
@@ -72,6 +76,8 @@ def initialize(
       process_id: number of this process, from 0.
       silence_seconds: a process that is not heard of for so long counts as stopped.
       progress_seconds: see above.
+      connect_seconds: a process ends if the others have not connected by then. Jobs on clusters may start their
+        processes minutes apart.
       watchdog: whether to start the watchdog. Without it a process waits for a stuck one for ever.
 
     Raises:
@@ -88,19 +94,49 @@ def initialize(
         process_id = int(os.environ[launch.PROCESS_ID])
     if num_processes == 1:
         return
-    if not jax.distributed.is_initialized():
-        _connect(coordinator_address, num_processes, process_id)
-    if not jax.distributed.is_initialized():
-        _is_alone = True
-        return
-    if jax.process_count() == 1:
-        return
-    if watchdog and _watchdog.running is None:
-        _watch(silence_seconds, progress_seconds)
+    with _limited(connect_seconds):
+        if not jax.distributed.is_initialized():
+            address = coordinator_address, num_processes, process_id
+            _connect(*address, connect_seconds + _MORE_SECONDS)
+        if not jax.distributed.is_initialized():
+            _is_alone = True
+            return
+        if jax.process_count() == 1:
+            return
+        if watchdog and _watchdog.running is None:
+            # Until the watchdog sets the timer anew.
+            limit = connect_seconds + _MORE_SECONDS
+            faulthandler.dump_traceback_later(limit, exit=True)
+            _watch(coordinator_address, silence_seconds, progress_seconds)
+
+
+@contextlib.contextmanager
+def _limited(seconds: float) -> Iterator[None]:
+    """Ends this process if the block takes longer. JAX would abort it, with a stack of C++ functions."""
+
+    def end() -> None:
+        message = (
+            f"jpipe: this process ends: not all processes have connected within {seconds:g} s. See why others "
+            "ended, start all of them within this time, and let the coordinator's address be one that they reach, or "
+            "wait longer: `jpipe.distributed.initialize(connect_seconds=...)`."
+        )
+        print(message, file=sys.stderr, flush=True)
+        os._exit(LOST)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _connect(
-    coordinator_address: str | None, num_processes: int | None, process_id: int | None
+    coordinator_address: str | None,
+    num_processes: int | None,
+    process_id: int | None,
+    seconds: float,
 ) -> None:
     """`jax.distributed.initialize`, which leaves SIGTERM as it was."""
     main = threading.current_thread() is threading.main_thread()
@@ -110,6 +146,7 @@ def _connect(
             coordinator_address,
             num_processes,
             process_id,
+            initialization_timeout=int(seconds),
             shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
         )
     except ValueError as error:
@@ -121,13 +158,19 @@ def _connect(
         signal.signal(signal.SIGTERM, handler)
 
 
-def _watch(silence: float, progress: float) -> None:
-    """Connects the watchdogs and starts them."""
-    # Until the watchdog sets the timer anew.
-    faulthandler.dump_traceback_later(_START_SECONDS, exit=True)
+def _watch(coordinator: str | None, silence: float, progress: float) -> None:
+    """Connects the watchdogs and starts them.
+
+    Args:
+      coordinator: "host:port" that all processes have reached, if it is known; otherwise process 0 finds out its names.
+      silence, progress: see `initialize`.
+    """
     process, count = jax.process_index(), jax.process_count()
     if process == 0:
         server, address = _watchdog.listen()
+        if coordinator is not None:
+            host = coordinator.rpartition(":")[0].strip("[]")
+            address["hosts"] = list(dict.fromkeys([host, *address["hosts"]]))
         from_first(address)
         connections = _watchdog.accept(server, address, count - 1, _CONNECT_SECONDS)
     else:
@@ -145,14 +188,14 @@ def _watch(silence: float, progress: float) -> None:
         faulthandler.cancel_dump_traceback_later()
         return
     launcher = os.environ.get(launch.LAUNCHER)
-    _watchdog.running = _watchdog.Watchdog(
+    watchdog = _watchdog.Watchdog(
         process,
         connections,
         silence=silence,
         progress=progress,
         parent=None if launcher is None else int(launcher),
     )
-    _watchdog.running.start()
+    _watchdog.start(watchdog)
 
 
 def shutdown() -> None:
@@ -161,9 +204,7 @@ def shutdown() -> None:
     A program that ends well does so by itself, when Python ends. Call it before `os._exit`, or before long work of
     some processes alone.
     """
-    if _watchdog.running is not None:
-        _watchdog.running.finish()
-        _watchdog.running = None
+    _watchdog.stop()
     jax.distributed.shutdown()
 
 
@@ -234,7 +275,7 @@ def broadcast(value: Any) -> Any:
       >>> broadcast({"folder": "runs/1"})
       {'folder': 'runs/1'}
     """
-    return value if jax.process_count() == 1 else from_first(value)
+    return from_first(value)
 
 
 def stop_requested(step: int, requested: bool = False) -> bool:

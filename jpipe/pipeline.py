@@ -373,16 +373,18 @@ class Pipeline:
             the minibatch cannot be cut into microbatches here.
         """
         checks.check_state(state)
-        source = portable.to_portable(state)
-        microbatch = self._settings.microbatch(source.minibatch, whole=True)
-        program = self._program_of(microbatch, source.key_impl)
+        portable.check_nothing_in_flight(state)
+        minibatch = portable.minibatch_of(state)
+        microbatch = self._settings.microbatch(minibatch, whole=True)
+        program = self._program_of(microbatch, state.program.engine.key_impl)
         agreement.check_program(program)
+        source = portable.to_portable(state, portable.layers_here(program))
         adopted = portable.from_portable(program, source)
         self._fix_cut(program)
         return adopted
 
     @watched("get_params")
-    def get_params(self, state: PipelineState) -> list:
+    def get_params(self, state: PipelineState) -> list | None:
         """The newest weights: one nested dict per layer, by attribute names, of host arrays.
 
         With several processes every process must call it, and process 0 gets the weights. The others get
@@ -391,7 +393,7 @@ class Pipeline:
         return portable.parameters(self._own(state))
 
     @watched("get_mutable_state")
-    def get_mutable_state(self, state: PipelineState) -> list:
+    def get_mutable_state(self, state: PipelineState) -> list | None:
         """The layers' mutable state, such as running statistics, in the form of `get_params`."""
         return portable.mutable_state(self._own(state))
 

@@ -6,7 +6,8 @@ goes through the portable form, and so do checkpoints that are restored into ano
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from jpipe.engine.layout import REPLICATED
 from jpipe.layers.trace import shared_jit
 from jpipe.mesh import STAGE
 from jpipe.packing import Place
+from jpipe.processes import processes_of
 from jpipe.program import Program
 from jpipe.stages.optimizer import StageUpdate, stage_tree
 from jpipe.state import PipelineState, num_rounds
@@ -41,7 +43,6 @@ class Portable(NamedTuple):
       num_microbatches: microbatches of training so far, of each replica.
       key_data: uint32, the data of the random key of training.
       key_impl: its implementation.
-      minibatch: abstract arrays shaped like a minibatch.
     """
 
     params: list
@@ -51,36 +52,48 @@ class Portable(NamedTuple):
     num_microbatches: int
     key_data: np.ndarray
     key_impl: Any
-    minibatch: Any
 
 
-def to_portable(state: PipelineState) -> Portable:
-    """The portable form of a state.
+def to_portable(state: PipelineState, layers: Container[int] | None = None) -> Portable:
+    """The portable form of a state. Every process must call it.
+
+    Args:
+      state: the state.
+      layers: the layers whose leaves this process needs; the leaves of others are abstract. None: all.
 
     Raises:
       ValueError: if the state has microbatches in flight.
     """
-    program = state.program
-    settings, engine = program.settings, program.engine
-    if is_in_flight(state):
-        raise ValueError(
-            "`state` has microbatches in flight that only its own pipeline can complete. "
-            "Flush it first: `state, metrics = other_pipe.flush(state)`."
-        )
-    N = settings.schedule.num_microbatches
-    leaves = read(state, locations(program, num_rounds(state)))
+    check_nothing_in_flight(state)
+    found = locations(state.program, num_rounds(state))
+    leaves = read(state, found, None if layers is None else found.of_layers(layers))
     return Portable(
         **leaves._asdict(),
         num_microbatches=num_started(state),
         key_data=np.asarray(state.key.addressable_data(0)[0]),
-        key_impl=engine.key_impl,
-        minibatch=jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct(
-                (N * settings.num_replicas * a.shape[0], *a.shape[1:]), a.dtype
-            ),
-            program.microbatch,
-        ),
+        key_impl=state.program.engine.key_impl,
     )
+
+
+def minibatch_of(state: PipelineState) -> Any:
+    """Abstract arrays shaped like a minibatch of the training."""
+    settings = state.program.settings
+    num_parts = settings.schedule.num_microbatches * settings.num_replicas
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((num_parts * a.shape[0], *a.shape[1:]), a.dtype),
+        state.program.microbatch,
+    )
+
+
+def layers_here(program: Program) -> set[int]:
+    """The layers that have a stage on a device of this process."""
+    mesh, here = program.settings.mesh, jax.process_index()
+    return {
+        i
+        for s, (d, _) in enumerate(program.placement)
+        if any(a.process_index == here for a in _devices_along(mesh, STAGE, d))
+        for i in program.stages.layers_of(s)
+    }
 
 
 def num_started(state: PipelineState) -> int:
@@ -92,6 +105,15 @@ def num_started(state: PipelineState) -> int:
 def is_in_flight(state: PipelineState) -> bool:
     """Whether the state has microbatches in flight."""
     return not state.program.settings.schedule.synchronous and num_rounds(state) > 0
+
+
+def check_nothing_in_flight(state: PipelineState) -> None:
+    """Raises ValueError if the state has microbatches in flight."""
+    if is_in_flight(state):
+        raise ValueError(
+            "`state` has microbatches in flight that only its own pipeline can complete. "
+            "Flush it first: `state, metrics = other_pipe.flush(state)`."
+        )
 
 
 def from_portable(program: Program, source: Portable) -> PipelineState:
@@ -459,6 +481,17 @@ class Locations(NamedTuple):
     optimizer_state: list[dict[str, Location]]
     loss_scale: dict[str, Location]
 
+    def of_layers(self, layers: Container[int]) -> set[Location]:
+        """The locations of the leaves of some layers, and of all single numbers, which stages may share."""
+        trees = (self.params, self.mutable_state, self.optimizer_state)
+        return {
+            location
+            for tree in trees
+            for i, of_layer in enumerate(tree)
+            for location in jax.tree.leaves(of_layer)
+            if i in layers or math.prod(location.shape) == 1
+        } | set(self.loss_scale.values())
+
 
 def locations(program: Program, rounds: int) -> Locations:
     """Where the states of a program hold the leaves of the model.
@@ -509,43 +542,44 @@ def locations(program: Program, rounds: int) -> Locations:
     return found
 
 
-def read(state: PipelineState, wanted: Any, everywhere: bool = True) -> Any:
+def read(
+    state: PipelineState, wanted: Any, needed: Container[Location] | None = None
+) -> Any:
     """Host copies of the leaves at locations, one array of the state after the other.
 
-    Every process must call it. A part of an array that is on a device of another process is sent to all
-    devices, one device's part at a time, so no device ever holds the whole model.
+    Every process must call it with the same locations. A part of an array that is on a device of another
+    process is sent to all devices, one device's part at a time, so no device ever holds the whole model.
 
     Args:
       state: the state.
       wanted: a tree of locations.
-      everywhere: whether every process needs the leaves; if not, only process 0 keeps them.
+      needed: the locations whose leaves this process keeps. None: all.
 
     Returns:
-      The same tree of arrays; None on the other processes unless `everywhere`.
+      The same tree of arrays; abstract arrays where a leaf is not needed.
     """
     leaves, tree = jax.tree.flatten(wanted)
-    keeps = everywhere or jax.process_index() == 0
-    found: list[Any] = [None] * len(leaves)
+    found: list[Any] = []
     of_part: dict[tuple, list[int]] = {}
     for i, location in enumerate(leaves):
         array = getattr(state, location.group)[location.array]
         rows = array.sharding.shard_shape(array.shape)[0]
         part = location.lead[0] // rows if location.lead else 0
         of_part.setdefault((location.group, location.array, part), []).append(i)
+        found.append(jax.ShapeDtypeStruct(location.shape, array.dtype))
     for (group, name, part), numbers in sorted(of_part.items()):
-        host = _part_on_host(getattr(state, group)[name], part, keeps)
-        if host is None:
-            continue
-        for i in numbers:
+        kept = [i for i in numbers if needed is None or leaves[i] in needed]
+        host = _part_on_host(getattr(state, group)[name], part, bool(kept))
+        for i in kept:
             index = leaves[i].index
             if leaves[i].lead:
                 index = (index[0] % host.shape[0], *index[1:])
             found[i] = host[index].reshape(leaves[i].shape).copy()
-    return tree.unflatten(found) if keeps else None
+    return tree.unflatten(found)
 
 
-def _part_on_host(array: jax.Array, part: int, keeps: bool) -> np.ndarray | None:
-    """The rows of one position along the axis "stage", on the host; None if they are not kept."""
+def _part_on_host(array: jax.Array, part: int, is_needed: bool) -> Any:
+    """The rows of one position along the axis "stage", on the host; None if they are not needed."""
     rows = array.sharding.shard_shape(array.shape)[0]
     here = [
         s for s in array.addressable_shards if (s.index[0].start or 0) == part * rows
@@ -560,28 +594,29 @@ def _part_on_host(array: jax.Array, part: int, keeps: bool) -> np.ndarray | None
     everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
     rows_of = jax.jit(_rows_of, static_argnums=(1, 2), out_shardings=everywhere)
     sent = rows_of(array, part * rows, rows).addressable_data(0)
-    return np.asarray(sent) if keeps else None
+    return np.asarray(sent) if is_needed else None
 
 
 def _rows_of(array: jax.Array, start: int, size: int) -> jax.Array:
     return jax.lax.slice_in_dim(array, start, start + size)
 
 
-def parameters(state: PipelineState) -> list:
-    """The newest weights: one nested dict per layer, of host arrays; None but on process 0."""
-    found = locations(state.program, num_rounds(state))
-    return read(state, found.params, everywhere=False)
+def parameters(state: PipelineState) -> list | None:
+    """The newest weights: one nested dict per layer, of host arrays; None but on the first process."""
+    return _on_first(state, locations(state.program, num_rounds(state)).params)
 
 
-def mutable_state(state: PipelineState) -> list:
-    """The layers' mutable state: one nested dict per layer, of host arrays; None but on process 0."""
-    found = locations(state.program, num_rounds(state))
-    return read(state, found.mutable_state, everywhere=False)
+def mutable_state(state: PipelineState) -> list | None:
+    """The layers' mutable state: one nested dict per layer, of host arrays; None but on the first process."""
+    return _on_first(state, locations(state.program, num_rounds(state)).mutable_state)
 
 
-def optimizer_state(state: PipelineState) -> list[dict[str, np.ndarray]]:
-    """Path -> leaf of the optimizer's state, one dict per layer, of host arrays; see `Locations`."""
-    return read(state, locations(state.program, num_rounds(state)).optimizer_state)
+def _on_first(state: PipelineState, wanted: list) -> list | None:
+    """The leaves at locations on the first process of the mesh, and None on the others."""
+    if jax.process_index() == processes_of(state.program.settings.mesh)[0]:
+        return read(state, wanted)
+    read(state, wanted, needed=())
+    return None
 
 
 def optimizer_paths(program: Program, stage: int) -> dict[str, jax.ShapeDtypeStruct]:

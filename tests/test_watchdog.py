@@ -11,7 +11,8 @@ import time
 import pytest
 
 from jpipe import _watchdog
-from jpipe._watchdog import LONG, Beats, Stop, culprits, stuck_processes
+from jpipe._watchdog._progress import LONG, Beats, culprits, stuck_processes
+from jpipe._watchdog._stop import Stop
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -21,7 +22,7 @@ class Clock:
 
     def __init__(self, monkeypatch):
         self.now = 1000.0
-        monkeypatch.setattr(_watchdog.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
 class Output:

@@ -5,13 +5,15 @@
     python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --devices 4 --bandwidth 1e9
     python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --hierarchy 4x4 --bandwidths 1e10,1.25e9
     python train/plan.py --graph bert.json --format placement --solver ideals --json
+    python -m jpipe.launch -n 2 --devices 4 train/plan.py --config configs/quickstart.py --devices 4
 
 With `--config`, the program measures every kind of layer and predicts the time and memory of
 every schedule, number of stages and replicas, and microbatch size. It prints the best plans, why
 the others lost, which plans a schedule refused, and a picture of the winner. `--save` writes a
 configuration that `train/train.py` runs. Options of the configuration can be changed by
 `--config.section.field=value`. Profiles are kept in `--profiles`, and measured again only if
-something has changed.
+something has changed. With several processes, the first one measures the layers on its own devices,
+all of them measure messages, and the first one decides, prints and writes.
 
 With `--graph`, the program runs one solver; `docs/planning.md` describes the solvers. Sizes and
 bandwidths may have units: 2GiB, 500MB, 1.25e9. The exit code is 0, or 2 if an option or a file is
@@ -20,6 +22,7 @@ wrong or no plan fits.
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -270,6 +273,8 @@ def solve(graph: solvers.Graph, args: argparse.Namespace) -> solvers.Solution:
 
 # Seconds to measure each program of each kind of layer, in three calls.
 _MIN_SECONDS = 0.25
+# Seconds that the other processes wait for the first one.
+_LIMIT_SECONDS = 3600.0
 
 
 def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> int:
@@ -280,10 +285,11 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
         _check_saves(pathlib.Path(args.save))
     import jax
 
-    from jpipe import draw, plan
-    from train import report
+    import jpipe
+    from jpipe import plan
     from train.config import TrainConfig
     from train.devices import cache_compilations, check_devices, prepare_cpu
+    from train.processes import of_first
 
     name, config = flags.parse(words, TrainConfig)
     numbers = args.microbatches or _numbers_of_microbatches(config, args.devices)
@@ -298,9 +304,14 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
             "`--config.pipeline.loss_scale=none`."
         )
     prepare_cpu(args.devices)
+    jpipe.distributed.initialize()
     check_devices(args.devices)
+    _check_processes(args.devices)
+    jpipe.distributed.check_same(
+        {"the command": shlex.join(argv), "the configuration": str(config)}
+    )
     cache_compilations(config.compilation_cache)
-    profiles = _profiles(name, config, numbers, args)
+    profiles = _profiles_of_first(name, config, numbers, args)
     cores = args.cores or profiles[0].num_cores
     shares_cores = jax.default_backend() == "cpu"
     machine = plan.measure_machine(
@@ -310,6 +321,29 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     )
     if args.bandwidth is not None:
         machine = dataclasses.replace(machine, bandwidth=(args.bandwidth,) * 2)
+    decide = functools.partial(_decide, profiles, machine, config, args, argv)
+    of_first(decide, "choose a plan", _LIMIT_SECONDS)
+    return 0
+
+
+def _check_processes(num_devices: int) -> None:
+    """Raises `ValueError` if several processes have more devices than the plan is for."""
+    import jax
+
+    if jax.process_count() > 1 and num_devices != jax.device_count():
+        raise ValueError(
+            f"`--devices` must be the number of devices of all {jax.process_count()} processes, {jax.device_count()}, "
+            f"got {num_devices}. Give that number, or plan in one process."
+        )
+
+
+def _decide(profiles: list, machine, config, args, argv: list[str]) -> None:
+    """Ranks the plans, prints the best ones and saves the winner."""
+    from jpipe import draw, plan
+    from train import report
+    from train.config import TrainConfig
+    from train.planned import file_of, planned_config
+
     ranking = plan.choose(
         profiles, machine, config.batch_size, asynchronous=args.asynchronous
     )
@@ -322,18 +356,20 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
         print(report.machine(machine), end="\n\n")
         print(report.plans(ranking, config.batch_size, args.top), end="\n\n")
     if not best.fits:
-        raise ValueError(f"no plan fits: the smallest {best.why}.")
+        raise ValueError(
+            f"no plan fits: the smallest needs {plan.size_text(best.prediction.num_bytes)} per device, the limit is "
+            f"{plan.size_text(machine.memory_limit)}. Use more devices, or a smaller batch."
+        )
     if not args.json:
         color = sys.stdout.isatty()
         print(draw.text(best.table(), color=color, width=report.WIDTH))
     if args.save is not None:
-        planned = _planned(config, best)
-        text = _file_of(planned, best, argv)
+        planned = planned_config(config, best)
+        text = file_of(planned, best, argv)
         pathlib.Path(args.save).write_text(text, encoding="utf-8")
         assert flags.load(args.save, TrainConfig) == planned
         if not args.json:
             print(f"saved: python train/train.py --config {args.save}")
-    return 0
 
 
 def _check_saves(path: pathlib.Path) -> None:
@@ -366,8 +402,20 @@ def _numbers_of_microbatches(config, devices: int) -> list[int]:
     return fitting
 
 
+def _profiles_of_first(name: str, config, numbers, args) -> list:
+    """The profiles that process 0 has measured, in every process."""
+    from jpipe.plan import Profile
+    from train.processes import of_first
+
+    def texts() -> list[str]:
+        return [profile.text() for profile in _profiles(name, config, numbers, args)]
+
+    found = of_first(texts, "profile", _LIMIT_SECONDS)
+    return [Profile.from_json(json.loads(text), "process 0") for text in found]
+
+
 def _profiles(name: str, config, numbers, args) -> list:
-    """One profile per number of microbatches, measured on all devices at the same time."""
+    """One profile per number of microbatches, measured on all devices of this process at the same time."""
     import jax
 
     import jpipe
@@ -378,14 +426,15 @@ def _profiles(name: str, config, numbers, args) -> list:
     batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
     folder = pathlib.Path(args.profiles)
     folder.mkdir(parents=True, exist_ok=True)
-    mesh = jpipe.make_mesh(stage=1)
+    devices = jax.local_devices()[: args.devices]
+    mesh = jpipe.make_mesh(stage=1, devices=devices)
     options = options_of_pipeline(config, mesh) | {"boundaries": None}
     schedule = jpipe.schedules.gpipe(1, 1)
     pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
     profiles: list = []
     for number in numbers:
         size = config.batch_size // number
-        cache = folder / f"{name}-{size}-on-{args.devices}.json"
+        cache = folder / f"{name}-{size}-on-{len(devices)}.json"
         # An update does not depend on the microbatch: it is measured once, for all sizes.
         programs = [p for p in PROGRAMS if p != "update" or not profiles]
         profile = pipe.profile(
@@ -393,7 +442,7 @@ def _profiles(name: str, config, numbers, args) -> list:
             num_microbatches=number,
             programs=programs,
             min_seconds=_MIN_SECONDS,
-            devices=jax.devices()[: args.devices],
+            devices=devices,
             cache=cache,
         )
         if profile.layers[0].update is None:
@@ -403,63 +452,10 @@ def _profiles(name: str, config, numbers, args) -> list:
     return profiles
 
 
-def _planned(config, best):
-    """The configuration that trains by a plan."""
-    pipeline = dataclasses.replace(
-        config.pipeline,
-        schedule=best.schedule,
-        schedule_file=None,
-        num_stages=best.num_stages,
-        num_microbatches=best.num_microbatches,
-        options={k: v for k, v in best.options.items() if k != "replicas"},
-        replicas=best.options.get("replicas"),
-        data=best.num_replicas,
-        boundaries=best.boundaries or None,
-        recompute=best.recompute,
-        synchronous_steps=0
-        if best.table().synchronous
-        else config.pipeline.synchronous_steps,
-    )
-    return dataclasses.replace(config, pipeline=pipeline)
-
-
-def _file_of(config, best, argv: list[str]) -> str:
-    """A configuration as a Python file, whose docstring has the command that made it.
-
-    The file names every option, so that the plan stays the same when a default changes.
-    """
-    from train import report
-
-    command = f"python train/plan.py {shlex.join(argv)}"
-    classes: dict[str, set[str]] = {}
-
-    def code(value, indent: str = "    ") -> str:
-        if not dataclasses.is_dataclass(value):
-            return repr(value)
-        kind, inner = type(value), indent + "    "
-        classes.setdefault(kind.__module__, set()).add(kind.__name__)
-        fields = [
-            f"{field.name}={code(getattr(value, field.name), inner)}"
-            for field in dataclasses.fields(value)
-        ]
-        one_line = f"{kind.__name__}({', '.join(fields)})"
-        if len(indent + one_line) < 80 and "\n" not in one_line:
-            return one_line
-        lines = "".join(f"{inner}{field},\n" for field in fields)
-        return f"{kind.__name__}(\n{lines}{indent})"
-
-    body = code(config)
-    imports = "\n".join(
-        f"from {module} import {', '.join(sorted(names))}"
-        for module, names in sorted(classes.items())
-    )
-    stages = report.count(best.num_stages, "stage")
-    milliseconds = best.prediction.seconds * 1e3
-    return (
-        f'"""{best.label}, {stages}: {milliseconds:.3g} ms per step, as predicted.\n\n'
-        f'    {command}\n"""\n\n{imports}\n\n\ndef get_config() -> TrainConfig:\n    return {body}\n'
-    )
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    if "jax" in sys.modules:  # graphs are planned without it
+        from train.processes import leave
+
+        leave(code)
+    sys.exit(code)

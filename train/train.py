@@ -32,7 +32,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import pathlib
 import shutil
 import signal
@@ -70,6 +69,7 @@ from train.data import (
 from train.devices import cache_compilations, check_devices, prepare_cpu
 from train.interrupt import Interrupt
 from train.log import Log, NonFiniteGradientsError, NonFiniteLossError
+from train.processes import is_first, leave
 from train.resume import Resumed, Saver, resumed_config
 from train.run_dir import shared_run_dir
 
@@ -126,11 +126,6 @@ def main(argv: list[str]) -> int:
             code = interrupt.exit_code or 128 + signal.SIGTERM
             message = f"{error} "
         return finish(run, code, message, start) if is_first() else code
-
-
-def is_first() -> bool:
-    """Whether this process writes files and prints."""
-    return jax.process_index() == 0
 
 
 def own_rows(mesh: jax.sharding.Mesh, batch: Batch) -> Batch:
@@ -490,6 +485,4 @@ if __name__ == "__main__":
     warnings.formatwarning = lambda message, *_: f"train.py: warning: {message}\n"
     code = main(sys.argv[1:])
     ignore_interrupts()
-    if code == 2 and jax.distributed.is_initialized():
-        os._exit(code)  # the others would wait for this process
-    sys.exit(code)
+    leave(code)

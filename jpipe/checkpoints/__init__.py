@@ -12,6 +12,7 @@ Restored into a pipeline of the same layout, a training goes on bit for bit, mic
 included. Restored into another pipeline, every device reads the leaves of its own layers.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import Mesh
 
 import jpipe
 from jpipe import agreement, portable
@@ -35,11 +37,13 @@ from jpipe.checkpoints._manifest import (
     Manifest,
     checksums,
     files_of,
+    leave_checksums,
+    take_checksums,
 )
 from jpipe.checkpoints._weights_file import load_params, save_params
 from jpipe.checks import check_state
 from jpipe.pipeline import Pipeline
-from jpipe.processes import from_first
+from jpipe.processes import from_first, gather_texts, processes_of
 from jpipe.state import PipelineState, num_rounds
 from jpipe.warn import warn
 
@@ -135,6 +139,7 @@ class Checkpoints:
         if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
             raise ValueError(f"`step` must be an integer of at least 0, got {step!r}.")
         check_state(state)
+        _check_processes(state.program.settings.mesh)
         try:
             run = json.loads(json.dumps(run))
         except (TypeError, ValueError) as error:
@@ -142,7 +147,8 @@ class Checkpoints:
                 f"`run` must be values that JSON has, such as dicts, lists, numbers and text: {error}."
             ) from error
         self.wait()
-        if later := [other for other in self.steps() if other > step]:
+        named = steps_in(self.directory)
+        if later := [n for n in named if n > step and self._seems_whole(n)]:
             raise ValueError(
                 f"`step` must not be before the steps that `{self.directory}` has, got {step} after "
                 f"{later[-1]}: the newest step is the one that `restore` takes. Use another directory, "
@@ -224,7 +230,7 @@ class Checkpoints:
                 f"`pipe` must be a `jpipe.Pipeline`, got {type(pipe).__name__}. Write "
                 "`checkpoints.restore(pipe, batch)`."
             )
-        found, manifest = self._agreed(step)
+        found, manifest = self._whole(step)
         folder = self._folder(found)
         try:
             state = _restored(pipe, batch, folder, manifest)
@@ -235,6 +241,9 @@ class Checkpoints:
     def params(self, step: int | None = None) -> list:
         """The newest weights of a step, without a pipeline: one nested dict per layer, of host arrays.
 
+        With several processes every process must call it. A leaf is then read when `numpy.asarray` asks for
+        it, so that `init(key, batch, params=checkpoints.params())` keeps what each process needs.
+
         Args:
           step: as in `restore`.
 
@@ -244,6 +253,8 @@ class Checkpoints:
         """
         found, manifest = self._whole(step)
         leaves = _arrays.stored_leaves(self._folder(found), manifest.layout)
+        if jax.process_count() > 1:
+            return leaves.params
         return jax.tree.map(np.asarray, leaves.params)
 
     def _folder(self, step: int) -> pathlib.Path:
@@ -259,44 +270,34 @@ class Checkpoints:
             return False
         return True
 
-    def _agreed(self, step: int | None) -> tuple[int, Manifest]:
-        """As `_whole`, with process 0 deciding for all processes."""
-        if jax.process_count() == 1:
-            return self._whole(step)
-        found, manifest, error = -1, None, None
-        if jax.process_index() == 0:
-            try:
-                found, manifest = self._whole(step)
-            except (OSError, ValueError) as caught:
-                error = caught
-        found = from_first(found)
-        if error is not None:
-            raise error
-        if found < 0:
-            raise FileNotFoundError(
-                f"`{self.directory}` has no step that can be restored: process 0 says why."
-            )
-        return found, manifest or Manifest.read(self._folder(found))
-
     def _whole(self, step: int | None) -> tuple[int, Manifest]:
-        """A step whose files are all what was written, and its manifest."""
-        named = steps_in(self.directory)
+        """A step whose files are all what was written, and its manifest; the same on every process."""
+        named = from_first(steps_in(self.directory))
         if step is not None and step not in named:
             raise FileNotFoundError(
                 f"`{self.directory}` has no step {step}. It has {_listed(self.steps())}."
             )
         for candidate in reversed(named) if step is None else [step]:
+            manifest, error = None, None
             try:
                 manifest = Manifest.read(self._folder(candidate))
-                manifest.check_content(self._folder(candidate))
+                share = jax.process_index(), jax.process_count()
+                manifest.check_content(self._folder(candidate), share)
+            except ValueError as caught:
+                error = caught
+            problems = filter(None, gather_texts(str(error or "")))
+            problem = next(problems, None)
+            if problem is None:
+                assert manifest is not None
                 return candidate, manifest
-            except DamagedCheckpointError as error:
-                if step is not None:
-                    raise
-                self._damaged.add(candidate)
-                warn(
-                    f"step {candidate} cannot be restored: {error}. Trying the one before."
-                )
+            if error is not None and not isinstance(error, DamagedCheckpointError):
+                raise error
+            if step is not None:
+                raise DamagedCheckpointError(problem)
+            self._damaged.add(candidate)
+            warn(
+                f"step {candidate} cannot be restored: {problem}. Trying the one before."
+            )
         raise FileNotFoundError(
             f"`{self.directory}` has no step that can be restored. It has {_listed(named)}."
         )
@@ -311,6 +312,16 @@ def steps_in(directory: pathlib.Path) -> list[int]:
     """The steps that a directory has, damaged or not, in order."""
     names = os.listdir(directory) if directory.is_dir() else []
     return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name))
+
+
+def _check_processes(mesh: Mesh) -> None:
+    """Raises ValueError for the mesh of a state that has no devices of some process."""
+    if len(processes_of(mesh)) < jax.process_count():
+        raise ValueError(
+            "the mesh of `state` must have devices of all processes, which write a checkpoint together, got devices "
+            f"of process {jax.process_index()} alone. Make the mesh with `jpipe.make_mesh` from all of "
+            "`jax.devices()`, or write the weights with `jpipe.save_params`."
+        )
 
 
 def _listed(steps: Sequence[int]) -> str:
@@ -350,7 +361,6 @@ def _restored(
             num_microbatches=num_started,
             key_data=key,
             key_impl=program.engine.key_impl,
-            minibatch=None,
         )
         state = portable.from_portable(program, source)
     pipe._fix_cut(program)
@@ -406,8 +416,8 @@ class _Writing:
                 self._checkpointer.wait_until_finished()
             finally:
                 self._checkpointer.close()
+            files = self._checksums()
             if self._leads:
-                files = checksums(self._unfinished, files_of(self._unfinished))
                 dataclasses.replace(self._manifest, files=files).write(self._unfinished)
                 _sync(self._unfinished)
                 replaced = [self._folder] if self._folder.exists() else []
@@ -420,6 +430,22 @@ class _Writing:
             self._error = error
             if self._leads:  # it takes space, and may be why the disk is full
                 shutil.rmtree(self._unfinished, ignore_errors=True)
+            else:
+                with contextlib.suppress(OSError):
+                    leave_checksums(self._unfinished, jax.process_index(), {})
+
+    def _checksums(self) -> dict[str, list[int]]:
+        """The checksums of all files, in process 0. The others leave theirs for it."""
+        process, names = jax.process_index(), files_of(self._unfinished)
+        of_process = _arrays.files_by_process(names)
+        found = checksums(self._unfinished, of_process.pop(process))
+        if not self._leads:
+            leave_checksums(self._unfinished, process, found)
+            return found
+        for other in of_process:
+            wait = _arrays.TIMEOUT_SECONDS
+            found |= take_checksums(self._unfinished, other, wait)
+        return found
 
     def _too_old(self) -> list[pathlib.Path]:
         steps = steps_in(self._directory)

@@ -1,7 +1,8 @@
 """The arrays of a checkpoint on disk: Orbax writes them and restores whole arrays, TensorStore reads leaves."""
 
 import pathlib
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,11 @@ from jpipe.portable import Location, Locations
 FOLDER = "arrays"
 """The folder of the arrays, inside the folder of a step."""
 
+TIMEOUT_SECONDS = 300
+"""Seconds that a process waits for the parts of the others."""
+
 _CACHE_BYTES = 1 << 28
+_LEAST_WRITING_BYTES = 1 << 26
 
 
 def save(
@@ -23,25 +28,36 @@ def save(
 ) -> ocp.AsyncCheckpointer:
     """Begins to write arrays; returns once they are copied.
 
-    What is compressed at one time is bounded, because it takes memory beside the copies.
+    What is compressed waits for the disk and takes memory beside the arrays, so it is bounded: by an eighth
+    of the bytes of this process, but at least by the largest part that Orbax writes at once.
 
     Returns:
       Its `wait_until_finished` waits, and raises what went wrong.
     """
-    largest = max(
-        (s.data.nbytes for a in arrays.values() for s in a.addressable_shards),
-        default=0,
-    )
-    handler = ocp.StandardCheckpointHandler(save_concurrent_gb=1 + largest // 10**9)
+    parts = [s.data.nbytes for a in arrays.values() for s in a.addressable_shards]
+    most = max(sum(parts) // 8, max(parts, default=0) + 1, _LEAST_WRITING_BYTES)
+    writer = ocp.BasePyTreeCheckpointHandler(save_concurrent_bytes=most)
+    handler = ocp.PyTreeCheckpointHandler(handler_impl=writer)
     # A thread that waits for a folder that cannot be made would keep the process from ending.
-    options = ocp.AsyncOptions(create_directories_asynchronously=False)
+    options = ocp.AsyncOptions(
+        timeout_secs=TIMEOUT_SECONDS, create_directories_asynchronously=False
+    )
     checkpointer = ocp.AsyncCheckpointer(handler, async_options=options)
     try:
-        checkpointer.save(folder / FOLDER, args=ocp.args.StandardSave(dict(arrays)))
+        checkpointer.save(folder / FOLDER, args=ocp.args.PyTreeSave(dict(arrays)))
     except BaseException:
         checkpointer.close()
         raise
     return checkpointer
+
+
+def files_by_process(names: Iterable[str]) -> dict[int, list[str]]:
+    """The files of a step by the process that has written them. Process 0 has also written what all share."""
+    found: dict[int, list[str]] = {0: []}
+    for name in names:
+        of_process = re.match(rf"{FOLDER}/ocdbt\.process_(\d+)/", name)
+        found.setdefault(int(of_process[1]) if of_process else 0, []).append(name)
+    return found
 
 
 def restore(folder: pathlib.Path, shapes: Mapping[str, Any]) -> dict[str, jax.Array]:

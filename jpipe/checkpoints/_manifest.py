@@ -3,13 +3,18 @@
 A step is a folder. `manifest.json` is written last, and then the folder gets its name, so a step that has
 its name is whole. Orbax does not notice most flipped bits in the numbers of an array. The manifest
 therefore has the size and the CRC-32 of every file, and a CRC-32 of its own content.
+
+Each process computes the checksums of the files that it has written, and leaves them in a file for process
+0, which writes the manifest. The files of a step that is restored are shared among the processes.
 """
 
 import concurrent.futures
 import dataclasses
 import json
 import pathlib
+import time
 import zlib
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 FORMAT = 1
@@ -93,23 +98,31 @@ class Manifest:
                     f"`{path}` has {got:,} bytes, and {size:,} were written"
                 )
 
-    def check_content(self, folder: pathlib.Path) -> None:
-        """Raises `DamagedCheckpointError` if a file is not what was written; reads all files."""
+    def check_content(self, folder: pathlib.Path, share: tuple[int, int]) -> None:
+        """Raises `DamagedCheckpointError` if a file is not what was written.
+
+        Args:
+          folder: of the step.
+          share: (i, n): reads only every n-th file from the i-th on. The sizes of all are checked.
+        """
         self.check_sizes(folder)
-        got = checksums(folder, self.files)
-        for name, want in self.files.items():
-            if got[name] != want:
+        i, n = share
+        names = list(self.files)[i::n]
+        for name, got in checksums(folder, names).items():
+            if got != self.files[name]:
                 raise DamagedCheckpointError(f"`{folder / name}` is damaged")
 
 
 def files_of(folder: pathlib.Path) -> list[str]:
-    """The files below a folder, by their path inside of it, without the manifest."""
-    paths = (path for path in sorted(folder.rglob("*")) if path.is_file())
-    names = (path.relative_to(folder).as_posix() for path in paths)
-    return [name for name in names if name != NAME]
+    """The files in the folders of a folder, by their path inside of it.
+
+    The files in the folder itself are the manifest, and the checksums that processes leave.
+    """
+    paths = (path for path in sorted(folder.glob("*/**/*")) if path.is_file())
+    return [path.relative_to(folder).as_posix() for path in paths]
 
 
-def checksums(folder: pathlib.Path, names: Any) -> dict[str, list[int]]:
+def checksums(folder: pathlib.Path, names: Iterable[str]) -> dict[str, list[int]]:
     """Name -> size and CRC-32 of files in a folder.
 
     Raises:
@@ -127,5 +140,40 @@ def checksums(folder: pathlib.Path, names: Any) -> dict[str, list[int]]:
             raise DamagedCheckpointError(f"`{path}`: {error.strerror}") from error
         return [size, crc]
 
+    names = list(names)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         return dict(zip(names, pool.map(checksum, names)))
+
+
+def leave_checksums(folder: pathlib.Path, process: int, sums: Mapping) -> None:
+    """Leaves the checksums of the files of a process for process 0; an empty mapping says that it failed."""
+    draft = folder / f"{_sums_name(process)}.draft"
+    draft.write_text(json.dumps(sums))
+    draft.rename(folder / _sums_name(process))
+
+
+def take_checksums(
+    folder: pathlib.Path, process: int, seconds: float
+) -> dict[str, list[int]]:
+    """Waits for the checksums that a process leaves, and removes their file.
+
+    Raises:
+      OSError: if the process failed, or leaves nothing in time.
+    """
+    path = folder / _sums_name(process)
+    until = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > until:
+            raise TimeoutError(
+                f"process {process} has not written its part in {seconds:.0f} s"
+            )
+        time.sleep(0.02)
+    sums = json.loads(path.read_text())
+    path.unlink()
+    if not sums:
+        raise OSError(f"process {process} could not write its part")
+    return sums
+
+
+def _sums_name(process: int) -> str:
+    return f"checksums.{process}.json"

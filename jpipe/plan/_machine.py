@@ -11,13 +11,16 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe._watchdog import watched
 from jpipe.layers.layer import InitApply
 from jpipe.mesh import make_mesh
 from jpipe.pipeline import Pipeline
+from jpipe.processes import from_first, gather
 from jpipe.schedules import gpipe
 from jpipe.solvers import Machine
 
 
+@watched("measure the machine")
 def measure_machine(
     num_devices: int,
     *,
@@ -32,6 +35,8 @@ def measure_machine(
     without a message after each turn, in short and long turns: that gives the cost of waiting at
     the end of a tick. If devices share cores, waiting costs more than an empty tick, and the longer
     the tick the more.
+
+    Of several processes every one must call it with the number of all devices. They get what process 0 measured.
 
     Args:
       num_devices: the number of devices, at least 1; the first of `jax.devices()` are used.
@@ -61,6 +66,9 @@ def measure_machine(
         if num_cores is not None:
             share = min(num_cores / num_devices, 1.0)
             cores_per_device = min(max(share * faster_alone, 1.0), num_cores)
+    if jax.process_count() > 1:
+        measured = bandwidth, cores_per_device, jitter, tick, step
+        bandwidth, cores_per_device, jitter, tick, step = from_first(measured)
     return Machine(
         num_devices,
         memory_limit,
@@ -122,7 +130,8 @@ def _waiting(num_devices: int) -> tuple[float, float, float]:
 
             return lax.fori_loop(0, turns, turn, x)
 
-        mesh, everywhere = make_mesh(stage=count), PartitionSpec()
+        devices = jax.local_devices() if count == 1 else jax.devices()
+        mesh, everywhere = make_mesh(stage=count, devices=devices), PartitionSpec()
         mapped = jax.jit(
             jax.shard_map(
                 run,
@@ -136,8 +145,11 @@ def _waiting(num_devices: int) -> tuple[float, float, float]:
         placed = jax.device_put(arguments, NamedSharding(mesh, everywhere))
 
         def seconds() -> float:
+            if jax.process_count() > 1:  # loops without messages do not wait
+                gather(np.zeros(1))
             start = time.perf_counter()
-            jax.block_until_ready(mapped(*placed))
+            if count > 1 or jax.process_index() == 0:
+                jax.block_until_ready(mapped(*placed))
             return (time.perf_counter() - start) / turns
 
         return seconds

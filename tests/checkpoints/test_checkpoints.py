@@ -13,64 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from layouts import (
+    LAYOUTS,
+    arrays_of,
+    batches,
+    of_layout,
+    pipeline,
+    source,
+    trained,
+)
 
 import jpipe
 from jpipe import portable, schedules
 from jpipe.optim import correct_discrepancy, corrected_params
 
-DIM, ROWS = 8, 16
 KEY = jax.random.key(3)
-
-
-class Block(nnx.Module):
-    """A layer with mutable state and random draws."""
-
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(DIM, DIM, rngs=rngs)
-        self.norm = nnx.BatchNorm(DIM, rngs=rngs)
-        self.dropout = nnx.Dropout(0.2, rngs=rngs)
-
-    def __call__(self, x):
-        return x + self.dropout(nnx.relu(self.norm(self.linear(x))))
-
-
-def loss(outputs, batch):
-    return jnp.mean((outputs - batch["targets"]) ** 2)
-
-
-def batches(count, first=0):
-    rng = np.random.default_rng(first)
-    return [
-        {
-            name: rng.normal(size=(ROWS, DIM)).astype(np.float32)
-            for name in ("inputs", "targets")
-        }
-        for _ in range(count)
-    ]
-
-
-def pipeline(schedule, num_layers=8, data=1, **options):
-    options = {"optimizer": optax.adam(1e-2), "loss": loss} | options
-    mesh = jpipe.make_mesh(stage=schedule.num_devices, data=data, ring=schedule.ring)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jpipe.schedule.warn", lambda *_: None)  # of a bubble
-        return jpipe.Pipeline(
-            [Block] * num_layers, schedule=schedule, mesh=mesh, **options
-        )
-
-
-def trained(pipe, state, batches):
-    losses = []
-    for batch in batches:
-        state, metrics = pipe.step(state, batch)
-        losses.append(float(metrics["loss"]))
-    return state, losses
-
-
-def arrays_of(state):
-    leaves = jax.tree.leaves_with_path({**state.replicated(), **state.per_device()})
-    return {jax.tree_util.keystr(path): np.asarray(a) for path, a in leaves}
 
 
 def assert_equal(got, want):
@@ -133,35 +90,7 @@ def test_after_a_flush_nothing_is_in_flight(tmp_path):
 
 # -- Other layouts
 
-NAMES = (
-    "gpipe",
-    "one_f_one_b",
-    "interleaved",
-    "zero_bubble_h1",
-    "pipedream",
-    "pipemare",
-)
-LAYOUTS = [
-    (name, S, data)
-    for name in NAMES
-    for S in (1, 2, 4)
-    for data in (1, 2)
-    if name != "interleaved" or S > 1  # two stages or more on each device
-]
 PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
-
-
-@functools.cache
-def of_layout(layout):
-    name, S, data = layout
-    return pipeline(getattr(schedules, name)(S, 4), data=data)
-
-
-@functools.cache
-def source():
-    """A state after two steps, which the pipelines of all layouts adopt."""
-    pipe = pipeline(schedules.gpipe(2, 4))
-    return trained(pipe, pipe.init(KEY, batches(1)[0]), batches(2))[0]
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,7 @@ def test_adopt_keeps_a_loss_scale_that_moves():
 
 def stage_counts(state):
     """The count of updates that each layer's stage has."""
-    leaves = portable.optimizer_state(state)
+    leaves = portable.to_portable(state).optimizer_state
     return [int(layer["[0].count"]) for layer in leaves]
 
 

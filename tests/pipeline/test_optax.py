@@ -124,7 +124,9 @@ def check(optimizer, cut="two", plain=None):
         state, _ = pipe.step(state, batch)
         assert_close(pipe.get_params(state), params, dtype)
     kept = {
-        k: a for leaves in portable.optimizer_state(state) for k, a in leaves.items()
+        k: a
+        for leaves in portable.to_portable(state).optimizer_state
+        for k, a in leaves.items()
     }
     if plain is None:
         for path, leaf in jax.tree.leaves_with_path(inner):

@@ -73,10 +73,10 @@ def start(folder: pathlib.Path) -> tuple[int, int]:
         connection = _watchdog.connect(json.loads(path.read_text()), process)
         assert connection is not None
         connections = {0: connection}
-    _watchdog.running = _watchdog.Watchdog(
+    watchdog = _watchdog.Watchdog(
         process, connections, silence=SECONDS, progress=SECONDS
     )
-    _watchdog.running.start()
+    _watchdog.start(watchdog)
     return process, count
 
 

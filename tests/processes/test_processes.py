@@ -2,10 +2,10 @@
 
 import functools
 import os
-import pathlib
 import pickle
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,25 +15,7 @@ import numpy as np
 import pytest
 from processes import everything, faulty
 from processes.disagree import CASES
-
-ROOT = pathlib.Path(__file__).parents[2]
-FOLDER = pathlib.Path(__file__).parent
-
-
-def launch_command(script, *arguments, num_processes=2, devices=4):
-    """The command that runs a script of this folder in several processes, and options for it."""
-    command = [
-        *(sys.executable, "-m", "jpipe.launch", "-n", str(num_processes)),
-        *("--devices", str(devices), str(FOLDER / script), *map(str, arguments)),
-    ]
-    path = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    return command, dict(env={**os.environ, "PYTHONPATH": path}, text=True)
-
-
-def launch(*arguments, **options):
-    """Runs a script of this folder in several processes, to the end."""
-    command, options = launch_command(*arguments, **options)
-    return subprocess.run(command, capture_output=True, timeout=400, **options)
+from processes.launching import ROOT, SECONDS, launch, launch_command
 
 
 def assert_equal(got, want):
@@ -51,9 +33,25 @@ def test_two_processes_train_as_one(tmp_path):
         assert_equal(got, want)
 
 
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_process_does_not_wait_for_ever_for_others_to_start(process):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    call = f"initialize({address!r}, 2, {process}, connect_seconds=1.5)"
+    program = f"import jpipe; jpipe.distributed.{call}"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == 71
+    assert "not all processes have connected within 1.5 s" in done.stderr
+
+
 SLOW = pytest.mark.slow
-SECONDS = 30.0
-"""From a fault to the end of every process."""
 
 FAULTS = {
     "kill": (71, "process {} is gone without a word"),
@@ -96,8 +94,8 @@ def test_all_stop_at_one_step_and_end_well(to_all):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, **options)
     pids: list[int] = []
     while len(pids) < 2:
-        line = process.stdout.readline()
-        pids += [int(line.split()[-1])] * ("trains in" in line)
+        found = re.search(r"trains in (\d+)", process.stdout.readline())
+        pids += [int(found[1])] if found else []
     os.kill(process.pid if to_all else pids[1], signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     stopped = re.findall(r"^\[\d\] stopped at (\d+)$", out, flags=re.M)
@@ -211,3 +209,16 @@ def test_a_checkpoint_goes_on_in_another_layout(tmp_path):
         pickle.loads((tmp_path / f"restore {count}").read_bytes()) for count in (1, 2)
     )
     assert_equal(two, one)
+
+
+@SLOW
+def test_each_process_may_have_a_pipeline_of_its_own(tmp_path):
+    """All but its checkpoints, which all processes would have to write."""
+    done = launch("alone.py", tmp_path)
+    assert done.returncode == 0, done.stderr
+    for process in range(2):
+        start = rf"^\[{process}\] "
+        assert re.search(rf"{start}process_rows: \[0, 1, 2, 3\]$", done.stdout, re.M)
+        assert re.search(rf"{start}get_params: 2$", done.stdout, re.M)
+        refused = r"save: ValueError: .*must have devices of all processes"
+        assert re.search(start + refused, done.stdout, re.M), done.stdout

@@ -26,6 +26,7 @@ from jpipe.solvers import Graph, Node, read_graph
 from models import Transformer
 from train import flags, plan
 from train.config import OptimizerConfig, PipelineConfig, TrainConfig
+from train.planned import file_of, planned_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHAIN = Graph(
@@ -183,6 +184,21 @@ def clone(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def unmeasured(monkeypatch):
+    """Layers take as long as they have FLOPs, and nothing is timed."""
+    profile = jpipe.Pipeline.profile
+
+    def counted_alone(self, batch, *, num_microbatches, **_):
+        size = len(batch["inputs"]) // num_microbatches
+        counted = profile(self, batch, num_microbatches=num_microbatches, programs=())
+        times = dict.fromkeys(jpipe.plan.PROGRAMS, 1e-3 * size)
+        return timed(counted, **times | {"backward": 2e-3 * size, "update": 1e-3})
+
+    monkeypatch.setattr(jpipe.Pipeline, "profile", counted_alone)
+    monkeypatch.setattr(jpipe.plan, "measure_machine", jpipe.plan.Machine)
+
+
 def test_there_are_commands():
     assert any("gpt_1f1b" in c and "--save" in c for c in OF_MODELS)
     assert any("quickstart" in c for c in OF_MODELS) and len(OF_GRAPHS) >= 3
@@ -193,21 +209,8 @@ def test_there_are_commands():
     [(command, "") for command in OF_MODELS]
     + [(GPT, "--asynchronous"), (GPT, "--json --asynchronous")],
 )
-def test_printed_commands_plan_a_model(capsys, clone, monkeypatch, command, more):
-    """Everything but the measuring.
-
-    Layers take as long as they have FLOPs, and nothing is timed.
-    """
-    profile = jpipe.Pipeline.profile
-
-    def unmeasured(self, batch, *, num_microbatches, **_):
-        size = len(batch["inputs"]) // num_microbatches
-        counted = profile(self, batch, num_microbatches=num_microbatches, programs=())
-        times = dict.fromkeys(jpipe.plan.PROGRAMS, 1e-3 * size)
-        return timed(counted, **times | {"backward": 2e-3 * size, "update": 1e-3})
-
-    monkeypatch.setattr(jpipe.Pipeline, "profile", unmeasured)
-    monkeypatch.setattr(jpipe.plan, "measure_machine", jpipe.plan.Machine)
+def test_printed_commands_plan_a_model(capsys, clone, unmeasured, command, more):
+    """Everything but the measuring."""
     words = shlex.split(command)[1:]
     code, out, error = run(capsys, *words, *more.split())
     assert code == 0, error
@@ -231,6 +234,14 @@ def test_printed_commands_plan_a_model(capsys, clone, monkeypatch, command, more
         for kind in (TrainConfig, PipelineConfig, OptimizerConfig, Transformer):
             for field in dataclasses.fields(kind):
                 assert re.search(rf"\b{field.name}=", text), field.name
+
+
+def test_no_plan_fits(capsys, clone, unmeasured):
+    words = "--config configs/quickstart.py --devices 2 --memory 1KiB".split()
+    code, _, error = run(capsys, *words)
+    assert code == 2
+    assert re.search(r"no plan fits: the smallest needs [\d.]+ \wiB per device", error)
+    assert "the limit is 1.0 KiB" in error
 
 
 @pytest.mark.slow
@@ -301,6 +312,80 @@ def test_a_model_is_planned_and_the_plan_runs(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+# -- Several processes
+
+
+def plan_in_two_processes(*words):
+    """The planning of a small model on two devices; the words come last."""
+    small = "--config configs/quickstart.py --config.model=MLP --config.model.widths=16,16,16"
+    small += " --config.batch_size=16 --config.num_steps=2 --microbatches 4"
+    launch = ["-m", "jpipe.launch", "-n", "2", "--devices", "2", "train/plan.py"]
+    return subprocess.run(
+        [sys.executable, *launch, *small.split(), *words],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.slow
+def test_two_processes_plan_and_train(tmp_path):
+    """Process 0 prints and writes. What it has measured is kept, and is not measured again."""
+    saved, profiles = tmp_path / "planned.py", tmp_path / "profiles"
+    words = ["--devices", "2", "--profiles", str(profiles)]
+    result = plan_in_two_processes(*words, "--save", str(saved))
+    assert result.returncode == 0, result.stderr
+    lines = [line for line in result.stdout.splitlines() if "[Gloo]" not in line]
+    for start in ("profile of a micro", "machine: 2 devices", "plans, as", "saved: "):
+        assert sum(line.startswith(f"[0] {start}") for line in lines) == 1
+    assert all(line.startswith("[0] ") for line in lines)
+    (profile,) = profiles.iterdir()
+    measured = profile.read_text()
+    again = plan_in_two_processes(*words, "--json")
+    assert again.returncode == 0 and profile.read_text() == measured, again.stderr
+    (line,) = (line for line in again.stdout.splitlines() if "[Gloo]" not in line)
+    best, *_ = json.loads(line.removeprefix("[0] "))
+    assert best["fits"]
+
+    train = ["-m", "jpipe.launch", "-n", "2", "--devices", "2", "train/train.py"]
+    options = ["--config", str(saved), f"--config.run_dir={tmp_path / 'run'}"]
+    options += ["--config.pipeline.num_stages=2", "--config.pipeline.data=1"]
+    options += ["--config.pipeline.boundaries=none"]
+    result = subprocess.run(
+        [sys.executable, *train, *options],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--devices 2 --save /nope/x.py", "there is no folder `/nope`"),
+        pytest.param(
+            "--devices 1", "of all 2 processes, 2, got 1", marks=pytest.mark.exhaustive
+        ),
+        pytest.param(  # which process 0 alone finds out
+            "--devices 2 --profiles /dev/null/profiles",
+            "Not a directory",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_a_wrong_word_ends_all_processes(words, message):
+    result = plan_in_two_processes(*words.split())
+    assert result.returncode == 2
+    for process in range(2):
+        pattern = rf"^\[{process}\] plan\.py: .*{re.escape(message)}"
+        assert len(re.findall(pattern, result.stderr, flags=re.M)) == 1
+    lines = [line for line in result.stderr.splitlines() if line.startswith("[")]
+    assert len(lines) == 2, result.stderr
+
+
 def test_graphs_of_our_own_are_read_by_default(chain):
     assert read_graph(chain) == CHAIN
 
@@ -344,9 +429,9 @@ def test_a_plan_with_copies_is_saved_as_a_configuration(tmp_path):
     words = ["--config", str(ROOT / "configs" / "quickstart.py")]
     words += ["--config.model=MLP", "--config.model.widths=8,8,8,8,8"]
     _, config = flags.parse([*words, "--config.batch_size=24"], TrainConfig)
-    planned = plan._planned(config, best)
+    planned = planned_config(config, best)
     path = tmp_path / "planned.py"
-    path.write_text(plan._file_of(planned, best, ["--devices", "4"]))
+    path.write_text(file_of(planned, best, ["--devices", "4"]))
     assert "-".join(map(str, best.options["replicas"])) in path.read_text()
     loaded = flags.load(str(path), TrainConfig)
     assert loaded == planned

@@ -1,0 +1,117 @@
+"""Ends all processes of a training when one of them ends, fails, stops or gets stuck.
+
+A process that waits for another one waits in compiled code, for ever, and cannot look around. So a thread in each process
+does. It keeps a TCP connection to process 0 and sends it a line up to four times a second: what the process does, and
+for how long.
+Process 0 judges, and tells all others when to end and why.
+
+    what a process does       process 0 sees                            after
+    ends, killed or crashed   a connection that closes                  at once
+    raises an exception       its last line, sent by `sys.excepthook`   at once
+    stopped, cut off          no line                                   `SILENCE` (15 s)
+    stuck, or ends too early  lines, but no progress                    its limit (20 s, more in long phases)
+    stuck without the GIL     no line; its own C timer ends it          `SILENCE`
+
+If process 0 is the one, the others see the same of it. Progress is a call of the library, or a step that the devices
+have completed. While one process is in a long phase, such as compiling or saving, the others may wait for it.
+
+Standard library only.
+"""
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from jpipe._watchdog._connections import accept, connect, listen
+from jpipe._watchdog._progress import LONG
+from jpipe._watchdog._thread import PROGRESS, SILENCE, Watchdog
+
+__all__ = [
+    "LONG",
+    "PROGRESS",
+    "SILENCE",
+    "Phase",
+    "Watchdog",
+    "accept",
+    "connect",
+    "dispatched",
+    "listen",
+    "running",
+    "start",
+    "stop",
+    "watched",
+]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+running: Watchdog | None = None
+"""The watchdog of this process."""
+
+
+def start(watchdog: Watchdog) -> None:
+    """Makes a watchdog that of this process, and starts it."""
+    global running
+    running = watchdog
+    os.register_at_fork(after_in_child=_forget)
+    watchdog.start()
+
+
+def stop() -> None:
+    """Waits until all processes have come here, then ends the watchdog."""
+    global running
+    if running is not None:
+        running.finish()
+        running = None
+
+
+def _forget() -> None:
+    """In a child process, which nobody watches."""
+    global running
+    if running is not None:
+        running.close()
+        running = None
+
+
+class Phase:
+    """A context that tells the watchdog what this process does. See `jpipe.distributed.phase`.
+
+    Args:
+      name: for messages.
+      limit: seconds that it may take; None: as long as a step.
+    """
+
+    __slots__ = ("_limit", "_name", "_watchdog")
+
+    def __init__(self, name: str, limit: float | None):
+        self._name, self._limit = name, limit
+
+    def __enter__(self) -> None:
+        self._watchdog = running
+        if running is not None:
+            running.enter(self._name, self._limit)
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._watchdog is not None:
+            self._watchdog.leave(self._limit)
+
+
+def watched(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: a call of the function is a long phase."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            with Phase(name, LONG):
+                return function(*args, **kwargs)
+
+        return call
+
+    return decorate
+
+
+def dispatched(output: Any) -> None:
+    """Tells the watchdog that the devices work until `output` is ready."""
+    if running is not None:
+        running.beats.dispatched(output)

@@ -1,0 +1,56 @@
+"""What the scripts do in several processes: the first one prints, writes files and decides."""
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import jax
+
+import jpipe
+
+
+def is_first() -> bool:
+    """Whether this process writes files and prints."""
+    return jax.process_index() == 0
+
+
+def of_first(function: Callable[[], Any], phase: str, limit_seconds: float) -> Any:
+    """What a function returns in process 0, for every process. Every process must call it.
+
+    The others do not run the function. If it fails, all processes fail with its message.
+
+    Args:
+      function: returns what JSON can hold.
+      phase: what it does, for messages of the watchdog.
+      limit_seconds: what it takes at the most.
+
+    Raises:
+      ValueError: on every process, if the function raises it.
+      OSError: likewise; a `ValueError` on the others.
+    """
+    result, error = None, None
+    with jpipe.distributed.phase(phase, limit_seconds):
+        if is_first():
+            try:
+                result = function()
+            except (ValueError, OSError) as caught:
+                error = caught
+        text = None if error is None else str(error)
+        result, text = jpipe.distributed.broadcast([result, text])
+    if error is not None:
+        raise error
+    if text is not None:
+        raise ValueError(text)
+    return result
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the program.
+
+    After a wrong option or file, which may be wrong in this process alone, it does not wait for the other processes.
+    """
+    if code == 2 and jax.distributed.is_initialized():
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
