@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jpipe._cells import IDLE
+
 if TYPE_CHECKING:
     from jpipe.schedule import Schedule
 
@@ -24,7 +26,8 @@ class Facts:
       inner_bubble: the same between each device's first and last operation. It remains
         if the next minibatch fills both ends. Asynchronous: the bubble.
       in_flight: `[S]`, the largest number of microbatches that are between their forward
-        and the end of their backward at the same time, the ticks of both included.
+        and the end of their backward at the same time, the ticks of both included, on one
+        copy of the stage.
       forward_delay: `[S]`, the largest number of versions between the weights that a
         forward reads and the weights that its gradient is applied to.
       backward_delay: `[S]`, the same for a backward.
@@ -65,13 +68,14 @@ def facts(schedule: "Schedule") -> Facts:
 
     num_ticks = schedule.num_ticks
     forward, forward_versions = schedule.forward_ticks(), schedule.forward_versions()
-    backward_delay = np.zeros(schedule.num_columns, np.int64)
-    weight_versions = np.ones(schedule.num_columns, np.int64)
+    runs = forward != IDLE
+    backward_delay = np.zeros(schedule.num_stages, np.int64)
+    weight_versions = np.ones(schedule.num_stages, np.int64)
     last = forward
     if not schedule.forward_only:
         backward = schedule.backward_ticks()
         backward_versions = schedule.backward_versions()
-        backward_delay = -backward_versions.min(axis=0)
+        backward_delay = _delay(schedule, backward_versions)
         last = schedule.weight_grad_ticks()
         # A read of version v at tick t means a read of version 1 at t + T (1 - v).
         # Version 1 lives until its last read, and at least until version 2 is
@@ -81,25 +85,48 @@ def facts(schedule: "Schedule") -> Facts:
             forward + num_ticks * (1 - forward_versions),
             backward + num_ticks * (1 - backward_versions),
         ]
-        live_until = np.maximum(np.max(read, axis=(0, 1)), written + num_ticks)
-        weight_versions = _most_at_once(written + 1, live_until, num_ticks)
-    by_stage = schedule.column_of_stage
+        last_read = np.where(runs, np.max(read, axis=0), IDLE).max(axis=0)
+        first, live_until = np.zeros((2, schedule.num_stages), np.int64)
+        for s, c in enumerate(schedule.column_of_stage):  # all copies update together
+            first[s] = written[c] + 1
+            reads = last_read[schedule.stage == s].max()
+            live_until[s] = max(reads, written[c] + num_ticks)
+        weight_versions = _covering(first, live_until, num_ticks).max(axis=0)
     return Facts(
         num_ticks=num_ticks,
         makespan=makespan,
         bubble=(span - int(work.sum())) / span,
         inner_bubble=(inner_span - int(work.sum())) / inner_span,
-        in_flight=_most_at_once(forward, last, num_ticks)[by_stage],
-        forward_delay=-forward_versions.min(axis=0)[by_stage],
-        backward_delay=backward_delay[by_stage],
-        weight_versions=weight_versions[by_stage],
+        in_flight=_in_flight(schedule, forward, last),
+        forward_delay=_delay(schedule, forward_versions),
+        backward_delay=backward_delay,
+        weight_versions=weight_versions,
     )
 
 
-def _most_at_once(first: np.ndarray, last: np.ndarray, num_ticks: int) -> np.ndarray:
-    """The largest number of intervals that cover one tick, per column.
+def _delay(schedule: "Schedule", versions: np.ndarray) -> np.ndarray:
+    """`[S]`, the largest delay of each stage, from the versions `[N, C]` that are read."""
+    return -schedule.by_stage(versions).min(axis=0)
 
-    Every interval recurs every T ticks.
+
+def _in_flight(
+    schedule: "Schedule", forward: np.ndarray, last: np.ndarray
+) -> np.ndarray:
+    """`[S]`, the most microbatches of a stage in flight on one device; see `Facts`."""
+    # A microbatch that runs in another column covers no tick.
+    runs = forward != IDLE
+    first, last = np.where(runs, forward, 0), np.where(runs, last, -1)
+    covering = _covering(first, last, schedule.num_ticks)
+    most = np.zeros(schedule.num_stages, np.int64)
+    for s, devices in enumerate(schedule.copies):
+        for d in devices:
+            columns = (schedule.stage == s) & (schedule.device == d)
+            most[s] = max(most[s], covering[:, columns].sum(axis=1).max())
+    return most
+
+
+def _covering(first: np.ndarray, last: np.ndarray, num_ticks: int) -> np.ndarray:
+    """How many intervals cover each tick, per column. Every interval recurs every T ticks.
 
     Args:
       first: `[N, C]` or `[C]`, first tick of each interval.
@@ -107,8 +134,8 @@ def _most_at_once(first: np.ndarray, last: np.ndarray, num_ticks: int) -> np.nda
       num_ticks: T.
 
     Returns:
-      `[C]`, counts.
+      `[T, C]`, counts.
     """
     t = np.arange(num_ticks)[:, None, None]
     covering = (last - t) // num_ticks - (first - 1 - t) // num_ticks  # [T, N, C]
-    return covering.sum(axis=1).max(axis=0)
+    return covering.sum(axis=1)

@@ -23,19 +23,22 @@ def _require(
     message: str,
     other: np.ndarray | None = None,
     version: np.ndarray | None = None,
+    previous: np.ndarray | None = None,
 ) -> None:
     """Raises for the first cell, in reading order, for which a rule does not hold.
 
     Args:
       schedule: the table.
-      holds: bool `[N, C]`.
+      holds: bool `[N, C]`. Cells without a tick do not count.
       ticks: `[N, C]`, absolute tick of the cell.
       message: a format string. Its fields are numbers as the table shows them: `m`, the
         microbatch; `previous`, the microbatch before it; `other`, the tick that the rule
         compares with; `version`, the weight version read.
       other: `[N, C]`, absolute ticks.
       version: `[N, C]`, versions.
+      previous: `[N, C]`, microbatches.
     """
+    holds = holds | (ticks == IDLE)
     if holds.all():
         return
     num_ticks, num_microbatches = schedule.num_ticks, schedule.num_microbatches
@@ -44,7 +47,9 @@ def _require(
     k, t = divmod(int(ticks[m, c]), num_ticks)
     text = message.format(
         m=m - num_microbatches * k,
-        previous=m - num_microbatches * k - 1,
+        previous=None
+        if previous is None
+        else int(previous[m, c]) - num_microbatches * k,
         other=None if other is None else int(other[m, c]) - num_ticks * k,
         version=None if version is None else int(version[m, c]) - k,
     )
@@ -52,7 +57,7 @@ def _require(
 
 
 def _check_columns(schedule: "Schedule") -> None:
-    """Stages are 0 .. S-1, devices 0 .. D-1, none is missing; one column per stage."""
+    """Stages are 0 .. S-1, devices 0 .. D-1, none is missing."""
     for word, values in (("stage", schedule.stage), ("device", schedule.device)):
         if (values < 0).any():
             c = int(np.argmin(values))
@@ -63,11 +68,6 @@ def _check_columns(schedule: "Schedule") -> None:
             c = int(np.argmax(values))
             message = f"there is a {word} {values[c]} but no {word} {missing[0]}"
             raise ValueError(with_mark(schedule, message, None, c))
-    stages, first = np.unique(schedule.stage, return_index=True)
-    if len(stages) < schedule.num_columns:
-        c = min(set(range(schedule.num_columns)) - set(first.tolist()))
-        message = "a second column of one stage; replicated stages are not supported"
-        raise ValueError(with_mark(schedule, message, None, c))
 
 
 def _check_arrived(schedule: "Schedule") -> None:
@@ -83,31 +83,55 @@ def _check_arrived(schedule: "Schedule") -> None:
 
 
 def _check_once(schedule: "Schedule") -> None:
-    """Every column runs each operation once per microbatch and updates once.
+    """Every stage runs each operation once per microbatch, and every column updates once.
 
-    A forward-only table has no backward and no update at all.
+    All operations of a microbatch on a stage are in one column. A forward-only table has no
+    backward and no update at all.
     """
     fields = ["forward"]
     if not schedule.forward_only:
         fields += ["backward"] + ["weight_grad"] * schedule.splits_backward
+    column_of: dict[tuple[int, int], int] = {}  # microbatch and stage -> column
     for field in fields:
-        cells = getattr(schedule, field)
-        tick_of: dict[tuple[int, int], int] = {}
-        for t, c in np.argwhere(cells != IDLE).tolist():
-            m = int(cells[t, c]) % schedule.num_microbatches
-            if (m, c) in tick_of:
-                message = (
-                    f"{field} {cells[t, c]} runs twice (also at tick {tick_of[m, c]})"
-                )
-                raise ValueError(with_mark(schedule, message, t, c))
-            tick_of[m, c] = t
-        for c in range(schedule.num_columns):
-            for m in range(schedule.num_microbatches):
-                if (m, c) not in tick_of:
-                    message = f"microbatch {m} has no {field}"
-                    raise ValueError(with_mark(schedule, message, None, c))
-    if schedule.forward_only:
-        return
+        _check_field_once(schedule, field, column_of)
+    for c in range(schedule.num_columns):
+        if c not in column_of.values():
+            message = "a column without a microbatch; leave the column out"
+            raise ValueError(with_mark(schedule, message, None, c))
+    if not schedule.forward_only:
+        _check_updates_once(schedule)
+
+
+def _check_field_once(
+    schedule: "Schedule", field: str, column_of: dict[tuple[int, int], int]
+) -> None:
+    """`_check_once` for one kind of operation; forwards fill in `column_of`."""
+    cells, stage = getattr(schedule, field), schedule.stage.tolist()
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    for t, c in np.argwhere(cells != IDLE).tolist():
+        key = int(cells[t, c]) % schedule.num_microbatches, stage[c]
+        if key in found:
+            where, column = found[key]
+            other = "" if column == c else f" in another column of stage {stage[c]}"
+            message = f"{field} {cells[t, c]} runs twice (also at tick {where}{other})"
+            raise ValueError(with_mark(schedule, message, t, c))
+        found[key] = t, c
+        if column_of.setdefault(key, c) != c:
+            message = (
+                f"{field} {cells[t, c]} is not in the column of its forward, which has what "
+                "it needs"
+            )
+            raise ValueError(with_mark(schedule, message, t, c))
+    for s in dict.fromkeys(stage):
+        for m in range(schedule.num_microbatches):
+            if (m, s) not in found:
+                c = column_of.get((m, s), stage.index(s))
+                message = f"microbatch {m} has no {field}"
+                raise ValueError(with_mark(schedule, message, None, c))
+
+
+def _check_updates_once(schedule: "Schedule") -> None:
+    """Every column updates once, all columns of a stage in the same tick."""
     for c, updates in enumerate((schedule.update != IDLE).T):
         if not updates.any():
             raise ValueError(with_mark(schedule, "there is no update", None, c))
@@ -118,6 +142,17 @@ def _check_once(schedule: "Schedule") -> None:
                 f"tick {first})"
             )
             raise ValueError(with_mark(schedule, message, second, c))
+    written = schedule.update_ticks()
+    together = written[schedule.column_of_stage][schedule.stage]
+    for c in np.flatnonzero(written != together)[:1].tolist():
+        t = int(written[c]) % schedule.num_ticks
+        other = int(together[c]) % schedule.num_ticks
+        message = (
+            f"update {schedule.update[t, c]} is not in the tick of the other columns of "
+            f"stage {schedule.stage[c]} (tick {other}, update "
+            f"{schedule.update[other, schedule.column_of_stage[schedule.stage[c]]]})"
+        )
+        raise ValueError(with_mark(schedule, message, t, c))
 
 
 def _check_order(schedule: "Schedule") -> None:
@@ -126,17 +161,36 @@ def _check_order(schedule: "Schedule") -> None:
         if (getattr(schedule, field) == IDLE).all():
             continue
         ticks = getattr(schedule, f"{field}_ticks")()
-        before = np.concatenate([ticks[-1:] - schedule.num_ticks, ticks[:-1]])
+        before, previous = np.full((2, *ticks.shape), IDLE, np.int64)
+        for c in range(schedule.num_columns):
+            (m,) = np.nonzero(ticks[:, c] != IDLE)
+            before[m, c], previous[m, c] = np.roll(ticks[m, c], 1), np.roll(m, 1)
+            before[m[0], c] -= schedule.num_ticks
+            previous[m[0], c] -= schedule.num_microbatches
         message = f"{field} {{m}} before {field} {{previous}} (tick {{other}})"
-        _require(schedule, ticks > before, ticks, message, before)
+        _require(schedule, ticks > before, ticks, message, before, previous=previous)
+
+
+def _arrival(schedule: "Schedule", ticks: np.ndarray, offset: int) -> np.ndarray:
+    """`[N, C]`, the first tick at which the message of another stage can be read.
+
+    Args:
+      schedule: the table.
+      ticks: `[N, C]`, ticks of the operation that sends and of the one that reads.
+      offset: of the stage that sends, from the stage that reads: -1 or 1.
+    """
+    sent = schedule.by_stage(ticks) + 1
+    arrival = np.full_like(ticks, IDLE)
+    for s in range(max(0, -offset), schedule.num_stages - max(0, offset)):
+        here = schedule.stage == s
+        arrival[:, here] = sent[:, s + offset, None]
+    return arrival
 
 
 def _check_forward(schedule: "Schedule") -> None:
     """A forward starts after its input has arrived."""
-    columns = schedule.column_of_stage
     ticks = schedule.forward_ticks()
-    arrival = np.full_like(ticks, IDLE)
-    arrival[:, columns[1:]] = ticks[:, columns[:-1]] + 1
+    arrival = _arrival(schedule, ticks, -1)
     message = "forward {m} before its input can be read (tick {other})"
     _require(schedule, ticks >= arrival, ticks, message, arrival)
 
@@ -145,12 +199,10 @@ def _check_backward(schedule: "Schedule") -> None:
     """A backward starts after its forward, and after its output's gradient has arrived."""
     if schedule.forward_only:
         return
-    columns = schedule.column_of_stage
     forward, ticks = schedule.forward_ticks(), schedule.backward_ticks()
     message = "backward {m} before its forward (tick {other})"
     _require(schedule, ticks >= forward, ticks, message, forward)
-    arrival = np.full_like(ticks, IDLE)
-    arrival[:, columns[:-1]] = ticks[:, columns[1:]] + 1
+    arrival = _arrival(schedule, ticks, 1)
     message = "backward {m} before its gradient can be read (tick {other})"
     _require(schedule, ticks >= arrival, ticks, message, arrival)
 
@@ -167,22 +219,25 @@ def _check_update(schedule: "Schedule") -> None:
     """An update follows all gradients that it applies and precedes all others."""
     if schedule.forward_only:
         return
-    num_ticks = schedule.num_ticks
+    num_ticks, N = schedule.num_ticks, schedule.num_microbatches
     written, gradient = schedule.update_ticks(), schedule.weight_grad_ticks()
     field = "weight_grad" if schedule.splits_backward else "backward"
     for c in range(schedule.num_columns):
         k, t = divmod(int(written[c]), num_ticks)
         version = 1 - k
-        m = schedule.num_microbatches * version  # the first of the next minibatch
-        last, following = gradient[-1, c], gradient[0, c] + num_ticks
-        if last > written[c]:
+        (microbatches,) = np.nonzero(gradient[:, c] != IDLE)
+        first, last = microbatches[[0, -1]].tolist()
+        last_tick = int(gradient[last, c])
+        next_tick = int(gradient[first, c]) + num_ticks  # of the next minibatch
+        if last_tick > written[c]:
             message = (
-                f"before {field} {m - 1} (tick {last - num_ticks * k}), part of it"
+                f"before {field} {last + N * (version - 1)} (tick "
+                f"{last_tick - num_ticks * k}), part of it"
             )
-        elif following <= written[c]:
+        elif next_tick <= written[c]:
             message = (
-                f"not before {field} {m} (tick {following - num_ticks * k}), part of "
-                f"update {version + 1}"
+                f"not before {field} {first + N * version} (tick "
+                f"{next_tick - num_ticks * k}), part of update {version + 1}"
             )
         else:
             continue

@@ -117,6 +117,8 @@ def with_mark(schedule: "Schedule", message: str, tick: int | None, column: int)
       column: the column of the cell.
     """
     where = f"stage {schedule.stage[column]}"
+    if schedule.has_copies:
+        where += f", device {schedule.device[column]}"
     if tick is not None:
         where = f"tick {tick}, {where}"
     marked_row = 0 if tick is None else tick + 1

@@ -10,6 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpipe.engine.loss_scale import LossScale
+from jpipe.lowering.lower import mixes_minibatches
 from jpipe.mesh import STAGE
 from jpipe.processes import check_processes
 from jpipe.schedule import Schedule
@@ -351,6 +352,14 @@ def check_stages(stages: Stages, schedule: Schedule, recompute: Any) -> None:
                 f"stages {', '.join(map(str, on_stages))}, which the asynchronous schedule "
                 f"{schedule.name!r} updates at different times. Choose `boundaries` that "
                 "keep them on one stage, or a synchronous schedule."
+            )
+    for i, layer in enumerate(stages.layers):
+        s = stages.stage_of(i)
+        if jax.tree.leaves(layer.state) and mixes_minibatches(schedule, s):
+            raise ValueError(
+                f"layer {i} ({layer.name}) has mutable state, and schedule {schedule.name!r} runs "
+                f"forwards of two minibatches at the same time on copies of its stage, {s}. The "
+                "state moves once per minibatch. Use paired ticks, or a stage without copies."
             )
     if recompute == "full":
         for i, layer in enumerate(stages.layers):

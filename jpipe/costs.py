@@ -90,14 +90,15 @@ def memory(program: Program, batch: Any) -> Memory:
     weights = num_bytes["parameters"] + num_bytes["read_parameters"]
     optimizer, gradients = num_bytes["optimizer_state"], num_bytes["gradients"]
     used = sum(
-        layout.leaf_bytes(run.parameters, stages.parameters.arrays)
-        for s in range(stages.num_stages)
+        len(of_stage) * layout.leaf_bytes(run.parameters, stages.parameters.arrays)
+        for s, of_stage in enumerate(engine.lowered.copies)
         for _, run, _ in stages.layer_runs(s)
     )
     assert updates is not None
     used_state = sum(
-        layout.leaf_bytes(updates.programs[u].state, updates.state.arrays)
-        for u in updates.program_of_stage
+        len(of_stage)
+        * layout.leaf_bytes(updates.programs[u].state, updates.state.arrays)
+        for u, of_stage in zip(updates.program_of_stage, engine.lowered.copies)
     )
     copies = (
         engine.lowered.num_versions * (1 + len(layout["read_parameters"].shapes)) + 1

@@ -344,9 +344,10 @@ def _pack(
         for _ in range(program.settings.schedule.num_devices)
     ]
     for s in range(stages.num_stages):
-        d, chunk = program.placement[s]
+        copies = program.engine.lowered.copies[s]
         addressable = [
             device
+            for d, _ in copies
             for device in _devices_along(mesh, STAGE, d)
             if device.process_index == jax.process_index()
         ]
@@ -354,26 +355,12 @@ def _pack(
             continue
         with jax.default_device(addressable[0]):
             weights, mutable, optimizer_state = of_stage(s)
-        column, versions = (chunk,), (slice(None), chunk)
-        for i, run, row in stages.layer_runs(s):
-            for name, places, tree, lead in (
-                ("parameters", run.parameters, weights[i], versions),
-                ("mutable_state", run.state, mutable[i], column),
-            ):
-                for place, leaf in zip(places, jax.tree.leaves(tree), strict=True):
-                    _write(local[d][name], lead, place, row, leaf)
-        update, state_leaves = _update(program, s), jax.tree.leaves(optimizer_state)
-        for reader, arrays in local[d]["read_parameters"].items():
-            values = jax.tree.leaves(stage_tree(stages, s, weights))
-            delay = float(engine.delays[reader][s])
-            if delay:
-                with jax.default_device(addressable[0]):
-                    values = update.param_hooks[reader](values, state_leaves, delay)
-            for copies, value in zip(update.parameters, values, strict=True):
-                for place, row in copies:
-                    _write(arrays, versions, place, row, value)
-        for place, leaf in zip(update.state, state_leaves, strict=True):
-            _write(local[d]["optimizer_state"], column, place, 0, leaf)
+        state_leaves = jax.tree.leaves(optimizer_state)
+        with jax.default_device(addressable[0]):
+            read_weights = _read_weights(program, s, weights, state_leaves)
+        for d, chunk in copies:
+            trees = weights, mutable, state_leaves, read_weights
+            _pack_copy(program, s, local[d], chunk, *trees)
     if engine.loss_scale is not None:
         for arrays in local:
             arrays["loss_scale"] = loss_scale or engine.loss_scale.start()
@@ -385,6 +372,59 @@ def _pack(
         return jax.make_array_from_callback(want.shape, want.sharding, shard)
 
     return jax.tree.map(global_array, layout.global_shapes(_PACKED), *local)
+
+
+def _read_weights(
+    program: Program, s: int, weights: Sequence, state_leaves: Sequence
+) -> dict[str, list]:
+    """Pass -> the leaves of a stage's weights that a parameter hook gives to the pass."""
+    engine, result = program.engine, {}
+    for reader in engine.layout["read_parameters"].shapes:
+        values = jax.tree.leaves(stage_tree(program.stages, s, weights))
+        delay = float(engine.delays[reader][s])
+        if delay:
+            hook = _update(program, s).param_hooks[reader]
+            values = hook(values, state_leaves, delay)
+        result[reader] = values
+    return result
+
+
+def _pack_copy(
+    program: Program,
+    s: int,
+    local: Mapping[str, Any],
+    chunk: int,
+    weights: Sequence,
+    mutable: Sequence,
+    state_leaves: Sequence,
+    read_weights: Mapping[str, Sequence],
+) -> None:
+    """Writes one copy of a stage into the host arrays of its device.
+
+    Args:
+      program: of the state.
+      s: the stage.
+      local: the packed arrays of the device, by group.
+      chunk: position of the stage among the device's stages.
+      weights, mutable: one tree per layer of the model.
+      state_leaves: of the optimizer's state.
+      read_weights: as `_read_weights` returns them.
+    """
+    column, versions = (chunk,), (slice(None), chunk)
+    for i, run, row in program.stages.layer_runs(s):
+        for name, places, tree, lead in (
+            ("parameters", run.parameters, weights[i], versions),
+            ("mutable_state", run.state, mutable[i], column),
+        ):
+            for place, leaf in zip(places, jax.tree.leaves(tree), strict=True):
+                _write(local[name], lead, place, row, leaf)
+    update = _update(program, s)
+    for reader, values in read_weights.items():
+        for copies, value in zip(update.parameters, values, strict=True):
+            for place, row in copies:
+                _write(local["read_parameters"][reader], versions, place, row, value)
+    for place, leaf in zip(update.state, state_leaves, strict=True):
+        _write(local["optimizer_state"], column, place, 0, leaf)
 
 
 # -- From a state to layers

@@ -546,12 +546,19 @@ class Program:
             num_entered,
             self._cut_batch(batch),
         )
-        last_device = int(schedule.device[schedule.stage == stages.num_stages - 1][0])
+        table = engine.schedule
+        last_devices = table.device[table.column_of_microbatch[:, -1]]
+        which: Any = int(last_devices[0])
+        if (
+            table.has_copies
+        ):  # each copy of the last stage has the rows of its microbatches
+            which = last_devices, np.arange(N)
         lead = self.settings.num_replicas, schedule.num_devices, N
-        flat = [
-            y.reshape(*lead, *y.shape[1:])[:, last_device].reshape(-1, *y.shape[2:])
-            for y in outputs
-        ]
+        flat = []
+        for y in outputs:
+            rows = y.reshape(*lead, *y.shape[1:])
+            rows = rows[:, *which] if table.has_copies else rows[:, which]
+            flat.append(rows.reshape(-1, *y.shape[2:]))
         return stages.outputs[1].unflatten(flat), {"num_microbatches": num_entered}
 
     def _forward_engine(self, microbatch: Any) -> Engine:

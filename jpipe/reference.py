@@ -1,7 +1,7 @@
 """A table walked in plain Python on one device: the executable meaning of a table.
 
-Slow and simple: every activation, stash, gradient and weight version is an entry of a dictionary, keyed by stage,
-microbatch or version. If the table asks for an entry that is not there, the operation fails with a KeyError.
+Slow and simple: every activation, stash, gradient and weight version is an entry of a dictionary, keyed by copy of a stage,
+microbatch or version. A copy is `(stage, device)`. If the table asks for an entry that is not there, the operation fails with a KeyError.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,27 +63,27 @@ class Reference:
             boundaries, len(self.layers), schedule.num_stages
         )
         self.round = 0
-        S = schedule.num_stages
-        # (stage, version) -> one tree per layer, None for the layers of other stages
-        self.weights: dict[tuple[int, int], Any] = {}
+        # (copy, version) -> one tree per layer, None for the layers of other stages
+        self.weights: dict[tuple[tuple[int, int], int], Any] = {}
         self.params = list(params)
         self.stages: Any = None  # `Stages`, once the shapes of a batch are known
         self.batches: dict[int, Any] = {}
         self.stash: dict = {}
         self.inbox: dict = {}
         self.split_residuals: dict = {}
-        self.gradients: list[Any] = [None] * S
-        self.optimizer_state: list[Any] = [None] * S
+        self.gradients: dict[tuple[int, int], Any] = {}  # by copy
+        self.optimizer_state: dict[tuple[int, int], Any] = {}  # by copy
 
     def _start(self, microbatch: Any) -> None:
         """Cuts the model and makes the first weights, once the shapes are known."""
         traced = trace_layers(self.layers, Loss.of(self.loss, False), microbatch)
         self.stages = cut(traced, self.starts, self.schedule.num_stages)
-        for s in range(self.schedule.num_stages):
+        for s, devices in enumerate(self.schedule.copies):
             tree = stage_tree(self.stages, s, self.params)
-            self.weights[s, 0] = tree
-            self.optimizer_state[s] = self.optimizer.init(tree)
-            self.gradients[s] = jax.tree.map(np.zeros_like, tree)
+            for copy in ((s, d) for d in devices):
+                self.weights[copy, 0] = tree
+                self.optimizer_state[copy] = self.optimizer.init(tree)
+                self.gradients[copy] = jax.tree.map(np.zeros_like, tree)
 
     def step(self, batch: Any) -> float | None:
         """Runs one pass over the table.
@@ -117,6 +117,7 @@ class Reference:
             arriving: dict = {}
             for c in range(self.schedule.num_columns):
                 self._cell(t, c, arriving, losses)
+            self._updates(t)
             self.inbox |= arriving
         self.round += 1
         if not losses:
@@ -126,50 +127,61 @@ class Reference:
 
     def get_params(self) -> list:
         """The newest weights: one nested dict per layer."""
-        newest = [
-            max(v for s, v in self.weights if s == stage)
-            for stage in range(self.schedule.num_stages)
-        ]
+        firsts = [(s, devices[0]) for s, devices in enumerate(self.schedule.copies)]
+        newest = [max(v for copy, v in self.weights if copy == c) for c in firsts]
         stage_of = [
             s for s in range(self.schedule.num_stages) for _ in self.stages.layers_of(s)
         ]
-        return [self.weights[s, newest[s]][i] for i, s in enumerate(stage_of)]
+        return [self.weights[firsts[s], newest[s]][i] for i, s in enumerate(stage_of)]
 
     def _cell(self, t: int, c: int, arriving: dict, losses: list) -> None:
-        """Runs all operations of one cell. Messages go to `arriving`, which the next tick reads."""
-        table, s = self.schedule, int(self.schedule.stage[c])
-        N = table.num_microbatches
+        """Runs the operations of one cell, but its update. The next tick reads `arriving`, the messages."""
+        copy = int(self.schedule.stage[c]), int(self.schedule.device[c])
 
         def cell(field: str) -> Any:
-            """The microbatch or version, counted from the start of training; None if idle."""
-            value = int(getattr(table, field)[t, c])
-            if value == IDLE:
-                return None
-            if field.endswith("version"):  # before the first update there is version 0
-                return max(value + self.round, 0)
-            return value + self.round * (1 if field == "update" else N)
+            return self._number(field, t, c)
 
         m = cell("forward")
         if m is not None and m >= 0:
-            self._forward(s, m, cell("forward_version"), arriving, losses)
+            self._forward(copy, m, cell("forward_version"), arriving, losses)
         m = cell("backward")
         if m is not None and m >= 0:
-            self._backward(s, m, cell("backward_version"), arriving)
+            self._backward(copy, m, cell("backward_version"), arriving)
         m = cell("weight_grad")
         if m is not None and m >= 0:
-            for i, weights, values in self.split_residuals.pop((s, m)):
+            for i, weights, values in self.split_residuals.pop((copy[0], m)):
                 stash = self.stash[i, m]
                 self._accumulate(
-                    s, i, self._kind(i).weight_grad(weights, stash, values)
+                    copy, i, self._kind(i).weight_grad(weights, stash, values)
                 )
-        version = cell("update")
-        if version is not None and version >= 1:
-            tree = self.weights[s, version - 1]
-            updates, self.optimizer_state[s] = self.optimizer.update(
-                self.gradients[s], self.optimizer_state[s], tree
-            )
-            self.weights[s, version] = optax.apply_updates(tree, updates)
-            self.gradients[s] = jax.tree.map(np.zeros_like, tree)
+
+    def _number(self, field: str, t: int, c: int) -> int | None:
+        """The microbatch or version of a cell, counted from the start of training; None if idle."""
+        value = int(getattr(self.schedule, field)[t, c])
+        if value == IDLE:
+            return None
+        if field.endswith("version"):  # before the first update there is version 0
+            return max(value + self.round, 0)
+        per_round = 1 if field == "update" else self.schedule.num_microbatches
+        return value + self.round * per_round
+
+    def _updates(self, t: int) -> None:
+        """Runs the updates of a tick. Every copy of a stage applies the sum of all copies' gradients."""
+        for s, devices in enumerate(self.schedule.copies):
+            c = int(self.schedule.column_of_stage[s])  # all columns of a stage agree
+            version = self._number("update", t, c)
+            if version is None or version < 1:
+                continue
+            copies = [(s, d) for d in devices]
+            gradients = [self.gradients[copy] for copy in copies]
+            total = jax.tree.map(lambda *values: sum(values), *gradients)
+            for copy in copies:
+                tree = self.weights[copy, version - 1]
+                updates, self.optimizer_state[copy] = self.optimizer.update(
+                    total, self.optimizer_state[copy], tree
+                )
+                self.weights[copy, version] = optax.apply_updates(tree, updates)
+                self.gradients[copy] = jax.tree.map(np.zeros_like, tree)
 
     def _weight(self, m: int) -> float:
         """The weight of a microbatch in the loss of its minibatch."""
@@ -182,16 +194,22 @@ class Reference:
         return self.stages.layer_kinds[self.stages.kind_of_layer[layer]]
 
     def _forward(
-        self, s: int, m: int, version: int, arriving: dict, losses: list
+        self,
+        copy: tuple[int, int],
+        m: int,
+        version: int,
+        arriving: dict,
+        losses: list,
     ) -> None:
-        """Microbatch m forward on stage s; the last stage also takes the loss and its gradient."""
+        """Microbatch m forward; the last stage also takes the loss and its gradient."""
+        s, _ = copy
         x = (
             jax.tree.leaves(self.batches[m]["inputs"])
             if s == 0
             else self.inbox.pop((s, m, "activation"))
         )
         for i in self.stages.layers_of(s):
-            weights = jax.tree.leaves(self.weights[s, version][i])
+            weights = jax.tree.leaves(self.weights[copy, version][i])
             x, self.stash[i, m], _ = self._kind(i).forward_and_stash(
                 weights, x, [jax.random.key_data(jax.random.key(0))]
             )
@@ -210,11 +228,14 @@ class Reference:
                 1
             ]
 
-    def _backward(self, s: int, m: int, version: int, arriving: dict) -> None:
-        """Microbatch m backward on stage s; in a table that splits it, the input gradient alone."""
+    def _backward(
+        self, copy: tuple[int, int], m: int, version: int, arriving: dict
+    ) -> None:
+        """Microbatch m backward; in a table that splits it, the input gradient alone."""
+        s, _ = copy
         gy, later = self.inbox.pop((s, m, "gradient")), []
         for i in reversed(self.stages.layers_of(s)):
-            weights = jax.tree.leaves(self.weights[s, version][i])
+            weights = jax.tree.leaves(self.weights[copy, version][i])
             if self.schedule.splits_backward:
                 gx, split_residuals = self._kind(i).input_grad(
                     weights, self.stash[i, m], gy
@@ -222,7 +243,7 @@ class Reference:
                 later.append((i, weights, split_residuals))
             else:
                 gp, gx = self._kind(i).backward(weights, self.stash.pop((i, m)), gy)
-                self._accumulate(s, i, gp)
+                self._accumulate(copy, i, gp)
             gy = gx
         if later:
             self.split_residuals[s, m] = later
@@ -232,9 +253,9 @@ class Reference:
             )
             arriving[s - 1, m, "gradient"] = gy
 
-    def _accumulate(self, s: int, layer: int, values: Sequence) -> None:
+    def _accumulate(self, copy: tuple[int, int], layer: int, values: Sequence) -> None:
         """Adds to the gradients of a layer."""
-        leaves, tree = jax.tree.flatten(self.gradients[s][layer])
-        self.gradients[s][layer] = tree.unflatten(
+        leaves, tree = jax.tree.flatten(self.gradients[copy][layer])
+        self.gradients[copy][layer] = tree.unflatten(
             [a + np.asarray(v) for a, v in zip(leaves, values, strict=True)]
         )

@@ -3,7 +3,7 @@
 Letters: S stages, s a stage; D devices; C columns, c a column; N microbatches per
 minibatch, m a microbatch; T ticks, t a tick; v a weight version.
 
-A *column* is one copy of one stage on one device. A row is a *tick*. A cell holds a
+A *column* runs microbatches of one stage on one device. A row is a *tick*. A cell holds a
 microbatch number, or `IDLE`. Within a tick a column runs forward, backward, weight
 gradient and update, in this order. A message that is sent at tick t can be read from
 tick t + 1 on. All other properties of a pipeline (bubble, activations in flight, delay,
@@ -21,6 +21,12 @@ below v N. Microbatch m + N does the same as microbatch m, T ticks later. A cell
 that holds m = j + N k, with 0 <= j < N, therefore states that microbatch j of this round
 is due at tick t - T k after the start of this round. This is its *absolute* tick. In a
 synchronous table every k is 0.
+
+Most tables have one column per stage. A stage may have several. Each microbatch then runs
+in one of them, forward and backward. Columns of one stage on different devices are
+*copies*: every copy has weights of its own, which are equal after every update, and all
+copies update in the same tick. Columns of one stage on one device share one copy; they are
+the *lanes* in which the device runs several microbatches of the stage in one tick.
 """
 
 import dataclasses
@@ -147,8 +153,42 @@ class Schedule:
         return int(self.device.max()) + 1
 
     @functools.cached_property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the devices of its copies, in the order of their first columns.
+
+        Example:
+          >>> import jpipe.schedules
+          >>> jpipe.schedules.gpipe(2, 6, replicas=(3, 1)).copies
+          ((0, 1, 2), (3,))
+        """
+        devices: list[list[int]] = [[] for _ in range(self.num_stages)]
+        for s, d in zip(self.stage.tolist(), self.device.tolist(), strict=True):
+            if d not in devices[s]:
+                devices[s].append(d)
+        return tuple(map(tuple, devices))
+
+    @functools.cached_property
+    def columns_of_copies(self) -> tuple[tuple[int, ...], ...]:
+        """For each stage the first column of every copy, in the order of `copies`."""
+        stage, device = self.stage, self.device
+        return tuple(
+            tuple(int(np.argmax((stage == s) & (device == d))) for d in devices)
+            for s, devices in enumerate(self.copies)
+        )
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The number of copies of each stage."""
+        return tuple(map(len, self.copies))
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether a stage has several columns, on several devices or as lanes of one."""
+        return self.num_columns > self.num_stages
+
+    @functools.cached_property
     def column_of_stage(self) -> np.ndarray:
-        """int `[S]`: the column that runs each stage.
+        """int `[S]`: the column that runs each stage; of several the first, of copy 0.
 
         Example:
           >>> forward = np.array([[1, 0]])  # stage 1 stands first
@@ -156,14 +196,27 @@ class Schedule:
           >>> table.column_of_stage.tolist()
           [1, 0]
         """
-        columns = np.argsort(self.stage, kind="stable")
+        _, columns = np.unique(self.stage, return_index=True)
         columns.setflags(write=False)
         return columns
 
     @functools.cached_property
+    def column_of_microbatch(self) -> np.ndarray:
+        """int `[N, S]`: the column that runs each microbatch of each stage."""
+        columns = np.tile(self.column_of_stage, (self.num_microbatches, 1))
+        m, c = np.nonzero(self.forward_ticks() != IDLE)
+        columns[m, self.stage[c]] = c
+        columns.setflags(write=False)
+        return columns
+
+    def by_stage(self, of_columns: np.ndarray) -> np.ndarray:
+        """`[N, S]`: the entries of `[N, C]`, each from the column that runs the microbatch."""
+        return np.take_along_axis(of_columns, self.column_of_microbatch, axis=1)
+
+    @functools.cached_property
     def ring(self) -> bool:
         """Whether the first and the last of more than two devices exchange messages."""
-        device = self.device[self.column_of_stage]
+        device = self.device[self.column_of_microbatch]
         D = self.num_devices
         return D > 2 and bool((np.abs(np.diff(device)) == D - 1).any())
 
@@ -250,11 +303,11 @@ class Schedule:
 
         The rules, each a function of `jpipe/_schedule_rules.py`:
 
-        - stages are 0 .. S-1 and devices 0 .. D-1, none is missing, and every stage has
-          one column;
+        - stages are 0 .. S-1 and devices 0 .. D-1, none is missing;
         - no microbatch belongs to a minibatch that has not arrived;
-        - every column runs every microbatch forward once and backward once, and updates
-          once; or the whole table is forward-only;
+        - every stage runs every microbatch forward once and backward once, both in one
+          column; every column runs a microbatch and updates once, all columns of a stage in
+          the same tick; or the whole table is forward-only;
         - a column takes its microbatches in order, so every buffer can be a ring;
         - a forward starts after its input has arrived;
         - a backward starts in the tick of its forward or later, and after the gradient
@@ -262,7 +315,7 @@ class Schedule:
         - a weight gradient comes in the tick of its backward or later;
         - the update that writes version v comes in the tick of the last weight gradient
           of the microbatches below v N or later, and before the first weight gradient of
-          the other microbatches;
+          the other microbatches, on all copies;
         - a version is read in a later tick than the one that writes it.
 
         Returns:
@@ -283,6 +336,10 @@ class Schedule:
 
         A backward that is not split counts 2 and an update 0. The work of a device is the
         sum over its columns. A lockstep tick takes as long as its busiest device.
+
+        An operation of a stage with r copies counts r times. Such a stage is cut r times as
+        long as a stage with one, so that all devices have equal work; one unit is then a
+        forward of the same part of the model everywhere.
         """
         whole_backward = 1 if self.splits_backward else 2
         work = (
@@ -291,7 +348,8 @@ class Schedule:
             + (self.weight_grad != IDLE)
         )
         on_device = self.device[:, None] == np.arange(self.num_devices)
-        return work @ on_device.astype(int)
+        length = np.array(self.replicas)[self.stage]
+        return work @ (on_device * length[:, None])
 
     def facts(self) -> "Facts":
         """Counts bubble, activations in flight, delays and weight versions.
@@ -322,7 +380,8 @@ class Schedule:
 
         Args:
           name: the schedule's name in messages and pictures.
-          forward: `[N, C]`, absolute tick at which column c runs microbatch m forward.
+          forward: `[N, C]`, absolute tick at which column c runs microbatch m forward;
+            `IDLE` where another column of the stage does.
           backward: `[N, C]`, the same for its backward. None: forward only.
           weight_grad: `[N, C]`, the same for its weight gradient. None: not split.
           stage: `[C]`, the stage of each column. None: column c is stage c.
@@ -331,7 +390,7 @@ class Schedule:
             its start. None: the table is synchronous and ends with its last tick.
           update: `[C]`, absolute tick at which version 1 is written. None: in a
             synchronous table the last tick, when all gradients and their norm are known;
-            in an asynchronous table the tick of the column's last weight gradient.
+            in an asynchronous table the tick of the stage's last weight gradient.
           forward_version: `[N, C]`, the version that each forward reads, numbered as in
             `Schedule.forward_versions`. None: the newest at that tick.
           backward_version: `[N, C]`, the same for each backward.
@@ -386,7 +445,10 @@ class Schedule:
         cells = idle_cells(num_ticks, num_columns)
         if update is None and backward is not None:
             gradient = ticks.get("weight_grad", ticks["backward"])
-            update = last_tick if synchronous else gradient.max(axis=0)
+            update = last_tick
+            if not synchronous:
+                last = gradient.max(axis=0)
+                update = np.array([last[stage == s].max() for s in stage])
         if update is not None:
             update = np.broadcast_to(update, num_columns)
             rounds, rows = np.divmod(update, num_ticks)

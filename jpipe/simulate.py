@@ -5,6 +5,7 @@ m a microbatch; T ticks, t a tick.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ class Costs:
         None: the same as `transfer`.
       fused_backward: of both gradients in one operation. None: the sum of `backward` and
         `weight_grad`.
-      update: of a stage's optimizer, once per minibatch.
+      update: of a stage's optimizer, once per minibatch, with the sum over its copies.
       tick: time that devices lose by waiting for each other, per tick that sends messages,
         and once more per tick that updates. Lockstep only.
       jitter: fraction by which a tick is longer if several devices compute in it: their
@@ -180,7 +181,7 @@ def simulate(
 
         - "lockstep" is one program on all devices, as this library runs it. A tick lasts
           as long as its busiest device, and the next tick starts when all messages have
-          arrived. Updates wait until all devices have computed, because they use the norm
+          arrived. A stage's device sends and receives messages of one tick one after the other. Updates wait until all devices have computed, because they use the norm
           of all gradients. Devices that share cores share them equally while they compute.
         - "dependencies" is one program per device. A device runs the operations of its
           columns in the table's order. Each starts when the one before has ended and its
@@ -241,7 +242,7 @@ def _timing(
     end: Any,
 ) -> Timing:
     """A `Timing` from the makespan and the times of all operations."""
-    D, N = schedule.num_devices, schedule.num_microbatches
+    D = schedule.num_devices
     span = np.full(D, makespan, float)
     if schedule.synchronous:
         for d in range(D):
@@ -249,10 +250,13 @@ def _timing(
             first = min(np.nanmin(times[:, on_device]) for times in start.values())
             last = max(np.nanmax(times[:, on_device]) for times in end.values())
             span[d] = last - first
-    updates = (schedule.update != IDLE).any(axis=0)
-    busy = N * sum(length[kind] for kind in start) + updates * length["update"]
-    sent = N * sum(
-        _message(schedule, kind, length) for kind in start if kind in TRANSFERS
+    updates = _updates(schedule).any(axis=0)
+    in_column = (schedule.forward != IDLE).sum(axis=0)
+    busy = in_column * sum(length[kind] for kind in start) + updates * length["update"]
+    sent = sum(
+        _message(schedule, kind, length).sum(axis=0)
+        for kind in start
+        if kind in TRANSFERS
     )
     cores = costs.num_cores
     return Timing(
@@ -267,9 +271,17 @@ def _timing(
 
 
 def _message(schedule: Schedule, kind: str, length: dict) -> np.ndarray:
-    """`[C]`, the time of the message of a column's operation; 0 if it sends none."""
+    """`[N, C]`, the time of the message of a microbatch; 0 if the column sends none."""
     between = length[TRANSFERS[kind]][schedule.stage - (kind == "backward")]
     return np.where(_leaves(schedule, kind), between, 0.0)
+
+
+def _updates(schedule: Schedule) -> np.ndarray:
+    """bool `[T, C]`, the updates; of several columns of a copy, in the first."""
+    updates = schedule.update != IDLE
+    first = list(itertools.chain(*schedule.columns_of_copies))
+    others = np.isin(np.arange(schedule.num_columns), first, invert=True)
+    return updates & ~others
 
 
 def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
@@ -286,10 +298,10 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         begins[kind] = work[:, schedule.device].copy()
         np.add.at(work, every_device, runs * length[kind])
         if kind in TRANSFERS:
-            sends |= (runs & _leaves(schedule, kind)).any(axis=1)
-            message = (runs * _message(schedule, kind, length)).max(axis=1)
-            transfer = np.maximum(transfer, message)
-    updating = schedule.update != IDLE
+            sent, longest = _transfers(schedule, kind, length)
+            sends |= sent
+            transfer = np.maximum(transfer, longest)
+    updating = _updates(schedule)
     np.add.at(updates, every_device, updating * length["update"])
     waits = sends + (updating.any(axis=1) & (D > 1)).astype(int)
     transfer += costs.tick * waits
@@ -309,6 +321,9 @@ def _lockstep(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         tick = rounds * makespan + tick_start[t]
         start[kind] = tick + clock(t, before)
         end[kind] = tick + clock(t, before + length[kind])
+        if schedule.has_copies:  # another column of the stage runs the microbatch
+            for times in (start[kind], end[kind]):
+                times[ticks == IDLE] = np.nan
     timing = _timing(schedule, length, costs, makespan, start, end)
     return dataclasses.replace(timing, communicating=float(transfer.sum()))
 
@@ -339,13 +354,40 @@ def _clock(work: np.ndarray, costs: Costs) -> Callable:
     return clock
 
 
+def _transfers(
+    schedule: Schedule, kind: str, length: dict
+) -> tuple[np.ndarray, np.ndarray]:
+    """`[T]`: whether any device sends in a tick, and the time until all messages have arrived.
+
+    The messages that a copy of a stage sends or receives in one tick follow each other.
+    """
+    T, N = schedule.num_ticks, schedule.num_microbatches
+    message, leaves = _message(schedule, kind, length), _leaves(schedule, kind)
+    cells = getattr(schedule, kind)
+    sends, seconds = np.zeros(T, bool), np.zeros(T)
+    busy: dict[tuple, float] = {}
+    for t, c in np.argwhere(cells != IDLE).tolist():
+        m = int(cells[t, c]) % N
+        if not leaves[m, c]:
+            continue
+        sends[t] = True
+        reader = int(schedule.stage[c]) + (1 if kind == "forward" else -1)
+        target = schedule.column_of_microbatch[m, reader]
+        for end, column in (("sends", c), ("receives", target)):
+            key = t, end, int(schedule.stage[column]), int(schedule.device[column])
+            busy[key] = busy.get(key, 0.0) + message[m, c]
+            seconds[t] = max(seconds[t], busy[key])
+    return sends, seconds
+
+
 def _leaves(schedule: Schedule, kind: str) -> np.ndarray:
-    """bool `[C]`: whether the result of an operation goes to another device."""
-    device_of_stage = schedule.device[schedule.column_of_stage]
+    """bool `[N, C]`: whether the result of an operation goes to another device."""
+    device_of_stage = schedule.device[schedule.column_of_microbatch]  # [N, S]
     reader = schedule.stage + (1 if kind == "forward" else -1)
     exists = (0 <= reader) & (reader < schedule.num_stages)
     reader = np.clip(reader, 0, schedule.num_stages - 1)
-    return exists & (device_of_stage[reader] != schedule.device)
+    runs = schedule.forward_ticks() != IDLE
+    return runs & exists & (device_of_stage[:, reader] != schedule.device)
 
 
 def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
@@ -359,7 +401,7 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     if not schedule.synchronous:
         half = 4 * max(int(of_kind.max()) // T + 1 for of_kind in ticks.values())
         num_rounds = 2 * half
-    columns = schedule.column_of_stage
+    columns, C = schedule.column_of_microbatch, schedule.num_columns
     kinds = list(ticks)
     order = sorted(
         (int(of_kind[m, c]) + r * T, k, int(c), m + r * N)
@@ -368,33 +410,35 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
         for r in range(num_rounds)
     )
     updates = sorted(
-        (int(tick) + r * T, int(c))
-        for c, tick in enumerate(schedule.update_ticks())
+        (int(tick) + r * T, s)
+        for s, tick in enumerate(schedule.update_ticks()[schedule.column_of_stage])
         if tick != IDLE
         for r in range(num_rounds)
     )[::-1]
-    start = {kind: np.full((num_rounds * N, len(columns)), np.nan) for kind in kinds}
+    start = {kind: np.full((num_rounds * N, C), np.nan) for kind in kinds}
     end = {kind: times.copy() for kind, times in start.items()}
     free = np.zeros(schedule.num_devices)  # from when on each device can start
 
     def update(until: int) -> None:
         """Runs the updates of the ticks before `until`."""
         while updates and updates[-1][0] < until:
-            _, c = updates.pop()
-            free[schedule.device[c]] += length["update"][c]
+            _, s = updates.pop()
+            devices = list(schedule.copies[s])  # they wait for each other's gradients
+            column = schedule.column_of_stage[s]
+            free[devices] = free[devices].max() + length["update"][column]
 
     for t, k, c, m in order:  # every operation comes after its inputs
         update(t)
         kind, s, device = kinds[k], int(schedule.stage[c]), schedule.device[c]
         inputs = [0.0]
         if kind == "forward" and s > 0:
-            source = columns[s - 1]
-            inputs.append(end[kind][m, source] + message[kind][source])
+            source = columns[m % N, s - 1]
+            inputs.append(end[kind][m, source] + message[kind][m % N, source])
         elif kind == "backward":
             inputs.append(end["forward"][m, c])
             if s < S - 1:
-                source = columns[s + 1]
-                inputs.append(end[kind][m, source] + message[kind][source])
+                source = columns[m % N, s + 1]
+                inputs.append(end[kind][m, source] + message[kind][m % N, source])
         elif kind == "weight_grad":
             inputs.append(end["backward"][m, c])
         start[kind][m, c] = max(free[device], *inputs)
@@ -402,10 +446,12 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     if schedule.synchronous:
         update(T)
         return _timing(schedule, length, costs, free.max(), start, end)
-    last_end = max(times[-N:].max() for times in end.values())
-    middle_end = max(times[half * N - N : half * N].max() for times in end.values())
+    last_end = max(np.nanmax(times[-N:]) for times in end.values())
+    middle_end = max(
+        np.nanmax(times[half * N - N : half * N]) for times in end.values()
+    )
     last_start = {kind: times[-N:] for kind, times in start.items()}
-    offset = last_start["forward"][:, columns[0]].min()
+    offset = np.nanmin(last_start["forward"][:, columns[0, 0]])
     timing = _timing(
         schedule,
         length,

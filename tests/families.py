@@ -181,7 +181,11 @@ def schedule_named(name: str, num_stages: int, num_microbatches: int) -> jpipe.S
         return two_columns_a_device(num_microbatches)
     if name == "v":
         return v_placement(num_microbatches)
-    name, _, ticks = name.partition("/")
-    return getattr(jpipe.schedules, name)(
-        num_stages, num_microbatches, **({"ticks": ticks} if ticks else {})
-    )
+    name, *words = name.split("/")
+    options: dict[str, Any] = {}
+    for word in words:  # "unit", or copies as "3-1"
+        if word[0].isdigit():
+            options["replicas"] = tuple(map(int, word.split("-")))
+        else:
+            options["ticks"] = word
+    return getattr(jpipe.schedules, name)(num_stages, num_microbatches, **options)

@@ -175,6 +175,36 @@ def train_with_delays(
     )
 
 
+def warm_up(replicas):
+    """PipeDream's runtime: the forwards of a copy before its first backward, of R devices in all."""
+    R = sum(replicas)
+    return [(R - 1 - sum(replicas[:s])) // r for s, r in enumerate(replicas)]
+
+
+def share(N, r, k):
+    """How many of N microbatches copy k of r gets, if they go in turn."""
+    return sum(b % r == k for b in range(N))
+
+
+def delay_with_copies(replicas, N, ticks):
+    """`(stage, position in the minibatch) -> versions` for `train_with_delays`, where stages have copies.
+
+    Unit ticks: a copy runs a forward when it has finished all but w of the microbatches that it began before, and has
+    applied the minibatches among them. Paired ticks: PipeMare's formula, for groups in place of microbatches.
+    """
+
+    def unit(s, b):
+        w, (i, k) = warm_up(replicas)[s], divmod(b, replicas[s])
+        return max(0, -((i - w) // share(N, replicas[s], k)))
+
+    def paired(s, b):
+        L, S = max(replicas), len(replicas)
+        num_groups = -(-N // L)
+        return max(0, -((b // L - 2 * (S - 1 - s) - 1) // num_groups))
+
+    return paired if ticks == "paired" else unit
+
+
 def mlp_mixed_gradient(forward, backward, batch, recomputed_stages=None):
     """Loss and gradients of `models.MLP` under mean cross-entropy, by hand: products backward use `backward`'s weights.
 

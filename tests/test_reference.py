@@ -21,6 +21,9 @@ CASES = [
     ("hand-written", 2, 3),
     ("two-columns", 4, 3),
     ("v", 4, 4),
+    ("gpipe/3-1", 2, 7),
+    ("one_f_one_b/paired/1-2-3", 3, 6),
+    ("one_f_one_b/unit/2-1", 2, 4),
 ]
 
 

@@ -8,6 +8,7 @@ import warnings
 import numpy as np
 import pytest
 
+import jpipe
 from jpipe.schedule import IDLE, Schedule, check_counts, newest_version
 
 FLUSH = """
@@ -206,6 +207,9 @@ def test_ticks_of_an_asynchronous_table_go_on_past_the_round():
 
 def test_what_a_column_does_not_run_is_idle():
     replicated = Schedule.from_text("0@0 0@1\nF0 F1\n")
+    assert replicated.num_microbatches == 2
+    assert replicated.has_copies and replicated.copies == ((0, 1),)
+    assert replicated.column_of_microbatch.tolist() == [[0], [1]]
     assert replicated.forward_ticks().tolist() == [[0, IDLE], [IDLE, 0]]
     assert replicated.backward_ticks().tolist() == [[IDLE, IDLE]] * 2
     assert replicated.update_ticks().tolist() == [IDLE, IDLE]
@@ -224,10 +228,43 @@ BROKEN = {
         "stage 0: there is a device 1 but no device 0",
         "        [0@1]   1@1  <-- here",
     ),
-    "replication": (
-        "0@0 1@1 0@2\nF0 . F1\n. F0 .\n. F1 .\n",
-        "stage 0: a second column of one stage; replicated stages are not supported",
+    "a column without work": (
+        "0@0 1@1 0@2\nF0 . .\n. F0 .\n",
+        "stage 0, device 2: a column without a microbatch; leave the column out",
         "         0@0    1@1   [0@2]  <-- here",
+    ),
+    "one microbatch on two copies": (
+        "0@0 0@1\nF0 F0\nF1 .\n",
+        "tick 0, stage 0, device 1: forward 0 runs twice (also at tick 0 in another column "
+        "of stage 0)",
+        "tick 0   F0    [F0]  <-- here",
+    ),
+    "a backward on another copy": (
+        "0@0 0@1\nF0 F1\nB1 B0\nU1 U1\n",
+        "tick 1, stage 0, device 0: backward 1 is not in the column of its forward, which "
+        "has what it needs",
+        "tick 1  [B1]    B0  <-- here",
+    ),
+    "a microbatch on no copy": (
+        "0@0 0@1 1@2\nF0 F1 .\n. . F0\n. . F1\n. . F2\n",
+        "stage 0, device 0: microbatch 2 has no forward",
+        "        [0@0]   0@1    1@2  <-- here",
+    ),
+    "copies that update apart": (
+        "0@0 0@1\nF0 F1\nB0 B1\nU1 .\n. U1\n",
+        "tick 3, stage 0, device 1: update 1 is not in the tick of the other columns of "
+        "stage 0 (tick 2, update 1)",
+        "tick 3   .     [U1]  <-- here",
+    ),
+    "an update before another copy's gradient": (
+        "0@0 0@1\nF0 F1\nB0 .\nU1 U1\n. B1\n",
+        "tick 2, stage 0, device 1: update 1 before backward 1 (tick 3), part of it",
+        "tick 2   U1    [U1]  <-- here",
+    ),
+    "an input of another copy": (
+        "0@0 0@1 1@2\nF0 . .\n. F1 F0\n. . F1\n. F3 .\nF2 . F2\n. . F3\n",
+        "tick 4, stage 1, device 2: forward 2 before its input can be read (tick 5)",
+        "tick 4   F2     .     [F2]  <-- here",
     ),
     "a microbatch of the next minibatch": (
         "0@0 1@1\nF0 .\nF2 F0\n. F1\n",
@@ -368,6 +405,11 @@ def test_facts_refuse_a_broken_table():
         Schedule.from_text("0@0\nB0\nF0,U1\n").facts()
 
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # few microbatches
+    TWO_COPIES = jpipe.schedules.gpipe(2, 2, replicas=(2, 1))
+
+
 def walks(schedule: Schedule, num_rounds: int = 8) -> bool:
     """Whether rounds run one after another, from an empty pipeline, never go wrong.
 
@@ -376,13 +418,14 @@ def walks(schedule: Schedule, num_rounds: int = 8) -> bool:
     """
     num_microbatches, num_ticks = schedule.num_microbatches, schedule.num_ticks
     columns = range(schedule.num_columns)
-    column_of = {int(s): c for c, s in enumerate(schedule.stage)}
-    done = {}  # (field, column, microbatch): absolute tick
-    count = {(field, c): 0 for field in CELLS for c in columns}
-    written = {c: [-1] for c in columns}  # absolute tick of each version
+    stage = schedule.stage.tolist()
+    done = {}  # (field, stage, microbatch): absolute tick
+    latest = {(field, c): -1 for field in CELLS for c in columns}
+    runs_in = {}  # (stage, microbatch): column
+    written = {s: [-1] for s in stage}  # absolute tick of each version
 
-    def read(c: int, version: int, now: int) -> bool:
-        return version < len(written[c]) and written[c][max(version, 0)] < now
+    def read(s: int, version: int, now: int) -> bool:
+        return version < len(written[s]) and written[s][max(version, 0)] < now
 
     for now in range(num_rounds * num_ticks):
         k, t = divmod(now, num_ticks)
@@ -391,36 +434,41 @@ def walks(schedule: Schedule, num_rounds: int = 8) -> bool:
                 continue
             if (m := number + num_microbatches * k) < 0:
                 continue
-            if m != count[field, c] or m >= num_microbatches * (k + 1):
+            s = stage[c]
+            if m <= latest[field, c] or m >= num_microbatches * (k + 1):
                 return False
-            count[field, c] += 1
-            done[field, c, m] = now
-            s = int(schedule.stage[c])
+            if (field, s, m) in done or runs_in.setdefault((s, m), c) != c:
+                return False
+            latest[field, c] = m
+            done[field, s, m] = now
             sender = {"forward": s - 1, "backward": s + 1}.get(field)
-            if sender in column_of and not (
-                done.get((field, column_of[sender], m), now) < now
-            ):
+            if sender in stage and not (done.get((field, sender, m), now) < now):
                 return False
             before = {"backward": "forward", "weight_grad": "backward"}.get(field)
-            if before and (before, c, m) not in done:
+            if before and (before, s, m) not in done:
                 return False
             if field != "weight_grad":
                 version = int(getattr(schedule, f"{field}_version")[t, c]) + k
-                if not read(c, version, now):
+                if not read(s, version, now):
                     return False
-        for c in columns:
-            if (
-                schedule.update[t, c] == IDLE
-                or (v := int(schedule.update[t, c]) + k) <= 0
-            ):
+        for s in written:
+            of_stage = {int(schedule.update[t, c]) for c in columns if stage[c] == s}
+            if len(of_stage) > 1:  # copies update together
+                return False
+            (version,) = of_stage
+            if version == IDLE or (v := version + k) <= 0:
                 continue
             gradient = "weight_grad" if schedule.splits_backward else "backward"
-            if v != len(written[c]) or count[gradient, c] != v * num_microbatches:
+            applied = {m for f, r, m in done if (f, r) == (gradient, s)}
+            if v != len(written[s]) or applied != set(range(v * num_microbatches)):
                 return False
-            written[c].append(now)
+            written[s].append(now)
     needed = ["forward", "backward"] + ["weight_grad"] * schedule.splits_backward
-    return all(count[f, c] for f in needed for c in columns) and all(
-        len(w) > 1 for w in written.values()
+    every = range(num_microbatches)
+    return (
+        all((f, s, m) in done for f in needed for s in stage for m in every)
+        and all(latest["forward", c] >= 0 for c in columns)
+        and all(len(w) > 1 for w in written.values())
     )
 
 
@@ -451,6 +499,8 @@ def mutations(schedule: Schedule):
         paired(2, 3, stash=False, name="pipemare, N=3"),
         paired(3, 2, stash=True, name="pipedream, N=2"),
         unit(2, 1),
+        TWO_COPIES,
+        jpipe.schedules.pipedream(2, 2, replicas=(2, 1)),
     ],
     ids=lambda schedule: schedule.name,
 )
@@ -560,16 +610,28 @@ def test_one_version_back_everywhere():
     assert facts.weight_versions.tolist() == [2, 2]
 
 
+def with_copies(num_stages: int, num_microbatches: int):
+    """Asynchronous tables in which the first and the last stage have two copies."""
+    replicas = [1 + (s in (0, num_stages - 1)) for s in range(num_stages)]
+    if num_microbatches > 1:
+        for ticks in ("paired", "unit"):
+            yield jpipe.schedules.pipedream(
+                num_stages, num_microbatches, ticks, replicas=replicas
+            )
+
+
 def counted(schedule: Schedule) -> tuple[list[int], list[int]]:
     """In flight and live versions by stage, counted tick by tick over many rounds."""
     num_microbatches, num_ticks = schedule.num_microbatches, schedule.num_ticks
     num_rounds, ends = 40, "weight_grad" if schedule.splits_backward else "backward"
     in_flight, live = [0] * schedule.num_stages, [0] * schedule.num_stages
-    for c, s in enumerate(schedule.stage):
+    places = zip(schedule.stage.tolist(), schedule.device.tolist())
+    for s, d in dict.fromkeys(places):  # every copy
+        here = np.flatnonzero((schedule.stage == s) & (schedule.device == d))
         began, ended, written, last_read = {}, {}, {}, {}
         for now in range(num_rounds * num_ticks):
             k, t = divmod(now, num_ticks)
-            for field in CELLS[:3]:
+            for field, c in itertools.product(CELLS[:3], here):
                 m = getattr(schedule, field)[t, c]
                 if m == IDLE:
                     continue
@@ -579,9 +641,9 @@ def counted(schedule: Schedule) -> tuple[list[int], list[int]]:
                     ended[m + num_microbatches * k] = now
                 if field != "weight_grad":
                     version = getattr(schedule, f"{field}_version")[t, c] + k
-                    last_read[version] = now
-            if schedule.update[t, c] != IDLE:
-                written[schedule.update[t, c] + k] = now
+                    last_read[version] = max(now, last_read.get(version, 0))
+            if schedule.update[t, here[0]] != IDLE:
+                written[schedule.update[t, here[0]] + k] = now
         # Far from both ends of what was walked.
         for now in range(15 * num_ticks, 16 * num_ticks):
             flying = sum(began[m] <= now <= ended[m] for m in began if m in ended)
@@ -602,6 +664,7 @@ def test_counts_agree_with_counting(num_stages, num_microbatches):
         paired(num_stages, num_microbatches, stash=True),
         paired(num_stages, num_microbatches, stash=False),
         unit(num_stages, num_microbatches),
+        *with_copies(num_stages, num_microbatches),
     ):
         facts = schedule.facts()
         in_flight, live = counted(schedule)

@@ -262,3 +262,54 @@ def test_wrong_input():
         simulate(schedule, Costs(forward=[1, 2, 3]))
     with pytest.raises(ValueError, match="`mode` must be .* got 'event'"):
         simulate(schedule, mode="event")
+
+
+# -- Copies ---------------------------------------------------------------------------
+
+UNEVEN = Costs(
+    [3.0, 1.0], fused_backward=[6.0, 2.0], transfer=[0.5, 0.0], update=[2.0, 1.0]
+)
+
+
+def test_copies_in_lockstep():
+    """Three copies of a stage three times as long: every tick is full, but for the ends."""
+    table = gpipe(2, 6, replicas=(3, 1))
+    timing = simulate(table, UNEVEN)
+    # Two groups on two stages. The device of stage 1 gets three messages per tick, and sends three.
+    messages = 4 * 3 * 0.5
+    assert timing.makespan == (2 + 1) * (3 + 6) + messages + 2
+    np.testing.assert_allclose(timing.busy, [20, 20, 20, 19])
+    np.testing.assert_allclose(timing.transfer, [1, 1, 1, 3])
+    for kind in ("forward", "backward"):
+        runs = table.forward_ticks() != IDLE
+        np.testing.assert_array_equal(np.isfinite(timing.start[kind]), runs)
+
+
+def test_copies_as_early_as_their_inputs_allow():
+    """By hand: three microbatches, one for each copy, then one after the other on stage 1."""
+    table = gpipe(2, 3, replicas=(3, 1))
+    timing = simulate(table, UNEVEN, "dependencies")
+    first = 3 + 0.5  # all copies at the same time
+    back = first + 3 * 1 + np.arange(1, 4) * 2 + 0.5
+    forward = table.by_stage(timing.start["forward"])
+    assert forward[:, 1].tolist() == [first, first + 1, first + 2]
+    backward = np.nanmax(timing.end["backward"][:, :3], axis=0)
+    np.testing.assert_allclose(backward, back + 6)
+    # The copies wait for each other, and then update.
+    assert timing.makespan == back[-1] + 6 + 2
+
+
+@pytest.mark.parametrize("ticks", ["paired", "unit"])
+@pytest.mark.parametrize("replicas", [(3, 1), (2, 3), (1, 2, 1)])
+def test_no_order_of_copies_is_slower_than_lockstep(replicas, ticks):
+    rng = np.random.default_rng(0)
+    S = len(replicas)
+    F, B, W = rng.uniform(0.5, 2.0, (3, S))
+    for build in (one_f_one_b, pipedream):
+        table = build(S, 6, ticks, replicas=replicas)
+        lockstep, free = (simulate(table, Costs(F, B, W), mode) for mode in MODES)
+        assert free.makespan <= lockstep.makespan + 1e-9
+        np.testing.assert_allclose(free.busy, lockstep.busy)
+        work = np.repeat(6 * (F + B + W) / replicas, replicas)
+        if all(6 % r == 0 for r in replicas):
+            np.testing.assert_allclose(free.busy, work)

@@ -46,9 +46,13 @@ class PipelineConfig:
     """Number of microbatches N that a minibatch is cut into."""
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Further arguments of the schedule, such as `options.ticks=unit`."""
+    replicas: tuple[int, ...] | None = None
+    """Number of copies of each stage, for example (3, 1): a stage with several copies has
+    a device for each, and its microbatches take turns. None: one each. For gpipe,
+    one_f_one_b, pipedream, pipedream_2bw and pipemare."""
     schedule_file: str | None = None
     """A file with a schedule in the text form of `jpipe.Schedule.to_text`. It replaces
-    the four fields above."""
+    the five fields above."""
     data: int = 1
     """Number of replicas of the pipeline (data parallelism, mesh axis "data"). Each
     replica has its own devices and trains on its share of every minibatch."""
@@ -124,7 +128,9 @@ class PipelineConfig:
         # GPipe warns about its bubble, but runs for the first steps only.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            return jpipe.schedules.gpipe(table.num_stages, table.num_microbatches)
+            return jpipe.schedules.gpipe(
+                table.num_stages, table.num_microbatches, table.replicas
+            )
 
     def table(self) -> jpipe.Schedule:
         """The schedule that the fields describe.
@@ -135,9 +141,12 @@ class PipelineConfig:
         """
         if self.schedule_file is not None:
             return jpipe.schedules.read(self.schedule_file)
-        jpipe.schedules.check_options(self.schedule, self.options)
+        options = dict(self.options)
+        if self.replicas is not None:
+            options["replicas"] = self.replicas
+        jpipe.schedules.check_options(self.schedule, options)
         builder = jpipe.schedules.get(self.schedule)
-        return builder(self.num_stages, self.num_microbatches, **self.options)
+        return builder(self.num_stages, self.num_microbatches, **options)
 
 
 @dataclasses.dataclass(frozen=True)

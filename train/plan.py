@@ -21,6 +21,7 @@ wrong or no plan fits.
 """
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -92,6 +93,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--devices", type=count, help="number of devices")
     result.add_argument("--memory", type=size, help="memory per device, such as 2GiB")
     result.add_argument("--json", action="store_true", help="print the result as JSON")
+    result.add_argument(
+        "--bandwidth",
+        type=size,
+        help="bytes per second between two devices; default with `--config`: measured",
+    )
     model = result.add_argument_group("a model")
     model.add_argument("--config", help="a configuration; see train/train.py")
     model.add_argument(
@@ -121,7 +127,6 @@ def parser() -> argparse.ArgumentParser:
     graph.add_argument("--graph", metavar="FILE")
     graph.add_argument("--format", choices=("jpipe", "pipedream", "placement"))
     graph.add_argument("--solver", choices=solvers.names())
-    graph.add_argument("--bandwidth", type=size, help="bytes per second")
     graph.add_argument(
         "--hierarchy",
         type=counts,
@@ -314,6 +319,8 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
         memory_limit=args.memory or math.inf,
         num_cores=cores if shares_cores else None,
     )
+    if args.bandwidth is not None:
+        machine = dataclasses.replace(machine, bandwidth=(args.bandwidth,) * 2)
     decide = functools.partial(_decide, profiles, machine, config, args, argv)
     of_first(decide, "choose a plan", _LIMIT_SECONDS)
     return 0

@@ -139,7 +139,7 @@ class Checkpoints:
         if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
             raise ValueError(f"`step` must be an integer of at least 0, got {step!r}.")
         check_state(state)
-        _check_processes(state.program.settings.mesh, "state")
+        _check_processes(state.program.settings.mesh)
         try:
             run = json.loads(json.dumps(run))
         except (TypeError, ValueError) as error:
@@ -230,7 +230,6 @@ class Checkpoints:
                 f"`pipe` must be a `jpipe.Pipeline`, got {type(pipe).__name__}. Write "
                 "`checkpoints.restore(pipe, batch)`."
             )
-        _check_processes(pipe.mesh, "pipe")
         found, manifest = self._whole(step)
         folder = self._folder(found)
         try:
@@ -315,17 +314,13 @@ def steps_in(directory: pathlib.Path) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name))
 
 
-def _check_processes(mesh: Mesh, name: str) -> None:
-    """Refuses a mesh without devices of every process: all processes write and read a checkpoint together.
-
-    Raises:
-      ValueError: for such a mesh.
-    """
+def _check_processes(mesh: Mesh) -> None:
+    """Raises ValueError for the mesh of a state that has no devices of some process."""
     if len(processes_of(mesh)) < jax.process_count():
         raise ValueError(
-            f"the mesh of `{name}` must have devices of all processes, got devices of process "
-            f"{jax.process_index()} alone: all processes write and read a checkpoint together. Make the mesh with "
-            "`jpipe.make_mesh` from all of `jax.devices()`, or write the weights with `jpipe.save_params`."
+            "the mesh of `state` must have devices of all processes, which write a checkpoint together, got devices "
+            f"of process {jax.process_index()} alone. Make the mesh with `jpipe.make_mesh` from all of "
+            "`jax.devices()`, or write the weights with `jpipe.save_params`."
         )
 
 

@@ -50,12 +50,16 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         table.update(part if isinstance(part, bytes) else str(part).encode())
     shapes = saved_arrays(program.abstract_state, in_flight)
     found = locations(program, rounds)
+    copies = {}
+    if schedule.has_copies:  # the other copies of a stage have no locations
+        copies["copies"] = [list(map(list, c)) for c in program.engine.lowered.copies]
     return {
         "schedule": schedule.name,
         "table": table.hexdigest(),
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
         "starts": list(program.stages.starts),
+        **copies,
         "mesh": {name: n for name, n in mesh.shape.items() if n > 1},
         "in_flight": in_flight,
         "arrays": {n: [str(a.dtype), list(a.shape)] for n, a in shapes.items()},
@@ -75,7 +79,7 @@ def layout_of_state(state: PipelineState) -> dict[str, Any]:
 
 
 _SCHEDULE = ("schedule", "num_microbatches", "table")
-_IN_WORDS = ("schedule", "num_stages", "num_microbatches", "starts", "mesh")
+_IN_WORDS = ("schedule", "num_stages", "num_microbatches", "starts", "copies", "mesh")
 
 
 def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -84,9 +88,12 @@ def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     With nothing in flight the schedule does not count.
     """
     ignored = () if saved["in_flight"] else _SCHEDULE
-    different = [k for k in mine if k not in ignored and mine[k] != saved[k]]
+    keys = dict.fromkeys([*mine, "copies"])  # which only tables with copies have
+    different = [k for k in keys if k not in ignored and mine.get(k) != saved.get(k)]
     in_words = [key for key in _IN_WORDS if key in different]
-    return [f"{k} {mine[k]!r} instead of {saved[k]!r}" for k in in_words] or different
+    return [
+        f"{k} {mine.get(k)!r} instead of {saved.get(k)!r}" for k in in_words
+    ] or different
 
 
 def locations_in(layout: Mapping[str, Any]) -> Locations:

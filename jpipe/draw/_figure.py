@@ -15,6 +15,7 @@ import numpy as np
 
 from jpipe.draw._shared import (
     KINDS,
+    columns_of_copies,
     headline,
     operation_names,
     per_stage_facts,
@@ -45,7 +46,9 @@ def figure(schedule: Schedule) -> "Figure":
 
     A forward, an input gradient and a weight gradient take one unit of time, a backward
     that is not split takes two. A lockstep tick is as wide as its busiest device works.
-    There is one row per stage, or one row per device if devices have several stages. A
+    There is one row per stage, with copies one per copy, or one row per device if devices have
+    several stages. An operation of a stage with r copies takes r units, see
+    `Schedule.device_work`. A
     schedule that is too long for one line continues below. Facts that differ between
     stages stand at the right, the others in the caption.
 
@@ -116,7 +119,8 @@ class _Layout(NamedTuple):
       by_device: whether rows are devices, because some have several stages.
       row_labels: one per row.
       stages_of_row: the stages of each row.
-      shares: stages per device: how many units a forward of a device's share takes.
+      row_of_column: `[C]`.
+      shares: copies of stages per device: how many units a forward of a device's share takes.
     """
 
     unit: float
@@ -127,13 +131,14 @@ class _Layout(NamedTuple):
     by_device: bool
     row_labels: list[str]
     stages_of_row: list[list[int]]
+    row_of_column: np.ndarray
     shares: float
 
     @classmethod
     def of(cls, shown: Schedule, round_ticks: int, synchronous: bool) -> "_Layout":
         ends = np.cumsum(shown.device_work().max(axis=1))
         starts = np.concatenate([[0], ends[:-1]])
-        shares = shown.num_stages / shown.num_devices
+        shares = sum(shown.replicas) / shown.num_devices
         unit = max(_UNIT / shares, _LEAST_UNIT)
         length, fits = int(ends[-1]), int(_PANEL / unit + 1e-9)
         repeats = None if synchronous else int(starts[shown.num_ticks - round_ticks])
@@ -142,14 +147,23 @@ class _Layout(NamedTuple):
         panels.append(length)
         if num_panels == 2 and repeats and max(repeats, length - repeats) <= fits:
             panels[1] = repeats
+        if max(shown.replicas) > 1:  # long operations: no line ends in a tick
+            panels[1:-1] = [
+                int(ends[ends <= time].max(initial=0)) for time in panels[1:-1]
+            ]
 
-        device = shown.device[shown.column_of_stage]
-        by_device = shown.num_stages > shown.num_devices
-        stages_of_row = [[s] for s in range(shown.num_stages)]
+        by_device = sum(shown.replicas) > shown.num_devices
+        stages_of_row = [[s] for s, d in enumerate(shown.copies) for _ in d]
         labels = stage_labels(shown, "stage {}", "stage {}, device {}")
+        row_of_column = np.zeros(shown.num_columns, int)
+        for row, columns in enumerate(columns_of_copies(shown)):
+            row_of_column[columns] = row
         if by_device:
-            devices = range(shown.num_devices)
-            stages_of_row = [np.flatnonzero(device == d).tolist() for d in devices]
+            row_of_column = shown.device
+            stages_of_row = [
+                [s for s, devices in enumerate(shown.copies) if d in devices]
+                for d in range(shown.num_devices)
+            ]
             labels = [
                 f"device {d}: stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}"
                 for d, stages in enumerate(stages_of_row)
@@ -163,6 +177,7 @@ class _Layout(NamedTuple):
             by_device,
             labels,
             stages_of_row,
+            row_of_column,
             shares,
         )
 
@@ -180,17 +195,19 @@ class _Cell(NamedTuple):
 def _cells(shown: Schedule, layout: _Layout) -> Iterator[_Cell]:
     """All operations and updates of a table."""
     names = operation_names(shown)
-    row_of = shown.device if layout.by_device else shown.stage
+    row_of = layout.row_of_column
+    length_of_column = np.array(shown.replicas)[shown.stage]
     lightness = _lightness(shown)
     for t in range(shown.num_ticks):
         free_from = np.full(shown.num_devices, layout.starts[t])
         # The engine runs a tick's operations in this order, each on all stages.
-        for field, c in itertools.product(names, shown.column_of_stage):
+        for field, c in itertools.product(names, _in_order_of_stage(shown)):
             m = getattr(shown, field)[t, c]
             if m == IDLE:
                 continue
             device = shown.device[c]
-            length = 2 if field == "backward" and not shown.splits_backward else 1
+            length = int(length_of_column[c])
+            length *= 2 if field == "backward" and not shown.splits_backward else 1
             fill = _lighter(KINDS[field].fill, lightness[c])
             yield _Cell(int(free_from[device]), int(row_of[c]), length, fill, str(m))
             free_from[device] += length
@@ -198,13 +215,19 @@ def _cells(shown: Schedule, layout: _Layout) -> Iterator[_Cell]:
             yield _Cell(int(layout.ends[t]), int(row_of[c]), 0, (0.0, 0.0, 0.0), "")
 
 
+def _in_order_of_stage(shown: Schedule) -> np.ndarray:
+    """`[C]`, the columns."""
+    return np.argsort(shown.stage, kind="stable")
+
+
 def _lightness(shown: Schedule) -> np.ndarray:
     """`[C]`, from 0 for a device's first stage to 1 for its last."""
-    order = shown.column_of_stage
+    order = _in_order_of_stage(shown)
     lightness = np.zeros(shown.num_columns)
     for d in range(shown.num_devices):
         columns = order[shown.device[order] == d]
-        lightness[columns] = np.linspace(0, 1, len(columns))
+        stages, rank = np.unique(shown.stage[columns], return_inverse=True)
+        lightness[columns] = np.linspace(0, 1, len(stages))[rank]
     return lightness
 
 
@@ -300,7 +323,7 @@ def _columns(facts: Facts) -> dict[str, list[int]]:
 
 def _caption(schedule: Schedule, facts: Facts) -> str:
     """The facts of the whole table, and those that are the same on all stages."""
-    makespan = facts.makespan * schedule.num_devices / schedule.num_stages
+    makespan = facts.makespan * schedule.num_devices / sum(schedule.replicas)
     words = [
         f"makespan {makespan:g}" + ("" if schedule.synchronous else " per round"),
         f"bubble {facts.bubble:.1%}",
@@ -316,9 +339,11 @@ def _caption(schedule: Schedule, facts: Facts) -> str:
 
 
 def _axis_words(schedule: Schedule) -> str:
-    shares = schedule.num_stages / schedule.num_devices
+    shares = sum(schedule.replicas) / schedule.num_devices
     time = "time in forwards of a stage"
-    if shares != 1:
+    if max(schedule.replicas) > 1:
+        time = "time in forwards of a stage with one copy, of others times copies"
+    elif shares != 1:
         time = "time in forwards of a device's whole share of the model"
     words = f"{time} (F = B = W = 1); numbers in cells are microbatches"
     if not schedule.synchronous:

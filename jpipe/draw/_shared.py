@@ -77,10 +77,27 @@ def operation_names(schedule: Schedule) -> dict[str, str]:
 
 
 def stage_labels(schedule: Schedule, plain: str, placed: str) -> list[str]:
-    """One label per stage: `plain`, or `placed` if some stage s is not on device s."""
-    device = schedule.device[schedule.column_of_stage]
-    form = plain if (device == np.arange(len(device))).all() else placed
-    return [form.format(s, d) for s, d in enumerate(device)]
+    """One label per copy of a stage: `plain`, or `placed` if a stage is not where one expects.
+
+    Copies are in order of stage. One expects them on the devices 0, 1, 2, and so on. A stage
+    with copies has the number of the copy behind its own: `s0.0`, `s0.1`, `s1`.
+    """
+    names, devices = [], []
+    for s, of_stage in enumerate(schedule.copies):
+        for k, d in enumerate(of_stage):
+            names.append(f"{s}.{k}" if len(of_stage) > 1 else f"{s}")
+            devices.append(d)
+    form = plain if devices == list(range(len(devices))) else placed
+    return [form.format(name, d) for name, d in zip(names, devices, strict=True)]
+
+
+def columns_of_copies(schedule: Schedule) -> list[list[int]]:
+    """The columns of each copy, in the order of `stage_labels`."""
+    return [
+        np.flatnonzero((schedule.stage == s) & (schedule.device == d)).tolist()
+        for s, devices in enumerate(schedule.copies)
+        for d in devices
+    ]
 
 
 def headline(schedule: Schedule) -> str:

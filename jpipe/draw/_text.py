@@ -4,6 +4,7 @@ import numpy as np
 
 from jpipe.draw._shared import (
     KINDS,
+    columns_of_copies,
     headline,
     operation_names,
     per_stage_facts,
@@ -90,25 +91,30 @@ def text(schedule: Schedule, *, color: bool = False, width: int | None = None) -
 def _rows(shown: Schedule) -> list[tuple[str, list[str]]]:
     """The label and the words, one per tick, of each line of the picture.
 
-    A stage has one line, or one line per kind of operation if a cell holds several.
+    A column has one line, or one line per kind of operation if a cell holds several. The
+    first line of a stage, or of a copy, has the label.
     """
     kinds = [field for field in KINDS if (getattr(shown, field) != IDLE).any()]
     busy = sum((getattr(shown, field) != IDLE).astype(int) for field in kinds)
     lines = [[field] for field in kinds] if np.max(busy) > 1 else [kinds]
     rows = []
     labels = stage_labels(shown, "s{}", "s{}@{}")
-    for label, c in zip(labels, shown.column_of_stage, strict=True):
+    for label, columns in zip(labels, columns_of_copies(shown), strict=True):
         for fields in lines:
-            words = []
-            for t in range(shown.num_ticks):
-                word = ""
-                for field in fields:
-                    m = getattr(shown, field)[t, c]
-                    word += "" if m == IDLE else f"{KINDS[field].letter}{m}"
-                if fields is lines[-1] and shown.update[t, c] != IDLE:
-                    word += "*"
-                words.append(word or ".")
-            rows.append((label if fields is lines[0] else "", words))
+            for c in columns:
+                words = []
+                for t in range(shown.num_ticks):
+                    word = ""
+                    for field in fields:
+                        m = getattr(shown, field)[t, c]
+                        word += "" if m == IDLE else f"{KINDS[field].letter}{m}"
+                    # All columns of a copy update together.
+                    last = fields is lines[-1] and c == columns[-1]
+                    if last and shown.update[t, c] != IDLE:
+                        word += "*"
+                    words.append(word or ".")
+                first = fields is lines[0] and c == columns[0]
+                rows.append((label if first else "", words))
     return rows
 
 

@@ -4,6 +4,7 @@ A tick runs these steps, in this order:
 
     receive     received messages   -> inbox slots
     forward     inbox, batch        -> stashes, loss, outgoing activations
+    commit      statistics          -> mutable state; with several columns per stage only
     backward    inbox, stashes      -> gradients, stashes, outgoing gradients
     weight_grad stashes             -> gradients
     update      gradients           -> parameters, optimizer state
@@ -37,6 +38,7 @@ from jax import lax
 
 from jpipe.engine.arrays import ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device, StageContext
+from jpipe.engine.copies import sum_over_copies
 from jpipe.engine.guard import Branch, run_one_of
 from jpipe.engine.layout import microbatch_shapes
 from jpipe.engine.operations import OPERATIONS
@@ -201,6 +203,10 @@ def _tick(
     arrays = receive(spec, arrays, scalars, arrays.received)
     gradients = moved(arrays, after="backward")
     arrays = _run_operation("forward", device, scalars, arrays)
+    if spec.commits:
+        statistics = sum_over_copies(device, scalars, "commit", arrays.statistics)
+        arrays = arrays.replace(statistics=statistics)
+        arrays = _run_operation("commit", device, scalars, arrays)
     arrays = receive(spec, arrays, scalars, gradients)
     activations = moved(arrays, after="forward")
     for name in ("backward", "weight_grad"):
@@ -247,9 +253,22 @@ def _run_operation(
         lane = scalars.lane(name, j)
         chunk = lane.chunk if spec.lowered.guard == "switch" else None
         stages = [StageContext(device, p, lane, chunk) for p in spec.stages.programs]
-        branches = [_branch(name, stage) for stage in stages]
+        branches = [
+            _branch(name, stage)
+            if _runs(spec, name, j, stage)
+            else Branch(name, [], lambda written, _: written)
+            for stage in stages
+        ]
         arrays = run_one_of(spec.lowered.guard, lane.program, branches, arrays)
     return arrays
+
+
+def _runs(spec: PassSpec, name: str, lane: int, stage: StageContext) -> bool:
+    """Whether a program ever runs in a lane. A stage with few copies has lanes of its own."""
+    if not spec.schedule.has_copies:
+        return True
+    of_lane = spec.lowered.operations[name].stage[..., lane]
+    return bool(np.isin(of_lane, stage.program.stages).any())
 
 
 def _branch(name: str, stage: StageContext) -> Branch:

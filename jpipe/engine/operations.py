@@ -129,7 +129,11 @@ def forward_writes(stage: StageContext) -> list[str]:
     names = ["loss", "aux", "count", SENT["forward"]]
     if not stage.spec.recompute:
         names += FORWARD_STASHES
-    return names + (["mutable_state", "statistics"] if _moves_state(stage) else [])
+    if not _moves_state(stage):
+        return names
+    # Copies of a stage move their mutable state together, in a commit.
+    copies = stage.spec.schedule.has_copies
+    return names + (["statistics"] if copies else ["mutable_state", "statistics"])
 
 
 def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
@@ -139,11 +143,12 @@ def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     """
     collects, moves_state = stage.spec.schedule.forward_only, _moves_state(stage)
     stashes = not (collects or stage.spec.recompute)
+    commits = moves_state and not stage.spec.schedule.has_copies
     result = run_layers(
         stage,
         read,
         _stage_inputs(stage, read),
-        mutable_state=written.mutable_state if moves_state else read.mutable_state,
+        mutable_state=written.mutable_state if commits else read.mutable_state,
         rings=_rings(written) if stashes else None,
         statistics=written.statistics if moves_state else None,
     )
@@ -152,6 +157,7 @@ def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         written = _with_rings(written, result.rings)
     if moves_state:
         written = written.replace(statistics=result.statistics)
+    if commits:
         written = _commit_state(stage, written)
     lane = stage.scalars
     written = send_skips(stage.spec, stage.program, written, lane, result.skips)
@@ -213,22 +219,35 @@ def _loss_and_stash(
 
 def _commit_state(stage: StageContext, written: Written) -> Written:
     """Moves mutable state after the last microbatch of a minibatch, by the minibatch's statistics."""
-
-    def commit(arrays: tuple, _: None) -> tuple:
-        column = stage.column
-        for r, run in enumerate(stage.program.runs):
-            if run.state:
-                layer = functools.partial(_commit_layer, stage, run, column)
-                arrays = for_each_layer(stage, r, layer, arrays)
-        return arrays
-
     state, statistics = guarded(
         stage.spec.lowered.guard,
         stage.scalars.completes_minibatch == 1,
-        commit,
+        functools.partial(_committed, stage),
         (written.mutable_state, written.statistics),
         None,
     )
+    return written.replace(mutable_state=state, statistics=statistics)
+
+
+def _committed(stage: StageContext, arrays: tuple, _: None) -> tuple:
+    """Mutable state and statistics after a minibatch."""
+    column = stage.column
+    for r, run in enumerate(stage.program.runs):
+        if run.state:
+            layer = functools.partial(_commit_layer, stage, run, column)
+            arrays = for_each_layer(stage, r, layer, arrays)
+    return arrays
+
+
+def commit_writes(stage: StageContext) -> list[str]:
+    """The arrays that `commit` writes."""
+    return ["mutable_state", "statistics"]
+
+
+def commit(stage: StageContext, written: Written, read: ReadOnly) -> Written:
+    """Moves the mutable state of a stage with copies, after the sum of their statistics."""
+    arrays = written.mutable_state, written.statistics
+    state, statistics = _committed(stage, arrays, None)
     return written.replace(mutable_state=state, statistics=statistics)
 
 
@@ -419,6 +438,7 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
 
 OPERATIONS = {
     "forward": Operation(forward, forward_writes),
+    "commit": Operation(commit, commit_writes),
     "backward": Operation(backward, backward_writes),
     "weight_grad": Operation(weight_grad, weight_grad_writes),
 }

@@ -29,14 +29,13 @@ class TiedCopy(NamedTuple):
     """One copy of a tied weight.
 
     Attributes:
-      device: its device.
-      chunk: position of its column among the device's columns.
+      stage_copies: for every copy of its stage the device, and the position of the stage among the
+        device's stages.
       place: its place in the packed weights.
       row: its row there.
     """
 
-    device: int
-    chunk: int
+    stage_copies: tuple[tuple[int, int], ...]
     place: Place
     row: int
 
@@ -101,9 +100,10 @@ class PassSpec:
 
         On GPUs the host decides about a conditional with a collective, and the device waits. What
         all updates exchange is a few numbers, and exchanging them in every tick costs less. Means
-        over replicas and sums of tied gradients are large.
+        over replicas, sums over copies and sums of tied gradients are large.
         """
         small = self.num_replicas == 1 and not self.stages.ties
+        small = small and not self.schedule.has_copies
         return self.lowered.guard == "switch" and small
 
     @property
@@ -157,13 +157,23 @@ class PassSpec:
         """The scalars of every tick."""
         newest = None if self.trained is None else self.trained.newest
         constants = self._stage_constants()
-        of_operation = dict.fromkeys(("forward", "backward", "weight_grad"), constants)
+        on_layers = ("forward", "backward", "weight_grad", "commit")
+        of_operation = dict.fromkeys(on_layers, constants)
         if self.updates is not None:
             of_operation["update"] = {
                 ("program",): np.array(self.updates.program_of_stage),
                 **{("delay", name): delay for name, delay in self.delays.items()},
             }
         return scalar_table(self.lowered, of_operation, self.num_versions, newest)
+
+    @property
+    def commits(self) -> bool:
+        """Whether copies of stages add up statistics and move mutable state together."""
+        if self.schedule.forward_only or not self.schedule.has_copies:
+            return False
+        return any(
+            run.state for program in self.stages.programs for run in program.runs
+        )
 
     def _stage_constants(self) -> StageConstants:
         """Scalars of operations on layers that depend on the stage alone: see `LaneScalars`."""
@@ -185,7 +195,7 @@ class PassSpec:
         """The copies of each tied weight; the optimizer knows the first."""
         stages = self.stages
         copy_of_leaf = {
-            (layer, j): TiedCopy(*self.lowered.placement[s], place, row)
+            (layer, j): TiedCopy(self.lowered.copies[s], place, row)
             for s in range(stages.num_stages)
             for layer, run, row in stages.layer_runs(s)
             for j, place in enumerate(run.parameters)

@@ -7,16 +7,19 @@ the gradient is not finite on any other column that applies the same minibatch i
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jpipe import packing
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device
+from jpipe.engine.copies import sum_over_copies
 from jpipe.engine.guard import Branch, guarded, run_one_of
 from jpipe.engine.spec import TiedCopy
 from jpipe.engine.transport import put_row
@@ -72,6 +75,9 @@ def update(
     if spec.num_replicas > 1:
         for lane in lanes:
             arrays = _mean_over_replicas(device, lane, arrays)
+    if spec.schedule.has_copies:
+        gradients = sum_over_copies(device, scalars, "update", arrays.gradients)
+        arrays = arrays.replace(gradients=gradients)
     for copies in spec.ties:
         arrays = _sum_tied_gradients(device, copies, arrays)
     arrays, norms = _norms(device, lanes, updates, arrays)
@@ -129,7 +135,21 @@ def _mean_over_replicas(
 #
 # The first copy gets the sum of all copies' gradients and the others get zeros, so that a norm
 # counts the gradient once and one stage updates the weight. The other copies take over the updated
-# value.
+# value. Where a stage itself has copies, on several devices, all of these have the same value, and
+# the first of them stands for all.
+
+
+def _is_on(device: Device, devices: Sequence[int]) -> jax.Array:
+    """Whether this is one of some devices."""
+    return functools.reduce(operator.or_, [device.position == d for d in devices])
+
+
+def _by_chunk(copy: TiedCopy) -> list[tuple[int, list[int]]]:
+    """Position of the copy's stage on a device -> the devices on which it has that position."""
+    chunks: dict[int, list[int]] = {}
+    for d, chunk in copy.stage_copies:
+        chunks.setdefault(chunk, []).append(d)
+    return list(chunks.items())
 
 
 def _sum_tied_gradients(
@@ -138,15 +158,17 @@ def _sum_tied_gradients(
     gradients = arrays.gradients
     total: Any = 0
     for copy in copies:
-        value = packing.read(gradients, copy.place, [copy.chunk], copy.row)
-        total += jnp.where(device.position == copy.device, value, 0)
-    if len({copy.device for copy in copies}) > 1:
+        home, chunk = copy.stage_copies[0]
+        value = packing.read(gradients, copy.place, [chunk], copy.row)
+        total += jnp.where(device.position == home, value, 0)
+    if len({d for copy in copies for d, _ in copy.stage_copies}) > 1:
         total = lax.psum(total, STAGE)
     for copy in copies:
-        old = packing.read(gradients, copy.place, [copy.chunk], copy.row)
-        new = total if copy is copies[0] else jnp.zeros_like(total)
-        new = jnp.where(device.position == copy.device, new, old)
-        gradients = packing.write(gradients, copy.place, [copy.chunk], new, copy.row)
+        for chunk, devices in _by_chunk(copy):
+            old = packing.read(gradients, copy.place, [chunk], copy.row)
+            new = total if copy is copies[0] else jnp.zeros_like(total)
+            new = jnp.where(_is_on(device, devices), new, old)
+            gradients = packing.write(gradients, copy.place, [chunk], new, copy.row)
     return arrays.replace(gradients=gradients)
 
 
@@ -154,18 +176,20 @@ def _copy_tied_weights(
     device: Device, copies: Sequence[TiedCopy], arrays: TickArrays
 ) -> TickArrays:
     first = copies[0]
-    # Copies in the column of the first were updated with it.
-    others = [copy for copy in copies if copy[:2] != first[:2]]
+    # Copies on the stage of the first were updated with it.
+    others = [copy for copy in copies if copy.stage_copies != first.stage_copies]
     if not others:
         return arrays
     parameters, version = arrays.parameters, 0  # schedules that tie stages have V = 1
-    value = packing.read(parameters, first.place, [version, first.chunk], first.row)
-    value = lax.psum(jnp.where(device.position == first.device, value, 0), STAGE)
+    home, chunk = first.stage_copies[0]
+    value = packing.read(parameters, first.place, [version, chunk], first.row)
+    value = lax.psum(jnp.where(device.position == home, value, 0), STAGE)
     for copy in others:
-        lead = [version, copy.chunk]
-        old = packing.read(parameters, copy.place, lead, copy.row)
-        new = jnp.where(device.position == copy.device, value, old)
-        parameters = packing.write(parameters, copy.place, lead, new, copy.row)
+        for chunk, devices in _by_chunk(copy):
+            lead = [version, chunk]
+            old = packing.read(parameters, copy.place, lead, copy.row)
+            new = jnp.where(_is_on(device, devices), value, old)
+            parameters = packing.write(parameters, copy.place, lead, new, copy.row)
     return arrays.replace(parameters=parameters)
 
 
@@ -205,7 +229,10 @@ def _norms(
     latest = jnp.where(version >= 0, squares, arrays.squared_norm)
     all_latest, all_versions = lax.all_gather((latest, version), STAGE)
     broken = ~jnp.isfinite(all_latest) & (all_versions >= 0)
-    global_norm, scale = jnp.sqrt(jnp.sum(all_latest)), None
+    counted = all_latest
+    if device.spec.schedule.has_copies:  # each stage counts once
+        counted = jnp.where(_first_copies(device), all_latest, 0)
+    global_norm, scale = jnp.sqrt(jnp.sum(counted)), None
     if device.spec.loss_scale is not None:
         scale = arrays.loss_scale["scale"][0]
         global_norm /= scale.astype(global_norm.dtype)
@@ -216,6 +243,17 @@ def _norms(
     norm = jnp.where(updates_any, global_norm, arrays.gradient_norm[0])
     arrays = arrays.replace(squared_norm=latest, gradient_norm=norm[None])
     return arrays, _Norms(global_norm, scale, broken, all_versions)
+
+
+def _first_copies(device: Device) -> np.ndarray:
+    """bool `[D, R]`: False where a stage is that is also on an earlier copy's device."""
+    lowered = device.spec.lowered
+    shape = lowered.schedule.num_devices, lowered.num_chunks
+    first = np.ones(shape, bool)
+    for copies in lowered.copies:
+        for place in copies[1:]:
+            first[place] = False
+    return first
 
 
 def _squares(

@@ -68,8 +68,8 @@ class Channel:
       sends: bool `[T]`, whether any device sends.
       lane: int32 `[T, D]`, the output that a device sends, as a position in `Lowered.outgoing`.
       lanes: all outputs that the channel ever sends, as positions in `Lowered.outgoing`.
-      arrives: inbox -> int32 `[T, D, 2]`, the stage and the position of the message that is
-        readable from tick t, which determine its slot; stage -1: no message. Holds only inboxes
+      arrives: inbox -> int32 `[T, D, 2]`, the column and the position of the message that is
+        readable from tick t, which determine its slot; column -1: no message. Holds only inboxes
         that the channel fills in some tick.
       codec: the codec of all routes that share the channel.
     """
@@ -92,7 +92,7 @@ class _Draft:
       shared: payload, codec and operation that all messages of the channel have in common.
       pairs: source device -> target device.
       lanes: (tick, source device) -> position in `Lowered.outgoing`.
-      arrivals: (tick, target device) -> (inbox, (stage, position)).
+      arrivals: (tick, target device) -> (inbox, (column, position)).
     """
 
     local: bool
@@ -112,19 +112,20 @@ class _Draft:
             and all(s == source for s, t in self.pairs.items() if t == target)
         )
 
-    def channel(self, schedule: Schedule) -> Channel:
+    def channel(self, schedule: Schedule, num_in_column: np.ndarray) -> Channel:
         """The finished channel."""
-        T, D, N = schedule.num_ticks, schedule.num_devices, schedule.num_microbatches
+        T, D = schedule.num_ticks, schedule.num_devices
         sends, lane = np.zeros(T, bool), np.zeros((T, D), np.int32)
         for (tick, source), output in self.lanes.items():
             sends[tick], lane[tick, source] = True, output
         arrives: dict[str, np.ndarray] = {}
-        for (tick, target), (inbox, (stage, position)) in self.arrivals.items():
+        for (tick, target), (inbox, (column, position)) in self.arrivals.items():
             # A message is readable from the next tick; after the last tick, that is the first tick
             # of the next round.
             next_round, next_tick = divmod(tick + 1, T)
             cells = arrives.setdefault(inbox, np.full((T, D, 2), -1, np.int32))
-            cells[next_tick, target] = stage, position - N * next_round
+            before = num_in_column[column] * next_round
+            cells[next_tick, target] = column, position - before
         *_, codec, operation = self.shared
         return Channel(
             operation=operation,
@@ -139,8 +140,8 @@ class _Draft:
 
 def assign_channels(
     schedule: Schedule,
-    column_of_stage: np.ndarray,
     position: np.ndarray,
+    num_in_column: np.ndarray,
     operations: Mapping[str, "Operations"],
     routes: Sequence[Route],
     outgoing: Sequence[tuple[str, int]],
@@ -150,8 +151,8 @@ def assign_channels(
 
     Args:
       schedule: the table.
-      column_of_stage: int `[S]`.
       position: int `[N, C]`, rank of each microbatch in its column's order of forwards.
+      num_in_column: int `[C]`, microbatches of a minibatch that each column runs.
       operations: "forward" and "backward" -> `Operations`.
       routes: the kinds of messages.
       outgoing: (inbox, lane) of each output that a device may send.
@@ -169,9 +170,9 @@ def assign_channels(
             stage = route.target.get(int(lanes.stage[tick, source, lane]))
             if stage is None:
                 continue
-            column = column_of_stage[stage]
-            target = int(schedule.device[column])
             rounds, m = divmod(int(lanes.microbatch[tick, source, lane]), N)
+            column = int(schedule.column_of_microbatch[m, stage])
+            target = int(schedule.device[column])
             for draft in drafts:
                 if draft.fits(tick, source, target, shared):
                     break
@@ -180,6 +181,7 @@ def assign_channels(
                 drafts.append(draft)
             draft.pairs[source] = target
             draft.lanes[tick, source] = outgoing.index((route.inbox, lane))
-            slot_of = (stage, int(position[m, column]) + N * rounds)
+            before = int(num_in_column[column]) * rounds
+            slot_of = (column, int(position[m, column]) + before)
             draft.arrivals[tick, target] = (route.inbox, slot_of)
-    return tuple(draft.channel(schedule) for draft in drafts)
+    return tuple(draft.channel(schedule, num_in_column) for draft in drafts)

@@ -9,6 +9,7 @@ Letters: T ticks, D devices, S stages, C columns, N microbatches, V weight versi
 """
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -43,7 +44,8 @@ class Operations:
 
     Attributes:
       stage: the stage that runs.
-      chunk: the position of the stage's column among its device's columns.
+      chunk: the position of the stage among its device's stages.
+      column: the column of the table; it determines the slots of rings.
       microbatch: relative to the round, as in the table.
       position: rank of the microbatch in the column's order, relative to the round. It determines
         ring slots.
@@ -52,6 +54,7 @@ class Operations:
 
     stage: np.ndarray
     chunk: np.ndarray
+    column: np.ndarray
     microbatch: np.ndarray
     position: np.ndarray
     version: np.ndarray
@@ -68,13 +71,15 @@ class Lowered:
 
     Attributes:
       schedule: the table.
-      operations: "forward", "backward", "weight_grad", "update" -> `Operations`.
+      operations: "forward", "backward", "weight_grad", "update" -> `Operations`. With several
+        columns per stage also "commit", see `commit_cells`.
       channels: the channels.
       outgoing: (inbox, lane) of each output that a device may send.
       rings: name -> ring.
-      num_chunks: the most columns on any device.
-      placement: for each stage its device, and the position of its column among the device's
-        columns.
+      num_chunks: the most stages on any device.
+      copies: for each stage the device of every copy, and the position of the stage among the
+        device's stages.
+      num_in_column: int `[C]`, microbatches of a minibatch that each column runs.
       num_versions: V, weight versions on every device; version v is stored in slot v modulo V.
       newest: int `[S]`, the newest version of a stage between rounds, relative to the next round.
       num_batches: how many of the latest minibatches are read, including the minibatch of this
@@ -89,12 +94,18 @@ class Lowered:
     outgoing: tuple[tuple[str, int], ...]
     rings: Mapping[str, Ring]
     num_chunks: int
-    placement: tuple[tuple[int, int], ...]
+    copies: tuple[tuple[tuple[int, int], ...], ...]
+    num_in_column: np.ndarray
     num_versions: int
     newest: np.ndarray
     num_batches: int
     drain_rounds: int
     guard: str
+
+    @property
+    def placement(self) -> tuple[tuple[int, int], ...]:
+        """For each stage the device and the position of its copy 0."""
+        return tuple(of_stage[0] for of_stage in self.copies)
 
     @property
     def num_slots(self) -> dict[str, int]:
@@ -134,7 +145,8 @@ def lower(
         routes = neighbours(schedule.num_stages)
     columns, chunk = schedule.column_of_stage, _chunks(schedule)
     position = _positions(schedule)
-    operations = _all_operations(schedule, chunk, position)
+    num_in_column = (schedule.forward != IDLE).sum(axis=0)
+    operations = _all_operations(schedule, chunk, position, num_in_column)
     newest, last_tick = _newest_and_last_tick(schedule)
     outgoing = tuple(
         (route.inbox, lane)
@@ -146,15 +158,19 @@ def lower(
         schedule=schedule,
         operations=operations,
         channels=assign_channels(
-            schedule, columns, position, operations, routes, outgoing, overlap
+            schedule, position, num_in_column, operations, routes, outgoing, overlap
         ),
         outgoing=outgoing,
-        rings=make_rings(schedule, columns, position, recompute, routes),
+        rings=make_rings(schedule, position, num_in_column, recompute, routes),
         num_chunks=int(chunk.max()) + 1,
-        placement=tuple((int(schedule.device[c]), int(chunk[c])) for c in columns),
+        copies=tuple(
+            tuple((int(schedule.device[c]), int(chunk[c])) for c in of_stage)
+            for of_stage in schedule.columns_of_copies
+        ),
+        num_in_column=num_in_column,
         num_versions=_num_versions(schedule),
         newest=newest[columns],
-        num_batches=_num_batches(schedule, columns, recompute),
+        num_batches=_num_batches(schedule, recompute),
         drain_rounds=last_tick // schedule.num_ticks,
         guard=guard,
     )
@@ -183,13 +199,14 @@ def _num_versions(schedule: Schedule) -> int:
         (schedule.weight_grad_ticks(), schedule.backward_versions()),
     ):
         newest_written = -((updated - ticks) // T)  # by the end of the round of `ticks`
-        V = max(V, int((newest_written - versions + 1).max()))
+        back = np.where(ticks == IDLE, 0, newest_written - versions + 1)
+        V = max(V, int(back.max()))
     return V
 
 
-def _num_batches(schedule: Schedule, columns: np.ndarray, recompute: bool) -> int:
+def _num_batches(schedule: Schedule, recompute: bool) -> int:
     """How many of the latest minibatches the first and the last stage read, with this round's."""
-    ends, oldest = [columns[0], columns[-1]], 0
+    ends, oldest = np.isin(schedule.stage, (0, schedule.num_stages - 1)), 0
     readers = [schedule.forward, schedule.backward] if recompute else [schedule.forward]
     for cells in readers:
         read = cells[:, ends]
@@ -201,18 +218,54 @@ def _num_batches(schedule: Schedule, columns: np.ndarray, recompute: bool) -> in
 
 
 def _chunks(schedule: Schedule) -> np.ndarray:
-    """`[C]`: position of each column among its device's columns, in order of stage."""
+    """`[C]`: position of each column's stage among its device's stages, in order of stage."""
     chunk = np.zeros(schedule.num_columns, int)
     for d in range(schedule.num_devices):
         columns = np.flatnonzero(schedule.device == d)
-        chunk[columns[np.argsort(schedule.stage[columns])]] = np.arange(len(columns))
+        _, chunk[columns] = np.unique(schedule.stage[columns], return_inverse=True)
     return chunk
 
 
+def _of_copies(schedule: Schedule, cells: np.ndarray) -> np.ndarray:
+    """`cells` in the first column of every copy, and `IDLE` in the others."""
+    result = np.full_like(cells, IDLE)
+    first = list(itertools.chain(*schedule.columns_of_copies))
+    result[:, first] = cells[:, first]
+    return result
+
+
 def _positions(schedule: Schedule) -> np.ndarray:
-    """`[N, C]`: rank of each microbatch in its column's order of forwards."""
-    order = schedule.forward_ticks().argsort(axis=0, kind="stable")
+    """`[N, C]`: rank of each microbatch in its column's order of forwards; else anything."""
+    ticks = schedule.forward_ticks()
+    never = np.iinfo(ticks.dtype).max
+    order = np.where(ticks == IDLE, never, ticks).argsort(axis=0, kind="stable")
     return order.argsort(axis=0)
+
+
+def commit_cells(schedule: Schedule) -> np.ndarray:
+    """`[T, C]`, the minibatches whose forwards a stage has finished by the end of a tick.
+
+    Then the copies of the stage add up their statistics and move the mutable state. A minibatch
+    is named by the version that its update writes. Without copies the last forward moves the
+    state, and nobody asks.
+    """
+    cells = np.full(schedule.forward.shape, IDLE, np.int64)
+    last = schedule.by_stage(schedule.forward_ticks()).max(axis=0)
+    for s, tick in enumerate(last.tolist()):
+        rounds, t = divmod(tick, schedule.num_ticks)
+        cells[t, schedule.stage == s] = 1 - rounds
+    return cells
+
+
+def mixes_minibatches(schedule: Schedule, stage: int) -> bool:
+    """Whether copies of a stage run forwards of two minibatches in turn.
+
+    Their statistics would be added up, so no layer of the stage may have mutable state.
+    """
+    if not schedule.has_copies or schedule.synchronous:
+        return False
+    ticks = schedule.by_stage(schedule.forward_ticks())[:, stage]
+    return bool(ticks.max() >= ticks.min() + schedule.num_ticks)
 
 
 def _weight_grad_version(schedule: Schedule) -> np.ndarray:
@@ -228,18 +281,32 @@ def _weight_grad_version(schedule: Schedule) -> np.ndarray:
 
 
 def _all_operations(
-    schedule: Schedule, chunk: np.ndarray, position: np.ndarray
+    schedule: Schedule,
+    chunk: np.ndarray,
+    position: np.ndarray,
+    num_in_column: np.ndarray,
 ) -> dict[str, Operations]:
-    """The four kinds of operations."""
+    """All kinds of operations."""
+    update = _of_copies(schedule, schedule.update)
     cells_and_versions = {
         "forward": (schedule.forward, schedule.forward_version),
         "backward": (schedule.backward, schedule.backward_version),
         "weight_grad": (schedule.weight_grad, _weight_grad_version(schedule)),
-        "update": (schedule.update, schedule.update),
+        "update": (update, update),
     }
+    if schedule.has_copies:
+        commit = np.full_like(update, IDLE)
+        if not schedule.forward_only:
+            commit = _of_copies(schedule, commit_cells(schedule))
+        cells_and_versions["commit"] = commit, commit
     return {
         name: _operations(
-            schedule, cells, version, chunk, None if name == "update" else position
+            schedule,
+            cells,
+            version,
+            chunk,
+            None if name in ("update", "commit") else position,
+            num_in_column,
         )
         for name, (cells, version) in cells_and_versions.items()
     }
@@ -251,6 +318,7 @@ def _operations(
     version: np.ndarray,
     chunk: np.ndarray,
     position: np.ndarray | None,
+    num_in_column: np.ndarray,
 ) -> Operations:
     """Gathers the cells `[T, C]` of one field of the table into lanes.
 
@@ -259,7 +327,8 @@ def _operations(
       cells: the field.
       version: int `[T, C]`.
       chunk: int `[C]`.
-      position: int `[N, C]`; None: the cells are updates, which have no microbatch.
+      position: int `[N, C]`; None: the cells are of minibatches, not of microbatches.
+      num_in_column: int `[C]`.
     """
     T, D, N = schedule.num_ticks, schedule.num_devices, schedule.num_microbatches
     busy = [
@@ -274,7 +343,7 @@ def _operations(
         stage=np.full((T, D, num_lanes), -1, np.int32),
         **{
             name: np.zeros((T, D, num_lanes), np.int32)
-            for name in ("chunk", "microbatch", "position", "version")
+            for name in ("chunk", "column", "microbatch", "position", "version")
         },
     )
     for t, d in np.ndindex(T, D):
@@ -282,9 +351,10 @@ def _operations(
             cell = t, d, lane
             operations.stage[cell] = schedule.stage[c]
             operations.chunk[cell] = chunk[c]
+            operations.column[cell] = c
             operations.version[cell] = version[t, c]
             if position is not None:
                 rounds, m = divmod(int(cells[t, c]), N)
                 operations.microbatch[cell] = cells[t, c]
-                operations.position[cell] = position[m, c] + N * rounds
+                operations.position[cell] = position[m, c] + num_in_column[c] * rounds
     return operations

@@ -1,12 +1,12 @@
 """Rings: where a device keeps the values that its stages need in later ticks.
 
 A value lives from the tick that writes it to the tick that reads it last. Two values of a device
-share a slot if they do not live at the same time. All stages of a device share its slots.
+share a slot if they do not live at the same time. All columns of a device share its slots.
 
 - In a synchronous table the lifetimes are those of one minibatch. A greedy colouring of intervals
-  gives each microbatch of each stage its slot, and needs as many slots as values live at the same
+  gives each microbatch of each column its slot, and needs as many slots as values live at the same
   time at most.
-- An asynchronous table repeats every T ticks, and lives go over its end. Each stage therefore has
+- An asynchronous table repeats every T ticks, and lives go over its end. Each column therefore has
   slots of its own. A microbatch's slot is its position in its column's order, modulo the smallest
   number of slots at which no live value is overwritten.
 
@@ -32,24 +32,24 @@ class Ring:
 
     Attributes:
       num_slots: K, slots on every device.
-      slots: for each stage its slots, in the order in which its microbatches take them. The
-        microbatch at position p of the stage's order, which counts on over all rounds, takes
-        `slots[stage][p % len(slots[stage])]`. Empty: the stage does not use the ring.
+      slots: for each column its slots, in the order in which its microbatches take them. The
+        microbatch at position p of the column's order, which counts on over all rounds, takes
+        `slots[column][p % len(slots[column])]`. Empty: the column does not use the ring.
     """
 
     num_slots: int
     slots: Sequence[np.ndarray]
 
-    def depth(self, stage: np.ndarray) -> np.ndarray:
-        """The number of positions after which a stage's slots repeat, at least 1."""
-        return np.array([max(len(slots), 1) for slots in self.slots])[stage]
+    def depth(self, column: np.ndarray) -> np.ndarray:
+        """The number of positions after which a column's slots repeat, at least 1."""
+        return np.array([max(len(slots), 1) for slots in self.slots])[column]
 
-    def offset(self, stage: np.ndarray) -> np.ndarray:
-        """The first slot of a stage."""
-        return np.array([min(slots, default=0) for slots in self.slots])[stage]
+    def offset(self, column: np.ndarray) -> np.ndarray:
+        """The first slot of a column."""
+        return np.array([min(slots, default=0) for slots in self.slots])[column]
 
-    def slot(self, stage: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """The slot of the microbatch at a position of a stage's order.
+    def slot(self, column: np.ndarray, position: np.ndarray) -> np.ndarray:
+        """The slot of the microbatch at a position of a column's order.
 
         Example:
           >>> ring = Ring(3, [np.array([0, 1]), np.array([2])])
@@ -61,13 +61,13 @@ class Ring:
             np.resize(slots if len(slots) else [0], max(width, 1))
             for slots in self.slots
         ]
-        return np.array(rows)[stage, position % self.depth(stage)]
+        return np.array(rows)[column, position % self.depth(column)]
 
 
 def make_rings(
     schedule: Schedule,
-    columns: np.ndarray,
     position: np.ndarray,
+    num_in_column: np.ndarray,
     recompute: bool,
     routes: Sequence[Route],
 ) -> dict[str, Ring]:
@@ -75,32 +75,34 @@ def make_rings(
 
     Args:
       schedule: the table.
-      columns: int `[S]`, the column of each stage.
       position: int `[N, C]`, rank of each microbatch in its column's order.
+      num_in_column: int `[C]`, microbatches of a minibatch that each column runs.
       recompute: keep only the inputs of a stage from its forward to its backward.
       routes: the messages; each has an inbox, which is a ring.
     """
     names = [*(route.inbox for route in routes), *STASHES]
-    rings = {name: Ring(0, [np.zeros(0, int)] * schedule.num_stages) for name in names}
-    lifetimes = _lifetimes(schedule, columns, recompute, routes)
+    rings = {name: Ring(0, [np.zeros(0, int)] * schedule.num_columns) for name in names}
+    lifetimes = _lifetimes(schedule, recompute, routes)
     share = _shared_slots if schedule.synchronous else _slots_of_columns
     for name, (first, last) in lifetimes.items():
         used = (first != IDLE) & (last != IDLE)
-        rings[name] = share(schedule, columns, position, first, last, used)
+        rings[name] = share(schedule, position, num_in_column, first, last, used)
     return rings
 
 
 def _shared_slots(
     schedule: Schedule,
-    columns: np.ndarray,
     position: np.ndarray,
+    num_in_column: np.ndarray,
     first: np.ndarray,
     last: np.ndarray,
     used: np.ndarray,
 ) -> Ring:
-    """Slots that all stages of a device share; all arrays but `columns` are `[N, C]`."""
-    N, num_slots = schedule.num_microbatches, 0
-    slots = [np.zeros(N if used[:, c].any() else 0, int) for c in columns]
+    """Slots that all columns of a device share; all arrays but `num_in_column` are `[N, C]`."""
+    num_slots = 0
+    slots = [
+        np.zeros(n if used[:, c].any() else 0, int) for c, n in enumerate(num_in_column)
+    ]
     for d in range(schedule.num_devices):
         free: list[int] = []
         busy: list[tuple[int, int]] = []  # (last tick, slot)
@@ -115,37 +117,35 @@ def _shared_slots(
             else:
                 slot, num_made = num_made, num_made + 1
             heapq.heappush(busy, (int(last[m, c]), slot))
-            slots[schedule.stage[c]][position[m, c]] = slot
+            slots[c][position[m, c]] = slot
         num_slots = max(num_slots, num_made)
     return Ring(num_slots, slots)
 
 
 def _slots_of_columns(
     schedule: Schedule,
-    columns: np.ndarray,
     position: np.ndarray,
+    num_in_column: np.ndarray,
     first: np.ndarray,
     last: np.ndarray,
     used: np.ndarray,
 ) -> Ring:
-    """Slots of each column apart; all arrays but `columns` are `[N, C]`."""
+    """Slots of each column apart; all arrays but `num_in_column` are `[N, C]`."""
     next_slot = np.zeros(schedule.num_devices, int)
-    slots = []
-    for c in columns:
+    slots = [np.zeros(0, int)] * schedule.num_columns
+    for c in np.argsort(schedule.stage, kind="stable"):
         rows, d = used[:, c], schedule.device[c]
         depth = 0
         if rows.any():
-            depth = _least_modulus(
-                schedule, position[rows, c], first[rows, c], last[rows, c]
-            )
-        slots.append(next_slot[d] + np.arange(depth))
+            mine = position[rows, c], first[rows, c], last[rows, c]
+            depth = _least_modulus(num_in_column[c], schedule.num_ticks, *mine)
+        slots[c] = next_slot[d] + np.arange(depth)
         next_slot[d] += depth
     return Ring(int(next_slot.max()), slots)
 
 
 def _lifetimes(
     schedule: Schedule,
-    columns: np.ndarray,
     recompute: bool,
     routes: Sequence[Route],
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
@@ -156,11 +156,13 @@ def _lifetimes(
     lifetimes = {}
     for route in routes:
         sent = forward if route.operation == "forward" else backward
-        arrival = np.full(sent.shape, IDLE, np.int64)
+        sent = schedule.by_stage(sent)
+        arrival = np.full(forward.shape, IDLE, np.int64)
         for source, target in route.target.items():
-            ticks = sent[:, columns[source]]
+            ticks, column = sent[:, source], schedule.column_of_microbatch[:, target]
             # A message is readable from the tick after it was sent.
-            arrival[:, columns[target]] = np.where(ticks == IDLE, IDLE, ticks + 1)
+            readable = np.where(ticks == IDLE, IDLE, ticks + 1)
+            arrival[np.arange(len(ticks)), column] = readable
         read = forward
         if not schedule.forward_only:
             read = stashed if route.operation == "forward" else backward
@@ -174,17 +176,22 @@ def _lifetimes(
 
 
 def _least_modulus(
-    schedule: Schedule, position: np.ndarray, first: np.ndarray, last: np.ndarray
+    num_microbatches: int,
+    num_ticks: int,
+    position: np.ndarray,
+    first: np.ndarray,
+    last: np.ndarray,
 ) -> int:
     """The smallest K at which microbatches whose positions agree modulo K are never alive together.
 
     Args:
-      schedule: the table.
+      num_microbatches: N, microbatches of a minibatch that the column runs.
+      num_ticks: T.
       position: int `[microbatches]`, ranks in the column's order.
       first: int `[microbatches]`, the tick at which each becomes alive.
       last: int `[microbatches]`, the last tick at which each is alive.
     """
-    N, T = schedule.num_microbatches, schedule.num_ticks
+    N, T = num_microbatches, num_ticks
     # A round repeats every T ticks: unroll it until lifetimes can no longer meet.
     rounds = 2 + int((last - first).max()) // T
     position = np.concatenate([position + N * r for r in range(rounds)])

@@ -58,19 +58,24 @@ class ScalarTable:
         self,
         name: ScalarName,
         base: np.ndarray,
-        rounds: int,
+        rounds: int | np.ndarray,
         modulus: int | np.ndarray,
         offset: int | np.ndarray = 0,
         least: int = _LEAST,
     ) -> None:
         """Adds `(base + rounds * r) % modulus + offset`, of int `[T, D]` each."""
-        self._cyclic[name] = (base, modulus, offset, (rounds, 0, least))
+        constants = 0 if isinstance(rounds, np.ndarray) else rounds, 0, least
+        self._cyclic[name] = (base, modulus, offset, rounds, constants)
 
     def add_guarded(
         self, name: ScalarName, base: np.ndarray, first: np.ndarray, last: np.ndarray
     ) -> None:
         """Adds `base`, or -1 unless microbatches `first` to `last` are in the pipe; all `[T, D]`."""
         self._guarded[name] = (base, first, last)
+
+    def _rounds_differ(self) -> bool:
+        """Whether cyclic scalars differ in what a round adds to them."""
+        return any(isinstance(c[-2], np.ndarray) for c in self._cyclic.values())
 
     @functools.cached_property
     def index(self) -> dict[ScalarName, int]:
@@ -111,7 +116,12 @@ class ScalarTable:
 
         def at_round(scalars: Mapping[ScalarName, tuple]) -> jax.Array:
             constants = np.array([c[-1] for c in scalars.values()], np.int32)
+            rounds: jax.Array | np.ndarray
             rounds, starts, least = constants.T[:, None]
+            if scalars is self._cyclic and self._rounds_differ():
+                rounds = select(
+                    scalars, -2
+                )  # columns with fewer microbatches than others
             value = select(scalars, 0) + rounds * round_ + starts * started
             return jnp.maximum(value, least)
 
@@ -275,15 +285,34 @@ def scalar_table(
             lane_name = (name, lane)
             _add_lane(table, lowered, lane_name, operations, of_stage[name])
             _add_versions(table, lane_name, operations, num_versions, newest)
+    for name in ("update", "commit"):
+        _add_flags(table, lowered, name)
     for i, channel in enumerate(lowered.channels):
         # What a backward sends under overlap leaves in the tick after.
         late = channel.operation == "backward"
         table.add_plain(("channel", i, "lane"), np.roll(channel.lane, late, axis=0))
         for inbox, arrives in channel.arrives.items():
-            stage, position = np.moveaxis(arrives, 2, 0)
+            column, position = np.moveaxis(arrives, 2, 0)
             slot_name = ("channel", i, "slot", inbox)
-            _add_slot(table, lowered, slot_name, inbox, stage, position)
+            _add_slot(table, lowered, slot_name, inbox, column, position)
     return table
+
+
+def _add_flags(table: ScalarTable, lowered: Lowered, operation: str) -> None:
+    """Adds 0 where the copies of a stage update or commit, else -1; the same on all devices."""
+    if not lowered.schedule.has_copies:
+        return
+    N, operations = lowered.schedule.num_microbatches, lowered.operations[operation]
+    for s, copies in enumerate(lowered.copies):
+        if len(copies) == 1 or not operations.num_lanes:
+            continue
+        here = operations.stage == s
+        now = here.any(axis=(1, 2))[:, None]
+        least = np.iinfo(np.int32).min
+        version = np.where(here, operations.version, least).max(axis=(1, 2))[:, None]
+        version = np.where(now, version, 1)
+        first, last = N * (version - 1), N * version - 1
+        table.add_guarded(("copies", operation, s), np.where(now, 0, -1), first, last)
 
 
 def _add_lane(
@@ -296,9 +325,9 @@ def _add_lane(
     """Adds the scalars of one lane of an operation, except those of versions."""
     operation, lane = lane_name
     N = lowered.schedule.num_microbatches
-    stage, chunk, microbatch, position, version = (
+    stage, chunk, column, microbatch, position, version = (
         getattr(operations, field)[..., lane]
-        for field in ("stage", "chunk", "microbatch", "position", "version")
+        for field in ("stage", "chunk", "column", "microbatch", "position", "version")
     )
     for field, constants in of_stage.items():
         values = np.asarray(constants).astype(np.int32)[stage]
@@ -307,14 +336,15 @@ def _add_lane(
             continue
         program = np.where(stage >= 0, values, -1)
         first, last = microbatch, microbatch
-        if operation == "update":  # needs all microbatches of its minibatch
+        if operation in ("update", "commit"):  # of all microbatches of a minibatch
             first, last = N * (version - 1), N * version - 1
         table.add_guarded((*lane_name, "program"), program, first, last)
     table.add_plain((*lane_name, "chunk"), chunk)
-    if operation == "update":
+    if operation in ("update", "commit"):
         return
     table.add_plain((*lane_name, "number"), microbatch, rounds=N, started=1)
-    table.add_plain((*lane_name, "completes"), position % N == N - 1)
+    if not lowered.schedule.has_copies:  # else a commit moves the mutable state
+        table.add_plain((*lane_name, "completes"), position % N == N - 1)
     num_rows = lowered.num_batches * N
     if num_rows == N:
         table.add_plain((*lane_name, "microbatch"), microbatch)
@@ -323,7 +353,8 @@ def _add_lane(
     for ring, num_slots in lowered.num_slots.items():
         if num_slots:
             name = (*lane_name, "slot", ring)
-            _add_slot(table, lowered, name, ring, stage, position)
+            column = np.where(stage >= 0, column, -1)
+            _add_slot(table, lowered, name, ring, column, position)
 
 
 def _add_versions(
@@ -347,7 +378,7 @@ def _add_slot(
     lowered: Lowered,
     name: ScalarName,
     ring_name: str,
-    stage: np.ndarray,
+    column: np.ndarray,
     position: np.ndarray,
 ) -> None:
     """Adds the slot of a microbatch in a ring.
@@ -357,15 +388,17 @@ def _add_slot(
       lowered: the table.
       name: name of the scalar.
       ring_name: name of the ring.
-      stage: int `[T, D]`; -1: none, and the slot is the one after the last, which nobody reads.
-      position: int `[T, D]`, of the microbatch in the stage's order.
+      column: int `[T, D]`; -1: none, and the slot is the one after the last, which nobody reads.
+      position: int `[T, D]`, of the microbatch in the column's order.
     """
-    ring, N = lowered.rings[ring_name], lowered.schedule.num_microbatches
-    nothing = stage < 0
+    ring, nothing = lowered.rings[ring_name], column < 0
     if lowered.schedule.synchronous:
-        slot = ring.slot(stage, position)
+        slot = ring.slot(column, position)
         table.add_plain(name, np.where(nothing, ring.num_slots, slot))
         return
-    depth = np.where(nothing, 1, ring.depth(stage))
-    offset = np.where(nothing, ring.num_slots, ring.offset(stage))
-    table.add_cyclic(name, position, N, depth, offset)
+    depth = np.where(nothing, 1, ring.depth(column))
+    offset = np.where(nothing, ring.num_slots, ring.offset(column))
+    rounds: int | np.ndarray = lowered.schedule.num_microbatches
+    if lowered.schedule.has_copies:
+        rounds = np.where(nothing, 0, lowered.num_in_column[column])
+    table.add_cyclic(name, position, rounds, depth, offset)

@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from jpipe import schedules
 from jpipe.plan._predict import Prediction, predict
 from jpipe.plan._profile import Profile, balance_by_memory, balance_by_time
 from jpipe.schedule import Schedule
-from jpipe.solvers import Machine
+from jpipe.solvers import Graph, Machine, pipedream
 
 # The values of `recompute` that one profile can price. A policy runs other programs.
 _SAME_PROGRAMS = ("none", "full")
@@ -119,7 +120,9 @@ def choose(
     The search covers schedules with their options, stages, replicas, recomputation and the
     microbatch sizes of the profiles. Each stage count is cut in two ways: the slowest stage
     takes the least time, and, where that cut does not fit the memory, the largest stage takes
-    the fewest bytes.
+    the fewest bytes. PipeDream's solver adds stages with copies, if the machine's bandwidth is
+    known: schedules that take `replicas` are priced with what it finds for every number of
+    devices.
 
     Args:
       profiles: profiles of one model at one or more microbatch sizes.
@@ -157,6 +160,8 @@ def choose(
     for profile in profiles:
         for plan in _plans(profile, machine, batch_size, names):
             _price(plan, profile, machine, recompute, candidates, skipped)
+        for plan, cut in _plans_with_copies(profile, machine, batch_size, names):
+            _price(plan, profile, machine, recompute, candidates, skipped, cut)
     if not candidates:
         sizes = sorted({profile.microbatch_size for profile in profiles})
         raise ValueError(
@@ -221,12 +226,87 @@ def _plans(
                 yield _Plan(name, options, S, N, replicas, size)
 
 
+def _plans_with_copies(
+    profile: Profile, machine: Machine, batch_size: int, names: Sequence[str]
+) -> Iterator[tuple[_Plan, list[int]]]:
+    """The plans of one microbatch size whose stages have copies, each with its boundaries."""
+    size = profile.microbatch_size
+    names = [n for n in names if "replicas" in _parameters(n)]
+    if not names or math.isinf(min(machine.bandwidth)):
+        return
+    for pipelines in range(1, machine.num_devices + 1):
+        if batch_size % (size * pipelines):
+            continue
+        N = batch_size // (size * pipelines)
+        for devices in range(2, machine.num_devices // pipelines + 1):
+            for replicas, cut in _copies(profile, machine, devices, N):
+                for name in names:
+                    for tick in _ticks_of(name):
+                        options: dict[str, Any] = {}
+                        options |= {} if tick is None else {"ticks": tick}
+                        options["replicas"] = replicas
+                        S = len(replicas)
+                        yield _Plan(name, options, S, N, pipelines, size), cut
+
+
+def _copies(
+    profile: Profile, machine: Machine, num_devices: int, num_microbatches: int
+) -> list[tuple[tuple[int, ...], list[int]]]:
+    """The copies and the boundaries of the stages that PipeDream's solver finds.
+
+    By both of its cost models, and by that of the paper for gradients that are added up once per
+    minibatch, as they are here, and not once per microbatch. Plans without copies, and those of
+    one stage, which are data parallelism, are left out.
+    """
+    graph = profile.graph()
+    amortised = dataclasses.replace(
+        graph,
+        nodes=tuple(
+            dataclasses.replace(
+                node, parameter_bytes=node.parameter_bytes / num_microbatches
+            )
+            for node in graph.nodes
+        ),
+    )
+    bandwidth = machine.bandwidth[num_devices > machine.server_size]
+    found: dict[tuple, None] = {}
+    models: list[tuple[Graph, Literal["pipedream-repo", "sosp19"]]] = [
+        (graph, "sosp19"),
+        (graph, "pipedream-repo"),
+        (amortised, "sosp19"),
+    ]
+    for chain, cost_model in models:
+        try:
+            stages = pipedream(
+                chain,
+                num_devices,
+                bandwidth,
+                memory_limit=math.inf,
+                cost_model=cost_model,
+            ).stages
+        except ValueError:  # too many ways to cut the graph
+            continue
+        layers = [sorted(map(int, stage.nodes)) for stage in stages]
+        in_order = list(itertools.chain(*layers)) == list(range(len(profile.layers)))
+        replicas = tuple(stage.replicas for stage in stages)
+        if in_order and len(replicas) > 1 and max(replicas) > 1:
+            found[replicas, tuple(of_stage[0] for of_stage in layers[1:])] = None
+    return [(replicas, list(cut)) for replicas, cut in found]
+
+
+def _parameters(name: str) -> Mapping[str, Any]:
+    return inspect.signature(schedules.get(name)).parameters
+
+
+def _ticks_of(name: str) -> Sequence[str | None]:
+    return ("paired", "unit") if "ticks" in _parameters(name) else (None,)
+
+
 def _options(
     name: str, devices: int, num_layers: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The numbers of stages, and the options, with which a schedule uses the devices."""
-    parameters = inspect.signature(schedules.get(name)).parameters
-    ticks = ("paired", "unit") if "ticks" in parameters else (None,)
+    parameters, ticks = _parameters(name), _ticks_of(name)
     chunks: Sequence[int] = (1,)
     if name == "zero_bubble_v":
         chunks = (2,)
@@ -250,7 +330,12 @@ def _build(name: str, S: int, N: int, options: dict[str, Any]) -> Schedule:
 
 
 def _label(schedule: str, options: dict[str, Any]) -> str:
-    return " ".join([schedule, *map(str, options.values())])
+    """The schedule and its options; numbers of copies as PipeDream writes them, `3-1`."""
+    values = [
+        "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
+        for value in options.values()
+    ]
+    return " ".join([schedule, *values])
 
 
 # -- Their price
@@ -263,8 +348,12 @@ def _price(
     recompute: Sequence[str],
     candidates: list[Candidate],
     skipped: list[Skipped],
+    cut: list[int] | None = None,
 ) -> None:
-    """Appends a plan's candidates, one per kind of recomputation, or the reason to skip it."""
+    """Appends a plan's candidates, one per kind of recomputation, or the reason to skip it.
+
+    `cut` are the boundaries; None: they are chosen.
+    """
     counts = plan.num_stages, plan.num_microbatches
     refusal = schedules.refusal(plan.schedule, *counts, **plan.options)
     if refusal is not None:
@@ -275,7 +364,7 @@ def _price(
         recompute = [profile.recompute]
     for value in recompute:
         profiled = dataclasses.replace(profile, recompute=value)
-        candidate = _best_cut(schedule, plan, profiled, machine)
+        candidate = _best_cut(schedule, plan, profiled, machine, cut)
         if candidate is None:
             skipped.append(Skipped(*plan, why=_tied(profile)))
             return
@@ -291,7 +380,11 @@ def _tied(profile: Profile) -> str:
 
 
 def _best_cut(
-    schedule: Schedule, plan: _Plan, profile: Profile, machine: Machine
+    schedule: Schedule,
+    plan: _Plan,
+    profile: Profile,
+    machine: Machine,
+    cut: list[int] | None,
 ) -> Candidate | None:
     """The cut with balanced times; or the one with balanced bytes, if only that fits or is smaller.
 
@@ -301,6 +394,9 @@ def _best_cut(
     S = schedule.num_stages
 
     def cuts() -> Iterator[list[int]]:
+        if cut is not None:
+            yield cut
+            return
         by_time = balance_by_time(profile, S)
         yield by_time
         in_flight = int(schedule.facts().in_flight.max())

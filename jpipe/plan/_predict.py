@@ -57,7 +57,7 @@ def predict(
     - A tick lasts as long as its busiest device, or as all its work on the cores that devices
       share. The machine's jitter makes it longer.
     - Then come the updates of the tick. Before them the replicas of a stage add up their gradients
-      in a ring.
+      in a ring, and so do its copies.
     - Then messages travel, packed as in the engine: all messages of a kind are as large as the
       largest one, and skips travel after the activations.
 
@@ -121,23 +121,28 @@ def stage_costs(
         seconds = profile.seconds(operation)
         return [share * sum(seconds[i:j]) for i, j in itertools.pairwise(starts)]
 
-    device_of_stage = dict(zip(schedule.stage.tolist(), schedule.device.tolist()))
+    copies = schedule.copies
     D, S = schedule.num_devices, schedule.num_stages
     # Seconds of the messages after a stage's forward, and after the backward of the next stage.
     sent = {"forward": np.zeros(S), "backward": np.zeros(S)}
     for route, packing in _routes(profile, starts):
         for source, target in route.target.items():
-            pair = device_of_stage[source], device_of_stage[target]
-            if pair[0] != pair[1]:
+            # Of the links between copies the slowest, because it ends the tick.
+            pairs = itertools.product(copies[source], copies[target])
+            seconds = [
+                machine.message_seconds(packing.num_bytes, pair)
+                for pair in pairs
+                if pair[0] != pair[1]
+            ]
+            if seconds:
                 boundary = source - (route.operation == "backward")
-                seconds = machine.message_seconds(packing.num_bytes, pair)
-                sent[route.operation][boundary] += seconds
+                sent[route.operation][boundary] += max(seconds)
     update = total("update")
     for s, (start, stop) in enumerate(itertools.pairwise(starts)):
-        d = device_of_stage[s]
         weights = sum(layer.parameter_bytes for layer in profile.layers[start:stop])
-        ring = [d + r * D for r in range(num_replicas)]
+        ring = [copies[s][0] + r * D for r in range(num_replicas)]
         update[s] += machine.reduce_seconds(weights, ring)
+        update[s] += machine.reduce_seconds(weights, copies[s])
     return Costs(
         forward=total("forward"),
         backward=total("input_grad") if split else 0.0,
@@ -207,8 +212,13 @@ def predict_memory(
     delays = read_delays(schedule)
     versions = V * (1 + sum(bool(delays[reader].any()) for reader in profile.reads))
     activations = num_bytes(jax.tree.leaves(in_flight)) + R * state.num_bytes
-    used = sum(layer.weight_bytes for layer in layers)
-    used += (versions - 1) * sum(layer.parameter_bytes for layer in layers)
+    used = sum(
+        count * (layer.weight_bytes + (versions - 1) * layer.parameter_bytes)
+        for count, (start, stop) in zip(
+            schedule.replicas, itertools.pairwise(starts), strict=True
+        )
+        for layer in layers[start:stop]
+    )
     held = R * (versions * weights + weights + optimizer)
     return Memory(
         weights=R * versions * weights,

@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules._search import SearchResult as SearchResult
 from jpipe.schedules._search import search as search
-from jpipe.schedules.arguments import wrong_counts_or_ticks
+from jpipe.schedules.arguments import (
+    wrong_counts_or_replicas,
+    wrong_counts_or_ticks,
+)
 from jpipe.schedules.forward_only import forward_only as forward_only
 from jpipe.schedules.forward_only import refusal as _refusal_of_forward_only
 from jpipe.schedules.gpipe import gpipe as gpipe
@@ -60,7 +63,7 @@ class _Builder(NamedTuple):
 
 
 _BUILDERS = {
-    "gpipe": _Builder(gpipe, wrong_counts),
+    "gpipe": _Builder(gpipe, wrong_counts_or_replicas),
     "interleaved": _Builder(interleaved, _refusal_of_interleaved),
     "one_f_one_b": _Builder(one_f_one_b, wrong_counts_or_ticks),
     "pipedream": _Builder(pipedream, _refusal_of_pipedream),
@@ -169,7 +172,7 @@ def check_options(name: str, options: Any) -> None:
     Example:
       >>> check_options("one_f_one_b", ["tick"])
       Traceback (most recent call last):
-      ValueError: one_f_one_b has no option 'tick'. Did you mean 'ticks'? It takes: ticks.
+      ValueError: one_f_one_b has no option 'tick'. Did you mean 'ticks'? It takes: ticks, replicas.
     """
     known = list(inspect.signature(get(name)).parameters)[2:]
     for option in options:

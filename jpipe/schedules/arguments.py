@@ -5,7 +5,10 @@ accepts the arguments. Builders raise it (`raise_refusal`), and `jpipe.schedules
 returns it, so that a search over schedules need not catch exceptions.
 """
 
+from collections.abc import Sequence
+
 from jpipe.schedule import wrong_counts
+from jpipe.schedules.copies import wrong_replicas
 
 TICKS = ("paired", "unit")
 
@@ -26,12 +29,27 @@ def wrong_ticks(ticks: str) -> str | None:
     )
 
 
-def wrong_counts_or_ticks(
-    num_stages: int, num_microbatches: int, ticks: str
+def wrong_counts_or_replicas(
+    num_stages: int, num_microbatches: int, replicas: Sequence[int] | None = None
 ) -> str | None:
-    """The refusal of a builder that takes any counts, in paired or in unit ticks."""
+    """The refusal of a builder that takes any counts, and copies of stages."""
     counts = wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches)
-    return counts or wrong_ticks(ticks)
+    return counts or wrong_replicas(num_stages, num_microbatches, replicas)
+
+
+def wrong_counts_or_ticks(
+    num_stages: int,
+    num_microbatches: int,
+    ticks: str,
+    replicas: Sequence[int] | None = None,
+) -> str | None:
+    """The refusal of a builder that takes any counts, paired or unit ticks, and copies."""
+    counts = wrong_counts(num_stages=num_stages, num_microbatches=num_microbatches)
+    return (
+        counts
+        or wrong_ticks(ticks)
+        or wrong_replicas(num_stages, num_microbatches, replicas)
+    )
 
 
 def raise_refusal(refusal: str | None) -> None:

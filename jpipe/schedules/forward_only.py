@@ -6,6 +6,7 @@ import numpy as np
 
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules.arguments import raise_refusal
+from jpipe.schedules.copies import in_groups
 
 
 def refusal(
@@ -20,11 +21,11 @@ def refusal(
     if wrong or stage is None:
         return wrong
     stages = np.atleast_1d(stage).tolist()
-    if sorted(stages) == list(range(num_stages)):
+    if sorted(set(stages)) == list(range(num_stages)):
         return None
     return (
-        f"`stage` must name each of the {num_stages} stages once, got {stages}: "
-        "prediction runs one copy of each."
+        f"`stage` must name each of the {num_stages} stages once, or once for each of its "
+        f"columns, got {stages}: prediction runs all stages."
     )
 
 
@@ -45,16 +46,18 @@ def forward_only(
     Args:
       num_stages: S, at least 1.
       num_microbatches: N, at least 1.
-      stage: `[S]`, the stage of each column, as in the table that trained. None: column
+      stage: `[C]`, the stage of each column, as in the table that trained. None: column
         c is stage c.
-      device: `[S]`, the device of each column. None: one device per stage.
+      device: `[C]`, the device of each column. None: one device per stage. A stage on several
+        devices has a copy on each of them, and its microbatches take turns.
 
     Returns:
-      A `Schedule` of T = N + S - 1 ticks. Every operation reads weight version 0.
+      A `Schedule` of T = N + S - 1 ticks; with copies, see `gpipe` for N. Every operation
+      reads weight version 0.
 
     Raises:
       ValueError: if either count is below 1, or `stage` and `device` do not place every
-        stage once.
+        stage.
 
     Example:
       Four stages on two devices, placed as by `interleaved`.
@@ -64,9 +67,19 @@ def forward_only(
     """
     raise_refusal(refusal(num_stages, num_microbatches, stage, device))
     columns = np.arange(num_stages) if stage is None else np.atleast_1d(stage)
-    return Schedule.from_ticks(
-        "forward_only",
-        forward=np.arange(num_microbatches)[:, None] + columns,
-        stage=columns,
-        device=device,
-    )
+    if len(columns) == num_stages:
+        return Schedule.from_ticks(
+            "forward_only",
+            forward=np.arange(num_microbatches)[:, None] + columns,
+            stage=columns,
+            device=device,
+        )
+    devices = columns if device is None else np.atleast_1d(device)
+    pairs = dict.fromkeys(zip(columns.tolist(), devices.tolist(), strict=True))
+    copies = [[d for s, d in pairs if s == t] for t in range(num_stages)]
+
+    def ticks(N: int) -> dict:
+        return dict(forward=np.arange(N)[:, None] + np.arange(num_stages))
+
+    arguments = in_groups(ticks, num_microbatches, copies)
+    return Schedule.from_ticks("forward_only", **arguments)

@@ -1,11 +1,17 @@
 """GPipe."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from jpipe.schedule import Schedule, check_counts
+from jpipe.schedule import Schedule
+from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_replicas
+from jpipe.schedules.copies import with_copies
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
+def gpipe(
+    num_stages: int, num_microbatches: int, replicas: Sequence[int] | None = None
+) -> Schedule:
     """GPipe: all forwards, then all backwards, then one update.
 
         s0 F0 F1 F2 .  .  B0 B1 B2          S=2, N=3; time runs right
@@ -19,13 +25,16 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     Args:
       num_stages: S, at least 1.
       num_microbatches: N, at least 1. Fewer than S is allowed and mostly bubble.
+      replicas: the number of copies of each stage, such as (3, 1). A tick then moves as many
+        microbatches as the largest number L, so N / L, rounded up, stands for N above. None:
+        one each.
 
     Returns:
       A `Schedule` of T = 2 (N + S - 1) ticks. Every operation reads weight version 0, and
       every stage updates in the last tick.
 
     Raises:
-      ValueError: if either count is below 1.
+      ValueError: if either count is below 1, or `replicas` does not fit.
 
     Example:
       >>> gpipe(4, 8).num_ticks
@@ -34,11 +43,13 @@ def gpipe(num_stages: int, num_microbatches: int) -> Schedule:
     References:
       Huang et al., NeurIPS 2019, arXiv:1811.06965, section 2.3.
     """
-    check_counts(num_stages=num_stages, num_microbatches=num_microbatches)
-    s, m = np.arange(num_stages), np.arange(num_microbatches)[:, None]
-    first_backward = num_stages + num_microbatches - 1
+    raise_refusal(wrong_counts_or_replicas(num_stages, num_microbatches, replicas))
+
+    def ticks(N: int) -> dict:
+        s, m = np.arange(num_stages), np.arange(N)[:, None]
+        first_backward = num_stages + N - 1
+        return dict(forward=m + s, backward=first_backward + m + (num_stages - 1 - s))
+
     return Schedule.from_ticks(
-        "gpipe",
-        forward=m + s,
-        backward=first_backward + m + (num_stages - 1 - s),
+        "gpipe", **with_copies(ticks, num_microbatches, replicas)
     )

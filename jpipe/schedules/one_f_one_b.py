@@ -1,13 +1,19 @@
 """1F1B with a flush (PipeDream-Flush)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
+from jpipe.schedules.copies import has_copies, unit_ticks, with_copies
 
 
 def one_f_one_b(
-    num_stages: int, num_microbatches: int, ticks: str = "paired"
+    num_stages: int,
+    num_microbatches: int,
+    ticks: str = "paired",
+    replicas: Sequence[int] | None = None,
 ) -> Schedule:
     """1F1B: backwards run as early as possible, in turn with forwards; then one update.
 
@@ -38,13 +44,20 @@ def one_f_one_b(
       num_stages: S, at least 1.
       num_microbatches: N, at least 1. Fewer than S is allowed and mostly bubble.
       ticks: "paired" or "unit".
+      replicas: the number of copies of each stage, such as (3, 1). A paired tick then moves as
+        many microbatches as the largest number L, so N / L, rounded up, stands for N above. In
+        unit ticks every copy runs one operation per tick, in the order of PipeDream's runtime,
+        and keeps at most w_s + 1 activations, with w_s the number of devices after the copies
+        of stage s and of its other copies, divided by its copies and rounded down. None: one
+        each.
 
     Returns:
       A `Schedule` of T = N + 2 S - 2 paired or 3 N + 2 (S - 1) unit ticks. Every
       operation reads weight version 0, and every stage updates in the last tick.
 
     Raises:
-      ValueError: if either count is below 1, or `ticks` is neither of the two.
+      ValueError: if either count is below 1, `ticks` is neither of the two, or `replicas` does
+        not fit.
 
     Example:
       >>> paired, unit = (one_f_one_b(4, 8, ticks=t).facts() for t in ("paired", "unit"))
@@ -58,20 +71,33 @@ def one_f_one_b(
       from it: before the last stage, the tick of a backward also holds the forward of a
       later microbatch.
     """
-    raise_refusal(wrong_counts_or_ticks(num_stages, num_microbatches, ticks))
-    s, m = np.arange(num_stages), np.arange(num_microbatches)[:, None]
-    after = num_stages - 1 - s  # stages after this one
-    if ticks == "paired":
+    raise_refusal(wrong_counts_or_ticks(num_stages, num_microbatches, ticks, replicas))
+
+    def paired(N: int) -> dict:
+        s, m = np.arange(num_stages), np.arange(N)[:, None]
         # A tick runs forward before backward, so the last stage can run both passes of a
         # microbatch in one tick.
-        return Schedule.from_ticks(
-            "one_f_one_b", forward=m + s, backward=m + num_stages - 1 + after
-        )
+        return dict(forward=m + s, backward=m + 2 * (num_stages - 1) - s)
+
+    if ticks == "paired":
+        arguments = with_copies(paired, num_microbatches, replicas)
+    elif replicas is not None and has_copies(replicas):
+        arguments = unit_ticks(num_microbatches, replicas, synchronous=True)
+    else:
+        arguments = _straight_unit_ticks(num_stages, num_microbatches)
+    return Schedule.from_ticks("one_f_one_b", **arguments)
+
+
+def _straight_unit_ticks(
+    num_stages: int, num_microbatches: int
+) -> dict[str, np.ndarray]:
+    """The arguments of `Schedule.from_ticks` for unit ticks and one copy of every stage."""
+    s, m = np.arange(num_stages), np.arange(num_microbatches)[:, None]
+    after = num_stages - 1 - s  # stages after this one
     # The last stage runs F B W without a gap, and every gradient travels one stage per
     # tick. A forward after the warm-up fills the tick before a backward.
     backward = num_stages + 3 * m + after
-    return Schedule.from_ticks(
-        "one_f_one_b",
+    return dict(
         forward=np.where(m < after, m + s, backward - 3 * after - 1),
         backward=backward,
         weight_grad=backward + 1,

@@ -1,44 +1,67 @@
 """PipeDream-2BW: no flush, two weight versions."""
 
+from collections.abc import Sequence
+
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
+from jpipe.schedules.copies import has_copies, warm_up
 from jpipe.schedules.steady import steady_ticks
 
 
-def refusal(num_stages: int, num_microbatches: int, ticks: str) -> str | None:
+def refusal(
+    num_stages: int,
+    num_microbatches: int,
+    ticks: str,
+    replicas: Sequence[int] | None,
+) -> str | None:
     """Why `pipedream_2bw` refuses these arguments; None if it accepts them."""
-    if wrong := wrong_counts_or_ticks(num_stages, num_microbatches, ticks):
+    if wrong := wrong_counts_or_ticks(num_stages, num_microbatches, ticks, replicas):
         return wrong
-    least = 2 * num_stages - 1 if ticks == "paired" else max(num_stages - 1, 1)
+    counts, copies = [1] * num_stages, ""
+    if replicas is not None and has_copies(replicas):
+        counts, copies = list(replicas), f" with {tuple(replicas)} copies"
+    if ticks == "paired":
+        # 2 S - 1 groups, of which the last may have one microbatch.
+        least = (2 * num_stages - 2) * max(counts) + 1
+    else:
+        # A copy has as many microbatches of a minibatch as it runs forward to warm up.
+        least = max(r * w for r, w in zip(counts, warm_up(counts), strict=True))
+        least = max(least, *counts)
     if num_microbatches >= least:
         return None
     return (
         f"`num_microbatches` of PipeDream-2BW must be at least {least} for {num_stages} "
-        f"stages in {ticks} ticks, got {num_microbatches}: a third weight version would be "
+        f"stages{copies} in {ticks} ticks, got {num_microbatches}: a third weight version would be "
         f"needed. Use {least} or more."
     )
 
 
 def pipedream_2bw(
-    num_stages: int, num_microbatches: int, ticks: str = "unit"
+    num_stages: int,
+    num_microbatches: int,
+    ticks: str = "unit",
+    replicas: Sequence[int] | None = None,
 ) -> Schedule:
     """PipeDream-2BW: every forward and backward reads the version before the newest.
 
     W(t + 1) = W(t) - nu grad f(W(t - 1)): a delay of one update on all stages, and two
     weight versions. Every stage must have written a version before the first microbatch
     reads it, so a minibatch needs enough microbatches: N at least S - 1 in unit ticks,
-    2 S - 1 in paired ticks.
+    2 S - 1 in paired ticks. With copies, see `pipemare`, that is r_s w_s for every stage, or
+    L (2 S - 2) + 1.
 
     Args:
       num_stages: S, at least 1.
       num_microbatches: N, microbatches per update.
       ticks: "unit" or "paired", as for `pipemare`.
+      replicas: the number of copies of each stage, or None, as for `pipemare`.
 
     Returns:
-      A `Schedule` of one round of T = 3 N unit or N paired ticks, without a bubble.
+      A `Schedule` of one round. Without copies it has T = 3 N unit or N paired ticks, and no
+      bubble.
 
     Raises:
-      ValueError: if N is too small, or `ticks` is neither of the two.
+      ValueError: if N is too small, `ticks` is neither of the two, or `replicas` does not fit.
 
     Example:
       >>> facts = pipedream_2bw(4, 8).facts()
@@ -48,8 +71,8 @@ def pipedream_2bw(
     References:
       Narayanan et al., ICML 2021, arXiv:2006.09503, section 3.1.
     """
-    raise_refusal(refusal(num_stages, num_microbatches, ticks))
-    steady = steady_ticks(num_stages, num_microbatches, ticks)
+    raise_refusal(refusal(num_stages, num_microbatches, ticks, replicas))
+    steady = steady_ticks(num_stages, num_microbatches, ticks, replicas)
     return Schedule.from_ticks(
         "pipedream_2bw", **steady, forward_version=-1, backward_version=-1
     )

@@ -1,11 +1,18 @@
 """PipeMare: no flush, one weight version."""
 
+from collections.abc import Sequence
+
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.steady import steady_ticks
 
 
-def pipemare(num_stages: int, num_microbatches: int, ticks: str = "unit") -> Schedule:
+def pipemare(
+    num_stages: int,
+    num_microbatches: int,
+    ticks: str = "unit",
+    replicas: Sequence[int] | None = None,
+) -> Schedule:
     """PipeMare: forwards and backwards read the newest weights.
 
     The pipeline never drains. The table is the round that repeats; a microbatch with a
@@ -26,12 +33,21 @@ def pipemare(num_stages: int, num_microbatches: int, ticks: str = "unit") -> Sch
       num_stages: S, at least 1.
       num_microbatches: N, microbatches per update, at least 1.
       ticks: "unit" or "paired".
+      replicas: the number of copies r_s of each stage, such as (3, 1); None: one each. A copy
+        takes every r_s-th microbatch, and all copies of a stage update together.
+        *Paired* ticks move as many microbatches as the largest number L: N / L, rounded up,
+        stands for N above. *Unit* ticks are PipeDream's runtime order: a copy that has n
+        microbatches of a minibatch has a delay of at most ceil(w_s / n), with
+        w_s = floor((R - 1 - sum of r_i over earlier stages) / r_s) of R devices, and a round
+        takes about as long as the copy with the most microbatches.
 
     Returns:
-      A `Schedule` of one round of T = 3 N unit or N paired ticks, without a bubble.
+      A `Schedule` of one round. Without copies it has T = 3 N unit or N paired ticks, and no
+      bubble.
 
     Raises:
-      ValueError: if either count is below 1, or `ticks` is neither of the two.
+      ValueError: if either count is below 1, `ticks` is neither of the two, or `replicas` does
+        not fit.
 
     Example:
       Table 1 of the paper for S = 4, N = 2.
@@ -44,7 +60,6 @@ def pipemare(num_stages: int, num_microbatches: int, ticks: str = "unit") -> Sch
     References:
       Yang et al., MLSys 2021, arXiv:1910.05124, section 2 and Table 1.
     """
-    raise_refusal(wrong_counts_or_ticks(num_stages, num_microbatches, ticks))
-    return Schedule.from_ticks(
-        "pipemare", **steady_ticks(num_stages, num_microbatches, ticks)
-    )
+    raise_refusal(wrong_counts_or_ticks(num_stages, num_microbatches, ticks, replicas))
+    steady = steady_ticks(num_stages, num_microbatches, ticks, replicas)
+    return Schedule.from_ticks("pipemare", **steady)

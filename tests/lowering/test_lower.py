@@ -10,7 +10,7 @@ from families import HAND_WRITTEN, two_columns_a_device, v_placement
 
 from jpipe.lowering.lower import lower, neighbours
 from jpipe.schedule import IDLE, Schedule, newest_version
-from jpipe.schedules import forward_only, gpipe, one_f_one_b, zero_bubble_v
+from jpipe.schedules import forward_only, gpipe, one_f_one_b, pipedream, zero_bubble_v
 
 
 def paired_round(S, N, device=None):
@@ -65,6 +65,17 @@ def irregular(seed, synchronous):
     )
 
 
+TWO_STAGES_A_DEVICE = """
+# Two devices, each with a copy of both stages.
+0@0  0@1  1@1  1@0
+F0   F1   .    .
+.    .    F0   F1
+.    .    B0   B1
+B0   B1   .    .
+U1   U1   U1   U1
+"""
+
+
 def tables():
     for S, N in itertools.product(range(1, 5), range(1, 7)):
         yield gpipe(S, N)
@@ -80,6 +91,15 @@ def tables():
         yield v_placement(N)
         yield forward_only(4, N, stage=[1, 0, 3, 2], device=[0, 0, 1, 1])
         yield paired_round(4, N, device=[0, 1, 0, 1])
+    for replicas in ((3, 1), (1, 2), (2, 3), (2, 1, 2)):
+        for N in (3, 4, 6, 7):
+            yield gpipe(len(replicas), N, replicas=replicas)
+            for ticks in ("paired", "unit"):
+                for make in (one_f_one_b, pipedream):
+                    yield make(len(replicas), N, ticks, replicas=replicas)
+            place = gpipe(len(replicas), N, replicas=replicas)
+            yield forward_only(len(replicas), N, stage=place.stage, device=place.device)
+    yield Schedule.from_text(TWO_STAGES_A_DEVICE, name="in turn").check()
     for seed in range(40):
         yield irregular(seed, synchronous=True)
         yield irregular(seed, synchronous=False)
@@ -95,14 +115,17 @@ every_table = pytest.mark.parametrize(
 
 
 def operations_at(operations, t, r, N):
-    """(device, lane, stage, microbatch, position) of what runs at tick t of round r."""
+    """(device, lane, stage, microbatch, (column, position)) of what runs at tick t of round r."""
     for d, lane in np.argwhere(operations.stage[t] >= 0).tolist():
-        m, p = (
-            int(getattr(operations, f)[t, d, lane]) + N * r
-            for f in ("microbatch", "position")
-        )
+        cell = t, d, lane
+        m, c = int(operations.microbatch[cell]) + N * r, int(operations.column[cell])
         if m >= 0:  # else of a minibatch before the first
-            yield d, lane, int(operations.stage[t, d, lane]), m, p
+            place = c, int(operations.position[cell]) + PER_ROUND.get(c, N) * r
+            yield d, lane, int(operations.stage[cell]), m, place
+
+
+PER_ROUND = {}
+"""Column -> the microbatches of a minibatch that it runs; of the table that is replayed."""
 
 
 class Slots:
@@ -111,20 +134,22 @@ class Slots:
     def __init__(self, lowered):
         self.lowered, self.alive = lowered, {}
 
-    def _slot(self, ring, stage, position):
-        device = self.lowered.schedule.device[self.lowered.schedule.stage == stage][0]
-        slots = self.lowered.rings[ring].slots[stage]
+    def _slot(self, ring, stage, place):
+        column, position = place
+        assert self.lowered.schedule.stage[column] == stage
+        device = self.lowered.schedule.device[column]
+        slots = self.lowered.rings[ring].slots[column]
         slot = slots[position % len(slots)]
         assert slot < self.lowered.num_slots[ring]
         return ring, device, slot
 
-    def write(self, ring, stage, microbatch, position):
-        slot = self._slot(ring, stage, position)
+    def write(self, ring, stage, microbatch, place):
+        slot = self._slot(ring, stage, place)
         assert slot not in self.alive, f"{slot} still holds {self.alive[slot]}"
         self.alive[slot] = stage, microbatch
 
-    def read(self, ring, stage, microbatch, position, last=True):
-        slot = self._slot(ring, stage, position)
+    def read(self, ring, stage, microbatch, place, last=True):
+        slot = self._slot(ring, stage, place)
         assert self.alive.get(slot) == (stage, microbatch), (
             f"{slot} holds {self.alive.get(slot)}"
         )
@@ -137,6 +162,8 @@ def replay(lowered, recompute, num_rounds):
     table, ops, slots = lowered.schedule, lowered.operations, Slots(lowered)
     N, last = table.num_microbatches, table.num_stages - 1
     received = {}
+    PER_ROUND.clear()
+    PER_ROUND.update(enumerate((table.forward != IDLE).sum(axis=0).tolist()))
 
     def stash(*what):
         slots.write("input_stash", *what)
@@ -146,8 +173,9 @@ def replay(lowered, recompute, num_rounds):
         sent = {}
         for (i, d), (kind, stage, m) in received.items():
             to, position = lowered.channels[i].arrives[kind][t, d].tolist()
-            assert to == stage, f"{kind} {m} for stage {stage} has no inbox at tick {t}"
-            slots.write(kind, stage, m, position + N * r)
+            here = to >= 0 and table.stage[to] == stage and table.device[to] == d
+            assert here, f"{kind} {m} for stage {stage} has no inbox at tick {t}"
+            slots.write(kind, stage, m, (to, position + PER_ROUND[to] * r))
         for d, lane, *what in operations_at(ops["forward"], t, r, N):
             if what[0] > 0:
                 slots.read("activation", *what, last=not recompute)
@@ -212,25 +240,25 @@ def test_no_depth_is_more_than_needed(table):
                     replay(with_slots(lowered, name, num_slots - 1), False, 1)
         return
     for name, ring in lowered.rings.items():
-        for s in range(table.num_stages):
-            if len(ring.slots[s]) > 1:
+        for c in range(table.num_columns):
+            if len(ring.slots[c]) > 1:
                 with pytest.raises(AssertionError, match="holds"):
-                    replay(without_last_slot(lowered, name, s), False, 30)
+                    replay(without_last_slot(lowered, name, c), False, 30)
 
 
 def with_slots(lowered, name, num_slots):
     """The lowered table with a ring whose last slots are its first."""
     ring = lowered.rings[name]
-    slots = [of_stage % num_slots for of_stage in ring.slots]
+    slots = [of_column % num_slots for of_column in ring.slots]
     fewer = dataclasses.replace(ring, num_slots=num_slots, slots=slots)
     return dataclasses.replace(lowered, rings={**lowered.rings, name: fewer})
 
 
-def without_last_slot(lowered, name, stage):
-    """The lowered table with a ring in which a stage has one slot less."""
+def without_last_slot(lowered, name, column):
+    """The lowered table with a ring in which a column has one slot less."""
     ring = lowered.rings[name]
     slots = [*ring.slots]
-    slots[stage] = slots[stage][:-1]
+    slots[column] = slots[column][:-1]
     fewer = dataclasses.replace(ring, slots=slots)
     return dataclasses.replace(lowered, rings={**lowered.rings, name: fewer})
 
@@ -246,6 +274,7 @@ def test_a_device_has_as_many_slots_as_values_at_the_same_time(table):
     most = 0
     for d, t in itertools.product(range(table.num_devices), range(table.num_ticks)):
         alive = (forward <= t) & (t <= weight_grad) & (table.device == d)
+        alive &= forward != IDLE
         most = max(most, alive.sum())
     assert lower(table).num_slots["weight_stash"] == most
 
@@ -254,20 +283,27 @@ def test_a_device_has_as_many_slots_as_values_at_the_same_time(table):
 def test_operations_say_what_the_table_says(table):
     lowered = lower(table)
     chunk = [
-        sorted(table.stage[table.device == d]).index(s)
+        sorted(set(table.stage[table.device == d])).index(s)
         for s, d in zip(table.stage, table.device)
     ]
     for name, operations in lowered.operations.items():
+        if name == "commit":
+            continue
         microbatch, version = (np.full(table.forward.shape, IDLE) for _ in range(2))
         for t, d, lane in np.argwhere(operations.stage >= 0):
-            c = np.flatnonzero(table.stage == operations.stage[t, d, lane])[0]
+            c = operations.column[t, d, lane]
+            assert table.stage[c] == operations.stage[t, d, lane]
             assert table.device[c] == d
             assert operations.chunk[t, d, lane] == chunk[c]
             microbatch[t, c] = operations.microbatch[t, d, lane]
             version[t, c] = operations.version[t, d, lane]
-        np.testing.assert_array_equal(
-            version if name == "update" else microbatch, getattr(table, name)
-        )
+        if name == "update":  # once for all columns of a copy
+            want = table.update.copy()
+            pairs = list(zip(table.stage, table.device))
+            want[:, [pairs.index(p) < c for c, p in enumerate(pairs)]] = IDLE
+            np.testing.assert_array_equal(version, want)
+        else:
+            np.testing.assert_array_equal(microbatch, getattr(table, name))
         if name in ("forward", "backward"):
             np.testing.assert_array_equal(version, getattr(table, f"{name}_version"))
 
@@ -404,3 +440,45 @@ def test_num_versions():
     assert lower(gpipe(3, 4)).num_versions == 1
     table = unit_round(3, 1)
     assert lower(table).num_versions == max(table.facts().weight_versions) > 1
+
+
+# -- Copies ---------------------------------------------------------------------------
+
+
+def test_copies_have_chunks_of_their_own_and_lanes_share_one():
+    lowered = lower(gpipe(2, 6, replicas=(3, 1)))
+    assert lowered.copies == (((0, 0), (1, 0), (2, 0)), ((3, 0),))
+    assert lowered.placement == ((0, 0), (3, 0))
+    assert lowered.num_chunks == 1
+    assert lowered.operations["forward"].num_lanes == 3
+    assert lowered.operations["update"].num_lanes == 1
+    in_turn = lower(Schedule.from_text(TWO_STAGES_A_DEVICE).check())
+    assert in_turn.copies == (((0, 0), (1, 0)), ((1, 1), (0, 1)))
+    assert in_turn.num_chunks == 2
+
+
+def test_messages_of_copies_travel_between_the_copies_alone():
+    """Three copies before one: one channel to and from each copy."""
+    assert sorted(pairs(gpipe(2, 6, replicas=(3, 1)))) == [
+        ((0, 3), (3, 0)),
+        ((1, 3), (3, 1)),
+        ((2, 3), (3, 2)),
+    ]
+    # Microbatch b goes from copy b mod 2 to copy b mod 3.
+    reached = set().union(*pairs(gpipe(2, 6, replicas=(2, 3)), False))
+    forward = {(b % 2, 2 + b % 3) for b in range(6)}
+    assert reached == forward | {(t, s) for s, t in forward}
+
+
+@pytest.mark.parametrize("ticks", ["paired", "unit"])
+def test_a_minibatch_is_committed_when_all_copies_have_run_it_forward(ticks):
+    table = pipedream(2, 7, ticks, replicas=(2, 3))
+    commits = lower(table).operations["commit"]
+    forward = table.by_stage(table.forward_ticks())
+    for s in range(2):
+        cells = np.argwhere(commits.stage == s).tolist()
+        devices = {d for _, d, _ in cells}
+        assert devices == set(table.copies[s])
+        for t, d, lane in cells:
+            version = commits.version[t, d, lane]
+            assert t - table.num_ticks * (version - 1) == forward[:, s].max()

@@ -273,3 +273,54 @@ def test_wrong_input():
     with pytest.raises(ValueError, match="got 'dots_saveable'. To price a policy"):
         chosen(recompute="dots_saveable")
     assert math.isinf(Machine(1).memory_limit)
+
+
+def with_weights(layer, count):
+    """A layer of as many weights in one array."""
+    weights = jax.ShapeDtypeStruct((int(count),), np.float32)
+    return dataclasses.replace(layer, parameters=(weights,))
+
+
+def test_a_heavy_last_layer_behind_a_slow_link_gets_a_device_of_its_own():
+    """PipeDream's case: weights in one layer, work in the others."""
+    layers = [with_weights(layer, 1) for layer in PROFILE.layers[:-1]]
+    layers.append(with_weights(PROFILE.layers[-1], 2.5e8))
+    for i in range(len(layers) - 1):
+        for program in ("forward", "forward_and_stash", "backward", "input_grad"):
+            seconds = getattr(layers[i], program)
+            more = type(seconds)(3.0 * seconds.median / (len(layers) - 1))
+            layers[i] = dataclasses.replace(layers[i], **{program: more})
+    heavy = dataclasses.replace(PROFILE, layers=tuple(layers))
+    slow = Machine(4, bandwidth=(1e8, 1e8))
+    found = chosen(heavy, slow, batch_size=48, recompute="none", asynchronous=True)
+    best = found[0]
+    assert best.options["replicas"] == (3, 1)
+    assert best.boundaries == (len(layers) - 1,)
+    assert best.num_devices == 4 and best.label.endswith("3-1")
+    table = best.table()
+    assert table.replicas == (3, 1)
+    again = predict(table, heavy, best.boundaries, slow)
+    assert again.seconds == best.prediction.seconds
+    # Without a bandwidth nobody pays for gradients, and there is nothing to plan.
+    assert not any("replicas" in c.options for c in chosen(heavy, recompute="none"))
+
+
+def test_copies_are_reduced_once_per_minibatch():
+    table = jpipe.schedules.gpipe(2, 6, replicas=(3, 1))
+    slow = Machine(4, bandwidth=(1e6, 1e6))
+    fast = Machine(4, bandwidth=(1e15, 1e15))
+    profile = timed(
+        PROFILE, forward=1.0, backward=1.0, forward_and_stash=1.0, update=0.0
+    )
+    light, lighter = (
+        dataclasses.replace(
+            profile, layers=tuple(with_weights(layer, n) for layer in profile.layers)
+        )
+        for n in (1.5e6, 0.75e6)
+    )
+    difference = [
+        predict(table, p, [5], slow).seconds - predict(table, p, [5], fast).seconds
+        for p in (light, lighter)
+    ]
+    # Five layers on three devices: four turns of a third of their bytes.
+    assert difference[0] - difference[1] == pytest.approx(4 * 5 * 3e6 / 3 / 1e6)

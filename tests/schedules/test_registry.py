@@ -95,8 +95,8 @@ def test_an_unknown_option():
         ValueError, match="one_f_one_b has no option 'tick'. Did you mean 'ticks'?"
     ):
         schedules.refusal("one_f_one_b", 4, 8, tick="unit")
-    with pytest.raises(ValueError, match="gpipe has no option 'ticks'. .*takes: none"):
-        schedules.check_options("gpipe", ["ticks"])
+    with pytest.raises(ValueError, match="h1 has no option 'ticks'. .*takes: none"):
+        schedules.check_options("zero_bubble_h1", ["ticks"])
 
 
 def test_search_result_has_an_old_name():

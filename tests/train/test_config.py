@@ -345,11 +345,11 @@ def test_json_that_is_no_configuration(tmp_path, change, message):
         (lambda: PipelineConfig(schedule="gpip").table(), "Did you mean 'gpipe'?"),
         (
             lambda: PipelineConfig("one_f_one_b", options={"tick": "unit"}).table(),
-            "has no option 'tick'. Did you mean 'ticks'? It takes: ticks.",
+            "has no option 'tick'. Did you mean 'ticks'? It takes: ticks, replicas.",
         ),
         (
             lambda: PipelineConfig("gpipe", options={"ticks": "unit"}).table(),
-            "gpipe has no option 'ticks'. It takes: none.",
+            "gpipe has no option 'ticks'. It takes: replicas.",
         ),
     ],
 )
@@ -473,3 +473,18 @@ def test_models_in_place_of_each_other():
     config = TrainConfig(model=MLP(), data=MNIST())
     changed = flags.override(config, {"model": {"": "ResNet", "num_channels": "1"}})
     assert changed.model == ResNet(num_channels=1)
+
+
+def test_copies_of_stages():
+    config = PipelineConfig("one_f_one_b", 2, 6, replicas=(3, 1))
+    table = config.table()
+    assert table.replicas == (3, 1) and table.num_devices == 4
+    asynchronous = dataclasses.replace(
+        config, schedule="pipedream", synchronous_steps=3
+    )
+    warm_up = asynchronous.warm_up_table(asynchronous.table())
+    assert warm_up.synchronous and warm_up.copies == asynchronous.table().copies
+    with pytest.raises(ValueError, match="zero_bubble_h1 has no option 'replicas'"):
+        dataclasses.replace(config, schedule="zero_bubble_h1").table()
+    with pytest.raises(ValueError, match="one number for each of the 2 stages"):
+        dataclasses.replace(config, replicas=(3,)).table()

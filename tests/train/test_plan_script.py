@@ -14,16 +14,19 @@ import shutil
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
-from helpers import timed
+from helpers import profile_of, timed
 
 import jpipe
 from jpipe import solvers
+from jpipe.plan import PROGRAMS
 from jpipe.solvers import Graph, Node, read_graph
 from models import Transformer
 from train import flags, plan
 from train.config import OptimizerConfig, PipelineConfig, TrainConfig
+from train.planned import file_of, planned_config
 
 ROOT = pathlib.Path(__file__).parents[2]
 CHAIN = Graph(
@@ -410,3 +413,27 @@ def test_updates_are_measured_once_for_all_microbatch_sizes(tmp_path, monkeypatc
     other = dataclasses.replace(first, optimizer="another")
     with pytest.raises(ValueError, match="same `optimizer`, .* got 'another'"):
         second.with_updates_of(other)
+
+
+@pytest.mark.filterwarnings("ignore:.*bubble")
+def test_a_plan_with_copies_is_saved_as_a_configuration(tmp_path):
+    """VGG-16's case: weights in the last layer, work before it, and a slow link."""
+    light = timed(profile_of("mlp"), **dict.fromkeys(PROGRAMS, 1.0))
+    weights = jax.ShapeDtypeStruct((2 * 10**8,), np.float32)
+    last = dataclasses.replace(light.layers[-1], parameters=(weights,))
+    profile = dataclasses.replace(light, layers=(*light.layers[:-1], last))
+    machine = jpipe.plan.Machine(4, bandwidth=(1e8, 1e8))
+    best = jpipe.plan.choose(profile, machine, 24, schedule_names=["gpipe"])[0]
+    assert len(best.options["replicas"]) == best.num_stages > 1
+
+    words = ["--config", str(ROOT / "configs" / "quickstart.py")]
+    words += ["--config.model=MLP", "--config.model.widths=8,8,8,8,8"]
+    _, config = flags.parse([*words, "--config.batch_size=24"], TrainConfig)
+    planned = planned_config(config, best)
+    path = tmp_path / "planned.py"
+    path.write_text(file_of(planned, best, ["--devices", "4"]))
+    assert "-".join(map(str, best.options["replicas"])) in path.read_text()
+    loaded = flags.load(str(path), TrainConfig)
+    assert loaded == planned
+    assert loaded.pipeline.replicas == best.options["replicas"]
+    assert loaded.pipeline.table() == best.table()
