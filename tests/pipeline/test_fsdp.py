@@ -112,6 +112,24 @@ def test_asynchronous_training_equals_that_without_the_axis(schedule):
 
 
 @SLOW
+def test_stages_with_copies_equal_the_plain_model():
+    _, (losses, _, params) = plain("mlp")
+    pipe = jpipe.Pipeline(
+        FAMILIES["mlp"].layers,
+        loss=cross_entropy,
+        optimizer=ADAM,
+        schedule=jpipe.schedules.one_f_one_b(2, 4, replicas=(3, 1)),
+        mesh=jpipe.make_mesh(stage=4, fsdp=2),
+    )
+    batches = FAMILIES["mlp"].batches(3, B)
+    state = pipe.init(KEY, batches[0])
+    for batch, loss in zip(batches, losses):
+        state, metrics = pipe.step(state, batch)
+        assert_close(metrics["loss"], np.asarray(loss), "float32")
+    assert_close(pipe.get_params(state), params, "float32")
+
+
+@SLOW
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_equals_itself_without_the_axis(name):
     model, inputs_of = MODELS[name]
