@@ -150,8 +150,9 @@ def test_every_model_equals_itself_without_the_axis(name):
         state = pipe.init(KEY, batch)
         state, metrics = pipe.step(state, batch)
         found.append((np.asarray(metrics["loss"]), pipe.get_params(state)))
-    assert_close(found[1][0], found[0][0], "float32")
-    assert_close(found[1][1], found[0][1], "float32")
+    # The gradient of the bias of an attention's keys is zero, and the bias is rounding errors of zero.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, found[1], found[0])
 
 
 def bytes_of(arrays):

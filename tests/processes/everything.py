@@ -38,6 +38,8 @@ LAYOUTS = {
     "stages of replicas": lambda: mesh_of(("data", "stage"), "F"),
     "parts of layers": lambda: mesh_of(("stage", "model"), "F"),
     "stages of parts": lambda: mesh_of(("stage", "model"), "C"),
+    "shards of layers": lambda: mesh_of(("stage", "fsdp"), "F"),
+    "stages of shards": lambda: mesh_of(("stage", "fsdp"), "C"),
 }
 """What lies across two processes -> the mesh."""
 

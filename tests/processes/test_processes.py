@@ -140,6 +140,8 @@ LAYOUTS = [
     ("stages of replicas", "one_f_one_b", 2),
     ("parts of layers", "one_f_one_b", 2),
     ("stages of parts", "one_f_one_b", 2),
+    ("shards of layers", "one_f_one_b", 2),
+    ("stages of shards", "pipemare", 2),
 ]
 
 
