@@ -222,13 +222,15 @@ def axes(spec: tuple) -> list[str]:
     return [name for names in dims for name in names]
 
 
-def _row_major(block: jax.Array) -> jax.Array:
+def _row_major(place: Place, block: jax.Array) -> jax.Array:
     """`block` with a fixed layout on TPUs and GPUs: the last dim is innermost.
 
     The array that the block is read from or written to gets the same layout. Without this, each
     branch of a `cond` would choose its own layout, and the whole array would be copied in every
-    tick.
+    tick. A block that is split has none, because XLA would gather it first.
     """
+    if any(place.spec):
+        return block
     layout = Layout(tuple(range(block.ndim)))
     return lax.platform_dependent(
         block,
@@ -255,7 +257,7 @@ def read(
     array, start = arrays[place.array], _start(arrays, place, lead, i)
     sizes = [1] * len(lead) + list(place.block)
     block = lax.dynamic_slice(array, start, sizes, allow_negative_indices=False)
-    block = _row_major(block)
+    block = _row_major(place, block)
     return _split_as(place, block.reshape(place.shape))
 
 
@@ -327,7 +329,7 @@ def add_all(
         array, start = arrays[place.array], _start(arrays, place, lead, i)
         # XLA for GPUs reads, adds and writes in one kernel only if the block is not reshaped between.
         old = lax.dynamic_slice(array, start, block.shape, allow_negative_indices=False)
-        array = _updated(array, _row_major(old) + block, start)
+        array = _updated(array, _row_major(place, old) + block, start)
         arrays = {**arrays, place.array: array}
     return arrays
 
@@ -356,7 +358,9 @@ def _blocks(
     for group in groups:
         blocks = [_split_as(p, v).reshape(p.block) for p, v in group]
         block = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
-        yield group[0][0], _row_major(block.reshape(*[1] * num_leading, *block.shape))
+        first = group[0][0]
+        block = block.reshape(*[1] * num_leading, *block.shape)
+        yield first, _row_major(first, block)
 
 
 def _updated(array: jax.Array, block: jax.Array, start: list[jax.Array]) -> jax.Array:

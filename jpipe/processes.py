@@ -27,7 +27,12 @@ def processes_of(mesh: Mesh) -> list[int]:
 
 
 def is_shared(mesh: Mesh) -> bool:
-    """Whether a mesh has devices of several processes."""
+    """Whether a mesh has devices of several processes.
+
+    In one process it has not: there the devices are described ones, to compile for, and the batch is given whole.
+    """
+    if jax.process_count() == 1:
+        return False
     first = mesh.devices.flat[0].process_index
     return any(d.process_index != first for d in mesh.devices.flat)
 
@@ -50,6 +55,8 @@ def check_processes(mesh: Mesh) -> None:
     Raises:
       ValueError: for such a mesh, and for one that cuts the axis "data" unevenly.
     """
+    if jax.process_count() == 1:
+        return
     here, processes = jax.process_index(), processes_of(mesh)
     if here not in processes or len(processes) not in (1, jax.process_count()):
         raise ValueError(
