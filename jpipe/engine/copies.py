@@ -21,6 +21,9 @@ from jpipe.lowering.scalars import TickScalars
 from jpipe.mesh import STAGE
 from jpipe.packing import Place
 
+IN_A_RING = ("tpu",)
+"""The platforms that add by permutes: see `ring_sum`."""
+
 
 class _Rows(NamedTuple):
     """Neighbouring rows of a pool, or elements of a vector."""
@@ -97,7 +100,6 @@ def _sum(
         chunk_of_device[d] = chunk
     chunk_here = jnp.asarray(chunk_of_device)[device.position]
     group = [d for d, _ in copies]
-    alone = [[d] for d in range(num_devices) if d not in group]
 
     def start_of(block: _Rows) -> list[jax.Array]:
         zeros = [jnp.int32(0)] * (arrays[block.array].ndim - 2)
@@ -112,10 +114,61 @@ def _sum(
         )
         for block in blocks
     ]
-    sums = lax.psum(values, STAGE, axis_index_groups=[group, *alone])
+    if device.spec.mesh.devices.flat[0].platform in IN_A_RING:
+        sums = ring_sum(values, group, num_devices, device.position)
+    else:
+        alone = [[d] for d in range(num_devices) if d not in group]
+        sums = lax.psum(values, STAGE, axis_index_groups=[group, *alone])
     for block, value in zip(blocks, sums, strict=True):
         array = lax.dynamic_update_slice(
             arrays[block.array], value, start_of(block), allow_negative_indices=False
         )
         arrays = {**arrays, block.array: array}
     return arrays
+
+
+def ring_sum(
+    values: Sequence[jax.Array],
+    group: Sequence[int],
+    num_devices: int,
+    position: jax.Array,
+) -> list[jax.Array]:
+    """Sums over a group of devices, by permutes; bit for bit the same on all of them.
+
+    TPUs have no sum over groups of unequal sizes. Each device sends 2 (r - 1) / r of the values to its
+    neighbour in the ring of r devices (Patarasuk and Yuan, 2009): first each device gets the sum of one of
+    r parts, and then all devices get all parts.
+
+    Args:
+      values: arrays of each device of the axis "stage".
+      group: the devices whose values are added. Others keep their values.
+      num_devices: along the axis "stage".
+      position: this device.
+    """
+    r = len(group)
+    to_next = [(d, group[(i + 1) % r]) for i, d in enumerate(group)]
+    rank_of_device = np.zeros(num_devices, np.int32)
+    rank_of_device[list(group)] = np.arange(r)
+    rank = jnp.asarray(rank_of_device)[position]
+    is_in_group = jnp.isin(position, np.array(group))
+
+    def summed(value: jax.Array) -> jax.Array:
+        size = value.size
+        parts = jnp.pad(value.ravel(), (0, -size % r)).reshape(r, -1)
+
+        def part(number: jax.Array) -> jax.Array:
+            return lax.dynamic_index_in_dim(parts, number % r, keepdims=False)
+
+        total = part(rank)
+        for i in range(1, r):
+            total = lax.ppermute(total, STAGE, to_next) + part(rank - i)
+        sums = jnp.zeros_like(parts)
+        for i in range(r):
+            number = (rank + 1 - i) % r
+            sums = lax.dynamic_update_index_in_dim(sums, total, number, 0)
+            if i < r - 1:
+                total = lax.ppermute(total, STAGE, to_next)
+        sums = sums.ravel()[:size].reshape(value.shape)
+        return jnp.where(is_in_group, sums, value)
+
+    return [summed(value) for value in values]

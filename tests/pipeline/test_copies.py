@@ -321,6 +321,34 @@ def test_copies_and_replicas_of_the_pipeline():
 
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
+@pytest.mark.parametrize("schedule", ["one_f_one_b/3-1", "pipemare/2-1-2"])
+def test_copies_add_in_a_ring_as_on_tpus(schedule, monkeypatch):
+    S = schedule.count("-") + 1
+    table = schedule_named(schedule, S, 6)
+    found, permutes = [], []
+    for platforms in ((), ("cpu",)):
+        monkeypatch.setattr("jpipe.engine.copies.IN_A_RING", platforms)
+        family = FAMILIES["mlp"]
+        pipe = jpipe.Pipeline(
+            family.layers,
+            loss=cross_entropy,
+            optimizer=optax.adam(0.1, eps=1e-2),
+            schedule=table,
+        )
+        batches = family.batches(3, 12)
+        state = pipe.init(jax.random.key(7), batches[0])
+        for batch in batches:
+            state, metrics = pipe.step(state, batch)
+        assert_copies_equal(state, table)
+        found.append((np.asarray(metrics["loss"]), pipe.get_params(state)))
+        permutes.append(
+            pipe.compile(batches[0]).as_text().count(" collective-permute(")
+        )
+    assert permutes[1] > permutes[0]
+    assert_close(found[1][0], found[0][0], "float32")
+    assert_close(found[1][1], found[0][1], "float32")
+
+
 def test_copies_under_the_policy_of_gpus(monkeypatch):
     for module in ("jpipe.engine.spec", "jpipe.settings"):
         monkeypatch.setattr(f"{module}.guard_of", lambda platform: "switch")
