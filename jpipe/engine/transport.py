@@ -1,4 +1,4 @@
-"""Messages between devices, and skips: the only functions that use `ppermute`.
+"""Messages between devices, and skips, by `ppermute`.
 
 A message takes this way:
 
