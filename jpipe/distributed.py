@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ from jpipe.warn import warn
 __all__ = [
     "broadcast",
     "check_same",
+    "fail",
     "initialize",
     "phase",
     "process_rows",
@@ -206,6 +207,20 @@ def shutdown() -> None:
     """
     _watchdog.stop()
     jax.distributed.shutdown()
+
+
+def fail(reason: str, code: int = 1) -> NoReturn:
+    """Ends this process and all others, at once, for a program that has printed what is wrong.
+
+    An exception that nobody catches does so by itself.
+
+    Args:
+      reason: for the message that the others print.
+      code: the exit code of this process.
+    """
+    _watchdog.fail(reason, code)
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def phase(name: str, limit_seconds: float) -> contextlib.AbstractContextManager[None]:

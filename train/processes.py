@@ -1,6 +1,5 @@
 """What the scripts do in several processes: the first one prints, writes files and decides."""
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -48,9 +47,9 @@ def of_first(function: Callable[[], Any], phase: str, limit_seconds: float) -> A
 def leave(code: int) -> NoReturn:
     """Ends the program.
 
-    After a wrong option or file, which may be wrong in this process alone, it does not wait for the other processes.
+    After a wrong option or file, which may be wrong in this process alone, it does not wait for the other processes,
+    but ends them.
     """
     if code == 2 and jax.distributed.is_initialized():
-        sys.stdout.flush()
-        os._exit(code)
+        jpipe.distributed.fail("It was started with a wrong option or file.", code)
     sys.exit(code)

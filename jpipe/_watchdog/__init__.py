@@ -36,6 +36,7 @@ __all__ = [
     "accept",
     "connect",
     "dispatched",
+    "fail",
     "listen",
     "running",
     "start",
@@ -64,6 +65,12 @@ def stop() -> None:
     if running is not None:
         running.finish()
         running = None
+
+
+def fail(reason: str, code: int) -> None:
+    """Ends this process, which has printed why, and so the others; without a watchdog it does nothing."""
+    if running is not None:
+        running.fail(reason, code)
 
 
 def _forget() -> None:

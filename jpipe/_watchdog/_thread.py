@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from jpipe._watchdog._connections import Line
 from jpipe._watchdog._progress import Beats, culprits, stuck_processes
@@ -126,7 +126,11 @@ class Watchdog:
             self._waits_for_cause = False
         text = str(error).strip().partition("\n")[0]
         code = 130 if issubclass(kind, KeyboardInterrupt) else 1
-        self._failure = f"{kind.__name__}: {text}" if text else kind.__name__, code
+        self.fail(f"{kind.__name__}: {text}" if text else kind.__name__, code)
+
+    def fail(self, reason: str, code: int) -> NoReturn:
+        """Ends this process, which has printed why, and so the others."""
+        self._failure = reason, code
         self._failed.set()
         self._wake()
         self._thread.join(2 * _GRACE)
@@ -334,7 +338,7 @@ def _write(text: str) -> None:
         os.write(_STDERR, text.encode())
 
 
-def _exit(code: int) -> None:
+def _exit(code: int) -> NoReturn:
     """Ends the process at once, with what it has printed."""
 
     def flush() -> None:
