@@ -215,6 +215,7 @@ def image_batches(count, N):
     "schedule,asynchronous",
     [("gpipe", False), ("one_f_one_b/unit", False), ("pipedream/paired", True)],
 )
+@pytest.mark.sampled(3)
 def test_batch_norm_moves_once_for_all_copies(schedule, asynchronous):
     """As without copies: from the statistics of all microbatches of a minibatch."""
     model, _ = MODELS["vgg"]
@@ -322,6 +323,7 @@ def test_copies_and_replicas_of_the_pipeline():
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("schedule", ["one_f_one_b/3-1", "pipemare/2-1-2"])
+@pytest.mark.sampled(2)
 def test_copies_add_in_a_ring_as_on_tpus(schedule, monkeypatch):
     S = schedule.count("-") + 1
     table = schedule_named(schedule, S, 6)

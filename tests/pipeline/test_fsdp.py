@@ -220,6 +220,7 @@ def test_the_compiled_step_gathers_weights_and_no_activations():
     assert re.search(r"f32\[(10,6|6,10)\]\S*.* all-reduce\(", text)
 
 
+@pytest.mark.exhaustive
 def test_a_state_moves_between_meshes():
     batches = FAMILIES["mlp"].batches(3, B)
     meshes = [
