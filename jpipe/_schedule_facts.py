@@ -118,9 +118,8 @@ def _in_flight(
     first, last = np.where(runs, forward, 0), np.where(runs, last, -1)
     covering = _covering(first, last, schedule.num_ticks)
     most = np.zeros(schedule.num_stages, np.int64)
-    for s, devices in enumerate(schedule.copies):
-        for d in devices:
-            columns = (schedule.stage == s) & (schedule.device == d)
+    for s, of_stage in enumerate(schedule.columns_of_copies):
+        for columns in of_stage:
             most[s] = max(most[s], covering[:, columns].sum(axis=1).max())
     return most
 

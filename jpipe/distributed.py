@@ -27,7 +27,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpipe import _watchdog, launch
-from jpipe._watchdog._thread import LOST
 from jpipe.processes import Rows, check_agreement, from_first
 from jpipe.warn import warn
 
@@ -122,7 +121,7 @@ def _limited(seconds: float) -> Iterator[None]:
             "wait longer: `jpipe.distributed.initialize(connect_seconds=...)`."
         )
         print(message, file=sys.stderr, flush=True)
-        os._exit(LOST)
+        os._exit(_watchdog.LOST)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True

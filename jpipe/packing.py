@@ -218,8 +218,17 @@ def axes(spec: tuple) -> list[str]:
       >>> axes((None, "model", ("a", "b")))
       ['model', 'a', 'b']
     """
-    dims = [(names,) if isinstance(names, str) else names or () for names in spec]
-    return [name for names in dims for name in names]
+    return [name for names in axes_by_dim(spec) for name in names]
+
+
+def axes_by_dim(spec: Sequence) -> list[tuple]:
+    """The axes of the mesh that each dim of a spec is split over.
+
+    Example:
+      >>> axes_by_dim((None, "model", ("a", "b")))
+      [(), ('model',), ('a', 'b')]
+    """
+    return [(names,) if isinstance(names, str) else names or () for names in spec]
 
 
 def _row_major(place: Place, block: jax.Array) -> jax.Array:
@@ -391,9 +400,9 @@ def without(spec: tuple, axis: str) -> tuple:
       >>> without(("fsdp", ("model", "fsdp"), None), "fsdp")
       (None, ('model',), None)
     """
-    dims = [(names,) if isinstance(names, str) else names or () for names in spec]
     return tuple(
-        tuple(name for name in names if name != axis) or None for names in dims
+        tuple(name for name in names if name != axis) or None
+        for names in axes_by_dim(spec)
     )
 
 

@@ -168,11 +168,13 @@ class Schedule:
         return tuple(map(tuple, devices))
 
     @functools.cached_property
-    def columns_of_copies(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage the first column of every copy, in the order of `copies`."""
+    def columns_of_copies(self) -> tuple[tuple[list[int], ...], ...]:
+        """For each stage the columns of every copy, in the order of `copies`."""
         stage, device = self.stage, self.device
         return tuple(
-            tuple(int(np.argmax((stage == s) & (device == d))) for d in devices)
+            tuple(
+                np.flatnonzero((stage == s) & (device == d)).tolist() for d in devices
+            )
             for s, devices in enumerate(self.copies)
         )
 

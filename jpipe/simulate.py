@@ -279,7 +279,7 @@ def _message(schedule: Schedule, kind: str, length: dict) -> np.ndarray:
 def _updates(schedule: Schedule) -> np.ndarray:
     """bool `[T, C]`, the updates; of several columns of a copy, in the first."""
     updates = schedule.update != IDLE
-    first = list(itertools.chain(*schedule.columns_of_copies))
+    first = [c for c, *_ in itertools.chain(*schedule.columns_of_copies)]
     others = np.isin(np.arange(schedule.num_columns), first, invert=True)
     return updates & ~others
 

@@ -153,6 +153,17 @@ U1     U1
 """
 
 
+COPIES_IN_TURN = """
+# Two devices, each with a copy of both stages.
+0@0    0@1    1@1    1@0
+F0     F1     .      .
+.      .      F0     F1
+.      .      B0     B1
+B0     B1     .      .
+U1     U1     U1     U1
+"""
+
+
 def two_columns_a_device(num_microbatches: int, ticks_apart: int = 2) -> jpipe.Schedule:
     """Four stages on two devices, in turn: a device runs up to two columns in a tick."""
     s, m = np.arange(4), np.arange(num_microbatches)[:, None]

@@ -25,10 +25,11 @@ from typing import Any, ParamSpec, TypeVar
 
 from jpipe._watchdog._connections import accept, connect, listen
 from jpipe._watchdog._progress import LONG
-from jpipe._watchdog._thread import PROGRESS, SILENCE, Watchdog
+from jpipe._watchdog._thread import LOST, PROGRESS, SILENCE, Watchdog
 
 __all__ = [
     "LONG",
+    "LOST",
     "PROGRESS",
     "SILENCE",
     "Phase",

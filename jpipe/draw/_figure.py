@@ -15,7 +15,6 @@ import numpy as np
 
 from jpipe.draw._shared import (
     KINDS,
-    columns_of_copies,
     headline,
     operation_names,
     per_stage_facts,
@@ -156,7 +155,7 @@ class _Layout(NamedTuple):
         stages_of_row = [[s] for s, d in enumerate(shown.copies) for _ in d]
         labels = stage_labels(shown, "stage {}", "stage {}, device {}")
         row_of_column = np.zeros(shown.num_columns, int)
-        for row, columns in enumerate(columns_of_copies(shown)):
+        for row, columns in enumerate(itertools.chain(*shown.columns_of_copies)):
             row_of_column[columns] = row
         if by_device:
             row_of_column = shown.device

@@ -91,15 +91,6 @@ def stage_labels(schedule: Schedule, plain: str, placed: str) -> list[str]:
     return [form.format(name, d) for name, d in zip(names, devices, strict=True)]
 
 
-def columns_of_copies(schedule: Schedule) -> list[list[int]]:
-    """The columns of each copy, in the order of `stage_labels`."""
-    return [
-        np.flatnonzero((schedule.stage == s) & (schedule.device == d)).tolist()
-        for s, devices in enumerate(schedule.copies)
-        for d in devices
-    ]
-
-
 def headline(schedule: Schedule) -> str:
     """The schedule's name and sizes in words."""
     counts = {

@@ -1,10 +1,11 @@
 """A schedule as text."""
 
+import itertools
+
 import numpy as np
 
 from jpipe.draw._shared import (
     KINDS,
-    columns_of_copies,
     headline,
     operation_names,
     per_stage_facts,
@@ -99,7 +100,8 @@ def _rows(shown: Schedule) -> list[tuple[str, list[str]]]:
     lines = [[field] for field in kinds] if np.max(busy) > 1 else [kinds]
     rows = []
     labels = stage_labels(shown, "s{}", "s{}@{}")
-    for label, columns in zip(labels, columns_of_copies(shown), strict=True):
+    columns_of_copies = itertools.chain(*shown.columns_of_copies)
+    for label, columns in zip(labels, columns_of_copies, strict=True):
         for fields in lines:
             for c in columns:
                 words = []

@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.layer import Layer
 from jpipe.mesh import FSDP
-from jpipe.packing import axes, without
+from jpipe.packing import axes, axes_by_dim, without
 
 
 def parameter_specs(
@@ -48,7 +48,7 @@ def parameter_specs(
 def _parameter_spec(
     name: str, shape: tuple[int, ...], spec: Sequence, sizes: Mapping[str, int]
 ) -> tuple:
-    axes_of_dim = [(n,) if isinstance(n, str) else n or () for n in spec]
+    axes_of_dim = axes_by_dim(spec)
     of_dim = [tuple(axis for axis in names if axis in sizes) for names in axes_of_dim]
     while of_dim and not of_dim[-1]:
         of_dim.pop()

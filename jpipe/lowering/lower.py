@@ -164,7 +164,7 @@ def lower(
         rings=make_rings(schedule, position, num_in_column, recompute, routes),
         num_chunks=int(chunk.max()) + 1,
         copies=tuple(
-            tuple((int(schedule.device[c]), int(chunk[c])) for c in of_stage)
+            tuple((int(schedule.device[c]), int(chunk[c])) for c, *_ in of_stage)
             for of_stage in schedule.columns_of_copies
         ),
         num_in_column=num_in_column,
@@ -229,7 +229,7 @@ def _chunks(schedule: Schedule) -> np.ndarray:
 def _of_copies(schedule: Schedule, cells: np.ndarray) -> np.ndarray:
     """`cells` in the first column of every copy, and `IDLE` in the others."""
     result = np.full_like(cells, IDLE)
-    first = list(itertools.chain(*schedule.columns_of_copies))
+    first = [c for c, *_ in itertools.chain(*schedule.columns_of_copies)]
     result[:, first] = cells[:, first]
     return result
 

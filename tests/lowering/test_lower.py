@@ -6,7 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
-from families import HAND_WRITTEN, two_columns_a_device, v_placement
+from families import COPIES_IN_TURN, HAND_WRITTEN, two_columns_a_device, v_placement
 
 from jpipe.lowering.lower import lower, neighbours
 from jpipe.schedule import IDLE, Schedule, newest_version
@@ -65,17 +65,6 @@ def irregular(seed, synchronous):
     )
 
 
-TWO_STAGES_A_DEVICE = """
-# Two devices, each with a copy of both stages.
-0@0  0@1  1@1  1@0
-F0   F1   .    .
-.    .    F0   F1
-.    .    B0   B1
-B0   B1   .    .
-U1   U1   U1   U1
-"""
-
-
 def tables():
     for S, N in itertools.product(range(1, 5), range(1, 7)):
         yield gpipe(S, N)
@@ -99,7 +88,7 @@ def tables():
                     yield make(len(replicas), N, ticks, replicas=replicas)
             place = gpipe(len(replicas), N, replicas=replicas)
             yield forward_only(len(replicas), N, stage=place.stage, device=place.device)
-    yield Schedule.from_text(TWO_STAGES_A_DEVICE, name="in turn").check()
+    yield Schedule.from_text(COPIES_IN_TURN, name="in turn").check()
     for seed in range(40):
         yield irregular(seed, synchronous=True)
         yield irregular(seed, synchronous=False)
@@ -452,7 +441,7 @@ def test_copies_have_chunks_of_their_own_and_lanes_share_one():
     assert lowered.num_chunks == 1
     assert lowered.operations["forward"].num_lanes == 3
     assert lowered.operations["update"].num_lanes == 1
-    in_turn = lower(Schedule.from_text(TWO_STAGES_A_DEVICE).check())
+    in_turn = lower(Schedule.from_text(COPIES_IN_TURN).check())
     assert in_turn.copies == (((0, 0), (1, 0)), ((1, 1), (0, 1)))
     assert in_turn.num_chunks == 2
 

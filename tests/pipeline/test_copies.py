@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import oracles
 import pytest
-from families import FAMILIES, MODELS, B, cross_entropy, schedule_named
+from families import COPIES_IN_TURN, FAMILIES, MODELS, B, cross_entropy, schedule_named
 from helpers import assert_close, with_nan_buffers
 
 import jpipe
@@ -321,6 +321,18 @@ def test_copies_and_replicas_of_the_pipeline():
         )
 
 
+def assert_trains_as(plain, pipe, batches):
+    """The pipeline of `optax.sgd(0.5)` ends with the weights of the plain model, and equal copies."""
+    state = pipe.init(jax.random.key(7), batches[0], params=plain.params)
+    _, _, params = oracles.train(
+        plain, plain.params, cross_entropy, optax.sgd(0.5), batches
+    )
+    for batch in batches:
+        state, _ = pipe.step(with_nan_buffers(state), batch)
+    assert_close(pipe.get_params(state), params, "float32")
+    assert_copies_equal(state, pipe.schedule)
+
+
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("schedule", ["one_f_one_b/3-1", "pipemare/2-1-2"])
 @pytest.mark.sampled(2)
@@ -365,14 +377,7 @@ def test_copies_under_the_policy_of_gpus(monkeypatch):
         schedule=table,
         overlap=True,
     )
-    state = pipe.init(jax.random.key(7), batches[0], params=plain.params)
-    _, _, params = oracles.train(
-        plain, plain.params, cross_entropy, optax.sgd(0.5), batches
-    )
-    for batch in batches:
-        state, _ = pipe.step(with_nan_buffers(state), batch)
-    assert_close(pipe.get_params(state), params, "float32")
-    assert_copies_equal(state, table)
+    assert_trains_as(plain, pipe, batches)
 
 
 def test_only_the_stages_own_gradients_travel_and_only_between_its_copies():
@@ -403,33 +408,15 @@ def test_only_the_stages_own_gradients_travel_and_only_between_its_copies():
     assert elsewhere <= 8  # the loss and the like
 
 
-IN_TURN = """
-# Two devices, each with a copy of both stages.
-0@0    0@1    1@1    1@0
-F0     F1     .      .
-.      .      F0     F1
-.      .      B0     B1
-B0     B1     .      .
-U1     U1     U1     U1
-"""
-
-
 def test_copies_at_different_positions_of_their_devices():
     family = FAMILIES["mlp"]
-    table = jpipe.Schedule.from_text(IN_TURN, name="in turn").check()
+    table = jpipe.Schedule.from_text(COPIES_IN_TURN, name="in turn").check()
     plain = oracles.PlainModel(family.layers, jax.random.key(7))
     batches = family.batches(2, 4)
     pipe = jpipe.Pipeline(
         family.layers, loss=cross_entropy, optimizer=optax.sgd(0.5), schedule=table
     )
-    state = pipe.init(jax.random.key(7), batches[0], params=plain.params)
-    _, _, params = oracles.train(
-        plain, plain.params, cross_entropy, optax.sgd(0.5), batches
-    )
-    for batch in batches:
-        state, _ = pipe.step(with_nan_buffers(state), batch)
-    assert_close(pipe.get_params(state), params, "float32")
-    assert_copies_equal(state, table)
+    assert_trains_as(plain, pipe, batches)
 
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
