@@ -1,0 +1,224 @@
+"""A traced function as one flat list of equations: calls inlined, loops unrolled."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from jpipe.soap.regions import Access, DimMap, identity
+
+_CALLS = {
+    "checkpoint",
+    "closed_call",
+    "core_call",
+    "custom_jvp_call",
+    "custom_vjp_call",
+    "custom_vjp_call_jaxpr",
+    "jit",
+    "pjit",
+    "remat2",
+}
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """An array.
+
+    Attributes:
+      shape, dtype: of the array.
+      constant: whether it depends on no argument of the function.
+      literal: its value, if it is a scalar that is written in the program.
+      argument: its number among the arguments of the function; None if it is none.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    constant: bool = False
+    literal: Any = None
+    argument: int | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Equation:
+    """One primitive of the program.
+
+    Attributes:
+      primitive: its name; "view" and "stack" are ours.
+      inputs, outputs: what it reads and writes.
+      params: of the primitive.
+      repeats: how often it runs.
+      bind: the JAX primitive, for measuring.
+    """
+
+    primitive: str
+    inputs: list[Value]
+    outputs: list[Value]
+    params: dict[str, Any]
+    repeats: int = 1
+    bind: Any = None
+
+
+@dataclasses.dataclass
+class Program:
+    """A flat program.
+
+    Attributes:
+      arguments: the arguments of the function.
+      equations: in the order of the program.
+      results: what it returns.
+    """
+
+    arguments: list[Value]
+    equations: list[Equation]
+    results: list[Value]
+
+
+def flatten(closed: Any, max_equations: int) -> Program:
+    """Inlines calls and unrolls `scan`.
+
+    A loop that would give more than `max_equations` equations is unrolled into fewer turns, of which each stands for several.
+
+    Args:
+      closed: a `ClosedJaxpr`.
+      max_equations: about how many equations a loop may become.
+    """
+    arguments = [_value(v.aval, argument=i) for i, v in enumerate(closed.jaxpr.invars)]
+    equations: list[Equation] = []
+    walk = _Walk(equations, max_equations)
+    results = walk.inline(closed.jaxpr, closed.consts, arguments, 1)
+    return Program(arguments, _live(equations, results), results)
+
+
+def _value(aval: Any, **options: Any) -> Value:
+    return Value(tuple(map(int, aval.shape)), aval.dtype, **options)
+
+
+def _live(equations: list[Equation], results: list[Value]) -> list[Equation]:
+    """The equations that the results need."""
+    needed, kept = set(results), []
+    for equation in reversed(equations):
+        if needed.intersection(equation.outputs):
+            needed.update(equation.inputs)
+            kept.append(equation)
+    return kept[::-1]
+
+
+class _Walk:
+    def __init__(self, equations: list[Equation], max_equations: int):
+        self.equations = equations
+        self.max_equations = max_equations
+
+    def inline(
+        self, jaxpr: Any, constants: Sequence, arguments: Sequence[Value], repeats: int
+    ) -> list[Value]:
+        env: dict[Any, Value] = dict(zip(jaxpr.invars, arguments))
+        for variable, constant in zip(jaxpr.constvars, constants):
+            is_value = isinstance(constant, Value)
+            env[variable] = (
+                constant if is_value else _value(variable.aval, constant=True)
+            )
+
+        def value(atom: Any) -> Value:
+            if isinstance(atom, core.Literal):
+                scalar = atom.val if np.ndim(atom.val) == 0 else None
+                return _value(atom.aval, constant=True, literal=scalar)
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            inputs = [value(atom) for atom in eqn.invars]
+            env.update(zip(eqn.outvars, self._equation(eqn, inputs, repeats)))
+        return [value(atom) for atom in jaxpr.outvars]
+
+    def _equation(self, eqn: Any, inputs: list[Value], repeats: int) -> list[Value]:
+        name = eqn.primitive.name
+        if name in _CALLS:
+            inner = next(
+                eqn.params[key]
+                for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")
+                if key in eqn.params
+            )
+            if hasattr(inner, "consts"):
+                return self.inline(inner.jaxpr, inner.consts, inputs, repeats)
+            return self.inline(inner, [], inputs, repeats)
+        if name == "scan":
+            return self._scan(eqn, inputs, repeats)
+        constant = all(each.constant for each in inputs)
+        outputs = [_value(v.aval, constant=constant) for v in eqn.outvars]
+        self.equations.append(
+            Equation(name, inputs, outputs, dict(eqn.params), repeats, eqn.primitive)
+        )
+        return outputs
+
+    def _scan(self, eqn: Any, inputs: list[Value], repeats: int) -> list[Value]:
+        body, length = eqn.params["jaxpr"], int(eqn.params["length"])
+        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        consts, carry = inputs[:num_consts], inputs[num_consts:][:num_carry]
+        xs = inputs[num_consts + num_carry :]
+        most = max(self.max_equations // max(_count(body.jaxpr), 1), 1)
+        turns = max(
+            (d for d in range(1, min(most, length) + 1) if length % d == 0), default=0
+        )
+        each = length // turns if turns else 0
+        stacked: list[list[Value]] = [[] for _ in eqn.outvars[num_carry:]]
+        order = range(turns)[::-1] if eqn.params["reverse"] else range(turns)
+        for turn in order:
+            slices = [self._slice(x, turn * each, each, repeats) for x in xs]
+            results = self.inline(
+                body.jaxpr, body.consts, [*consts, *carry, *slices], repeats * each
+            )
+            carry = results[:num_carry]
+            for stack, y in zip(stacked, results[num_carry:]):
+                stack.append(y)
+        ys = [
+            self._stack(
+                stack[:: -1 if eqn.params["reverse"] else 1], each, v.aval, repeats
+            )
+            for stack, v in zip(stacked, eqn.outvars[num_carry:])
+        ]
+        return [*carry, *ys]
+
+    def _slice(self, x: Value, start: int, length: int, repeats: int) -> Value:
+        """The rows `start` to `start + length` of `x`, of which a turn reads one."""
+        rest = tuple(DimMap(n, i) for i, n in enumerate(x.shape[1:]))
+        shifted = tuple(DimMap(n, i + 1) for i, n in enumerate(x.shape[1:]))
+        rows = DimMap(x.shape[0], 0, offset=start, width=length)
+        access = ((DimMap(1, None), *rest), (rows, *shifted))
+        output = Value(x.shape[1:], x.dtype, x.constant)
+        params = {"access": access}
+        self.equations.append(Equation("view", [x], [output], params, repeats))
+        return output
+
+    def _stack(self, values: list[Value], each: int, aval: Any, repeats: int) -> Value:
+        constant = all(value.constant for value in values)
+        output = _value(aval, constant=constant)
+        params = {"each": each}
+        self.equations.append(Equation("stack", values, [output], params, repeats))
+        return output
+
+
+def _count(jaxpr: Any) -> int:
+    """Number of equations with those of calls and loops."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        inner = [
+            getattr(each, "jaxpr", each)
+            for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")
+            if (each := eqn.params.get(key)) is not None
+        ]
+        times = int(eqn.params["length"]) if eqn.primitive.name == "scan" else 1
+        total += times * sum(map(_count, inner)) if inner else 1
+    return total
+
+
+def stack_access(shape: tuple[int, ...], start: int, length: int) -> Access:
+    """How a stack reads the value of one turn, which becomes its rows `start` to `start + length`."""
+    rest = tuple(DimMap(n, i + 1) for i, n in enumerate(shape))
+    turn = DimMap(1, 0, offset=-start, divisor=max(length, 1))
+    return ((turn, *rest), identity((1, *shape))[1:])
+
+
+def size_of(value: Value) -> int:
+    return math.prod(value.shape)

@@ -1,0 +1,137 @@
+"""Pictures of a simulated step, and of a search."""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jpipe.soap.simulate import Timeline
+from jpipe.soap.tasks import Tasks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = {
+    "forward": "#4477aa",
+    "backward": "#ee9944",
+    "sum": "#aaaa44",
+    "update": "#228855",
+    "message": "#bbbbbb",
+}
+"""Kinds of tasks. Forward and backward differ in lightness too."""
+
+
+def kinds_of_tasks(tasks: Tasks) -> dict[int, str]:
+    """The kind of every task, by its number."""
+    kinds = {}
+    num_devices = tasks.machine.num_devices
+    num_operators = len(tasks.graph.operators)
+    num_edges = len(tasks.graph.edges)
+    for number, block in enumerate(tasks.blocks):
+        for task in block.tasks:
+            of_weight = number >= num_operators + num_edges
+            kinds[task] = "update" if of_weight else "sum"
+            if not 0 <= tasks.device[task] < num_devices:
+                kinds[task] = "message"
+        kinds |= dict.fromkeys(block.forward, "forward")
+        kinds |= dict.fromkeys(block.backward, "backward")
+    return kinds
+
+
+def save_timeline(
+    path: str | os.PathLike[str],
+    tasks: Tasks,
+    timeline: Timeline,
+    title: str = "",
+) -> None:
+    """Draws when every device computes, and every link that is used carries messages.
+
+    Args:
+      path: a file whose suffix Matplotlib knows, such as .svg.
+      tasks, timeline: of a simulation.
+      title: above the picture.
+
+    Raises:
+      ImportError: if Matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    kinds = kinds_of_tasks(tasks)
+    num_devices = tasks.machine.num_devices
+    links = sorted(
+        {d for d in map(tasks.device.__getitem__, kinds) if d >= num_devices}
+    )
+    rows = {d: row for row, d in enumerate([*range(num_devices), *links])}
+    height = 1.2 + 0.22 * len(rows)
+    figure = Figure(figsize=(10, height), layout="constrained")
+    axes = figure.subplots()
+    bars: dict[str, dict[int, list[tuple[float, float]]]] = {}
+    for task, kind in kinds.items():
+        if tasks.device[task] in rows:
+            row = rows[tasks.device[task]]
+            start = timeline.start[task] * 1e3
+            width = timeline.end[task] * 1e3 - start
+            bars.setdefault(kind, {}).setdefault(row, []).append((start, width))
+    for kind, by_row in bars.items():
+        for row, spans in by_row.items():
+            axes.broken_barh(spans, (row - 0.4, 0.8), color=COLORS[kind], lw=0)
+    labels = [f"device {d}" for d in range(num_devices)]
+    labels += [f"link {i}" for i in range(len(links))]
+    axes.set_yticks(range(len(rows)), labels, fontsize=7)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, timeline.seconds * 1e3)
+    axes.set_xlabel("milliseconds")
+    axes.set_title(title, fontsize=9, loc="left")
+    handles = [Patch(fc=COLORS[kind], label=kind) for kind in COLORS if kind in bars]
+    axes.legend(
+        handles=handles,
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(handles),
+        fontsize=8,
+        frameon=False,
+    )
+    _save(figure, axes, path)
+
+
+def save_history(
+    path: str | os.PathLike[str],
+    history: Sequence[tuple[float, float]],
+    elapsed: float,
+    starts: dict[str, float],
+) -> None:
+    """Draws the best seconds of a search by the time that it took.
+
+    Args:
+      path: a file whose suffix Matplotlib knows, such as .svg.
+      history, elapsed, starts: of `jpipe.soap.Found`.
+
+    Raises:
+      ImportError: if Matplotlib is not installed.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.2), layout="constrained")
+    axes = figure.subplots()
+    times = [time for time, _ in history] + [elapsed]
+    best = [1e3 * seconds for _, seconds in history]
+    axes.step(times, [*best, best[-1]], where="post", color=COLORS["forward"])
+    for name, seconds in starts.items():
+        if 1e3 * seconds <= 3 * best[0]:
+            axes.axhline(1e3 * seconds, color="#999999", lw=0.8, ls="--")
+            word = name.replace("_", " ")
+            axes.text(elapsed, 1e3 * seconds, word, fontsize=7, ha="right", va="bottom")
+    axes.set_xlabel("seconds of the search")
+    axes.set_ylabel("best simulated step, milliseconds")
+    axes.set_xlim(0, elapsed)
+    _save(figure, axes, path)
+
+
+def _save(figure: Any, axes: "Axes", path: str | os.PathLike[str]) -> None:
+    import matplotlib
+
+    axes.spines[["top", "right"]].set_visible(False)
+    options: Any = {"svg.hashsalt": "jpipe", "svg.fonttype": "none"}
+    with matplotlib.rc_context(options):
+        is_svg = str(path).endswith(".svg")
+        figure.savefig(path, metadata={"Date": None} if is_svg else None)

@@ -1,0 +1,159 @@
+"""The configurations among which a search chooses."""
+
+import functools
+import itertools
+import math
+
+import numpy as np
+
+from jpipe.soap.graph import Operator, OperatorGraph
+from jpipe.soap.strategy import Config
+
+
+class Space:
+    """The SOAP space of a graph on equal devices.
+
+    A configuration of an operator is a degree per loop, the order in which the shards of the split loops follow each other, and a
+    regular set of devices: `k` shards run on the devices `start + stride * j`. All configurations of an operator are
+    equally likely in `draw`, so proposals are symmetric.
+
+    Args:
+      graph: the operators.
+      num_devices: the number of devices.
+      kinds: the kinds of loops that may be split, a part of "SAPR".
+      whole: whether operators must use all devices or, where nothing divides so, as many as they can: no operator parallelism.
+    """
+
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        num_devices: int,
+        *,
+        kinds: str = "SAPR",
+        whole: bool = False,
+    ):
+        if num_devices < 1:
+            raise ValueError(f"`num_devices` must be at least 1, got {num_devices}.")
+        unknown = set(kinds) - set("SAPR")
+        if unknown:
+            raise ValueError(f'`kinds` must be letters of "SAPR", got {kinds!r}.')
+        self.graph = graph
+        self.num_devices = num_devices
+        self._kinds = kinds
+        self._whole = whole
+        self._lists: dict[tuple, tuple[Config, ...]] = {}
+
+    @property
+    def num_operators(self) -> int:
+        return len(self.graph.operators)
+
+    def configs(self, operator: int) -> tuple[Config, ...]:
+        """All configurations of an operator, in a fixed order."""
+        each = self.graph.operators[operator]
+        key = tuple(
+            loop.size if loop.can_split and loop.kind in self._kinds else 1
+            for loop in each.loops
+        )
+        if key not in self._lists:
+            self._lists[key] = tuple(dict.fromkeys(self._list(key)))
+        return self._lists[key]
+
+    def _list(self, sizes: tuple[int, ...]):
+        splits = list(degree_vectors(sizes, self.num_devices))
+        if self._whole:
+            most = max(math.prod(degrees) for degrees in splits)
+            splits = [each for each in splits if math.prod(each) == most]
+        for degrees in splits:
+            for order in _orders(degrees):
+                for devices in _placements(math.prod(degrees), self.num_devices):
+                    yield Config(degrees, tuple(devices[k] for k in order))
+
+    def draw(self, operator: int, rng: np.random.Generator) -> Config:
+        """One of the configurations, each as likely as the others."""
+        configs = self.configs(operator)
+        return configs[int(rng.integers(len(configs)))]
+
+    @property
+    def size(self) -> int:
+        """Number of strategies."""
+        return math.prod(len(self.configs(i)) for i in range(len(self.graph.operators)))
+
+
+def degree_vectors(sizes: tuple[int, ...], num_devices: int):
+    """All degrees whose product is at most `num_devices` and divides it, of loops of the given sizes."""
+
+    def extend(chosen: tuple[int, ...], left: int):
+        if len(chosen) == len(sizes):
+            yield chosen
+            return
+        for degree in _divisors(left):
+            if sizes[len(chosen)] % degree == 0:
+                yield from extend((*chosen, degree), left // degree)
+
+    yield from extend((), num_devices)
+
+
+@functools.lru_cache(None)
+def _divisors(number: int) -> tuple[int, ...]:
+    return tuple(d for d in range(1, number + 1) if number % d == 0)
+
+
+def _orders(degrees: tuple[int, ...]) -> list[list[int]]:
+    """Per order of the split loops, the place of each shard (numbered with the last loop fastest) on the devices."""
+    split = [i for i, degree in enumerate(degrees) if degree > 1]
+    count = math.prod(degrees)
+    shards = np.arange(count).reshape([degrees[i] for i in split])
+    orders = []
+    for permutation in itertools.permutations(range(len(split))):
+        numbered = shards.transpose(permutation).ravel()
+        place = np.empty(count, int)
+        place[numbered] = np.arange(count)
+        orders.append(place.tolist())
+    return orders
+
+
+@functools.lru_cache(None)
+def _placements(count: int, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Sets of `count` devices at equal distances, which together cover all devices for every distance."""
+    result = []
+    for stride in _divisors(num_devices // count):
+        for block in range(num_devices // (count * stride)):
+            for offset in range(stride):
+                start = block * count * stride + offset
+                result.append(tuple(start + stride * j for j in range(count)))
+    return tuple(dict.fromkeys(result))
+
+
+def random_strategy(space: Space, rng: np.random.Generator) -> tuple[Config, ...]:
+    """A configuration drawn for every operator."""
+    return tuple(space.draw(i, rng) for i in range(len(space.graph.operators)))
+
+
+def describe(operator: Operator, config: Config) -> str:
+    """Degrees and devices in words.
+
+    Example: "S4 P2 on 0-7"
+    """
+    parts = [
+        f"{loop.kind}{degree}"
+        for loop, degree in zip(operator.loops, config.degrees)
+        if degree > 1
+    ]
+    return f"{' '.join(parts) or 'whole'} on {ranges(config.devices)}"
+
+
+def ranges(devices) -> str:
+    """Numbers in few words.
+
+    Example:
+      >>> ranges((0, 1, 2, 5)), ranges((3, 1))
+      ('0-2,5', '1,3')
+    """
+    numbers = sorted(set(devices))
+    parts = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda each: each[1] - each[0]):
+        members = [number for _, number in run]
+        first, last = members[0], members[-1]
+        short = str(first) if first == last else f"{first}-{last}"
+        parts.append(short if last - first != 1 else f"{first},{last}")
+    return ",".join(parts)

@@ -1,0 +1,423 @@
+"""The task graph of a strategy (FlexFlow, section 5.1), which can be changed operator by operator.
+
+Tasks lie in blocks: one per operator, per edge between operators, and per weight. To change an operator's configuration is to
+replace its block and those of the edges and weights at it. A block is always built in the same order, so a task has the same
+key however the graph came about.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jpipe.soap.costs import Costs
+from jpipe.soap.graph import OperatorGraph
+from jpipe.soap.machine import Machine
+from jpipe.soap.shards import Shards
+from jpipe.soap.strategy import Config, check_config
+
+LEAST_SECONDS = 1e-9
+"""Every task takes at least this long. So what follows a task is ready later than the task, which makes the order of the tasks
+on a device a function of ready times and keys."""
+
+NOWHERE = -1
+"""The device of tasks that wait for others and use nothing. Something always follows them."""
+
+_KEY_BITS = 32
+
+
+@dataclasses.dataclass
+class Block:
+    """Tasks and dependencies that are replaced together.
+
+    Attributes:
+      tasks: its tasks.
+      links: dependencies `(before, after)`. Those of edges and weights lead to tasks of other blocks too.
+      memory: device -> bytes that it adds.
+      sent_bytes: bytes of its messages.
+      load: seconds of its tasks on each device and link.
+      forward, backward: of an operator: the task of each shard. `backward` is empty if there is none.
+      results, result_gradients: of an operator: per tensor, the task that has each shard's part of it and the one that has its
+        gradient.
+    """
+
+    tasks: list[int] = dataclasses.field(default_factory=list)
+    links: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    memory: dict[int, int] = dataclasses.field(default_factory=dict)
+    sent_bytes: int = 0
+    load: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
+    forward: list[int] = dataclasses.field(default_factory=list)
+    backward: list[int] = dataclasses.field(default_factory=list)
+    results: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+    result_gradients: dict[int, list[int]] = dataclasses.field(default_factory=dict)
+
+
+class Tasks:
+    """The task graph of one strategy.
+
+    Args:
+      graph: the operators.
+      machine: the devices and links.
+      costs: seconds of operators.
+      strategy: one configuration per operator.
+      sync: how gradients of weights are added up: "ring", an all-reduce in a ring (2 (n - 1) / n of the bytes over every link of
+        the ring), or "server", the first replica collects them and sends the weights back (FlexFlow).
+      optimizer_arrays: arrays of the size of the weights that the optimizer keeps, for the memory.
+      shards: facts about the shards of `graph` with `costs` that are known already.
+
+    Attributes:
+      seconds, device, key: of each task; the devices of transfers are the links, numbered behind the devices.
+      before, after: dependencies of each task.
+      memory: bytes on each device.
+      load: seconds of all tasks of each device and link, up to rounding; the first number is of `NOWHERE`.
+    """
+
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        machine: Machine,
+        costs: Costs,
+        strategy: Sequence[Config],
+        *,
+        sync: str = "ring",
+        optimizer_arrays: int = 2,
+        shards: Shards | None = None,
+    ):
+        if sync not in ("ring", "server"):
+            raise ValueError(f'`sync` must be "ring" or "server", got {sync!r}.')
+        self.graph = graph
+        self.machine = machine
+        self.costs = costs
+        self.strategy = list(strategy)
+        self._sync = sync
+        self._copies = 2 + optimizer_arrays  # weights, gradients, optimizer
+        self.seconds: list[float] = []
+        self.device: list[int] = []
+        self.key: list[int] = []
+        self.before: list[list[int]] = []
+        self.after: list[list[int]] = []
+        self.unused: list[int] = []
+        self.shards = Shards(graph, costs) if shards is None else shards
+        self._routes = machine.routes()
+        self._links, bandwidths, self._latencies = (
+            np.array([[each[k] for each in row] for row in self._routes])
+            for k in range(3)
+        )
+        self._seconds_per_byte = 1 / bandwidths
+        self.num_resources = (
+            1 + max(max(each[0] for each in row) for row in self._routes)
+            if machine.num_devices > 1
+            else machine.num_devices
+        )
+        self._next_key = 0
+        num = len(graph.operators)
+        self._edges_of: list[list[int]] = [[] for _ in range(num)]
+        for number, (source, target, _) in enumerate(graph.edges):
+            self._edges_of[source].append(number)
+            if target != source:
+                self._edges_of[target].append(number)
+        self._weights = [w for w in graph.weights if graph.tensors[w].has_gradient]
+        self._weights_of: list[list[int]] = [[] for _ in range(num)]
+        for number, weight in enumerate(self._weights):
+            for operator in sorted({i for i, _ in graph.readers_of_weight[weight]}):
+                self._weights_of[operator].append(number)
+        self.blocks: list[Block] = []
+        self.rebuild()
+
+    def rebuild(self) -> None:
+        """Builds all blocks anew."""
+        for each in (self.seconds, self.device, self.key, self.before, self.after):
+            each.clear()
+        self.unused = []
+        self.memory = [0] * self.machine.num_devices
+        self.load = np.zeros(self.num_resources + 1)
+        num_blocks = self._first_weight + len(self._weights)
+        self.blocks = [Block() for _ in range(num_blocks)]
+        for number in range(num_blocks):
+            self._build(number)
+
+    @property
+    def _first_edge(self) -> int:
+        return len(self.graph.operators)
+
+    @property
+    def _first_weight(self) -> int:
+        return self._first_edge + len(self.graph.edges)
+
+    def blocks_of(self, operator: int) -> list[int]:
+        """Blocks that depend on an operator's configuration, in the order in which they are built."""
+        return [
+            operator,
+            *(self._first_edge + e for e in self._edges_of[operator]),
+            *(self._first_weight + w for w in self._weights_of[operator]),
+        ]
+
+    def all_tasks(self) -> Iterator[int]:
+        for block in self.blocks:
+            yield from block.tasks
+
+    def build(self, number: int) -> Block:
+        """Builds a block for the present strategy in the place of its old one, whose tasks must be unlinked."""
+        self._build(number)
+        return self.blocks[number]
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that all messages carry."""
+        return sum(block.sent_bytes for block in self.blocks)
+
+    def count(self, block: Block, sign: int) -> None:
+        """Adds the memory and the load of a block, or takes them away."""
+        self.load += sign * block.load
+        for device, num_bytes in block.memory.items():
+            self.memory[device] += sign * num_bytes
+
+    def isolated_loads(self, operator: int, config: Config) -> list[dict[int, float]]:
+        """Of one operator, and of each of its weights: device or link -> seconds. The graph stays as it is."""
+        strategy, present = self.strategy[operator], self.blocks[operator]
+        self.strategy[operator] = config
+        blocks = [Block()]
+        self._build_operator(blocks[0], operator)
+        self.blocks[operator] = blocks[0]
+        for number in self._weights_of[operator]:
+            blocks.append(Block())
+            self._build_weight(blocks[-1], self._weights[number])
+        self.strategy[operator], self.blocks[operator] = strategy, present
+        loads = []
+        for block in blocks:
+            load: dict[int, float] = {}
+            for task in block.tasks:
+                device = self.device[task]
+                load[device] = load.get(device, 0.0) + self.seconds[task]
+            loads.append(load)
+            self.unused += block.tasks
+        return loads
+
+    def _build(self, number: int) -> None:
+        self._next_key = number << _KEY_BITS
+        block = Block()
+        if number < self._first_edge:
+            self._build_operator(block, number)
+        elif number < self._first_weight:
+            self._build_edge(block, number - self._first_edge)
+        else:
+            self._build_weight(block, self._weights[number - self._first_weight])
+        block.load = np.bincount(
+            [self.device[task] + 1 for task in block.tasks],
+            [self.seconds[task] for task in block.tasks],
+            self.num_resources + 1,
+        )
+        before, after = self.before, self.after
+        for a, b in block.links:
+            after[a].append(b)
+            before[b].append(a)
+        self.count(block, 1)
+        self.blocks[number] = block
+
+    def _new(self, block: Block, seconds: float, device: int) -> int:
+        seconds = seconds if seconds > LEAST_SECONDS else LEAST_SECONDS
+        if self.unused:
+            task = self.unused.pop()
+            self.seconds[task] = seconds
+            self.device[task] = device
+            self.key[task] = self._next_key
+            self.before[task] = []
+            self.after[task] = []
+        else:
+            task = len(self.seconds)
+            self.seconds.append(seconds)
+            self.device.append(device)
+            self.key.append(self._next_key)
+            self.before.append([])
+            self.after.append([])
+        self._next_key += 1
+        block.tasks.append(task)
+        return task
+
+    def _message(
+        self,
+        block: Block,
+        a: int,
+        b: int | None,
+        source: int,
+        target: int,
+        num_bytes: int,
+    ) -> None:
+        """Task `b` (None: nothing) on device `target` needs `num_bytes` of task `a` on `source`."""
+        if source == target:
+            assert b is not None
+            block.links.append((a, b))
+            return
+        block.sent_bytes += num_bytes
+        link, seconds = self.message(source, target, num_bytes)
+        task = self._new(block, seconds, link)
+        block.links.append((a, task))
+        if b is not None:
+            block.links.append((task, b))
+
+    def message(self, source: int, target: int, num_bytes: int) -> tuple[int, float]:
+        """The link between two devices, and the seconds of a message on it."""
+        link, bandwidth, latency = self._routes[source][target]
+        return link, latency + num_bytes / bandwidth
+
+    def _build_operator(self, block: Block, number: int) -> None:
+        operator, config = self.graph.operators[number], self.strategy[number]
+        check_config(operator, config, self.machine.num_devices)
+        forward, backward = self.shards.seconds(number, config.degrees)
+        block.forward = [self._new(block, forward, d) for d in config.devices]
+        if operator.has_backward:
+            block.backward = [self._new(block, backward, d) for d in config.devices]
+            block.links += zip(block.forward, block.backward)
+        for tensor in operator.outputs:
+            self._build_result(block, number, tensor)
+
+    def _build_result(self, block: Block, number: int, tensor: int) -> None:
+        """The tasks that have the parts of a result: the shards, or sums of what they computed."""
+        config, value = self.strategy[number], self.graph.tensors[tensor]
+        computed = self.shards.regions.results(number, tensor, config.degrees)
+        sizes = np.prod(computed[:, :, 1] - computed[:, :, 0], axis=1)
+        for device, size in zip(config.devices, sizes.tolist()):
+            num_bytes = size * value.item_bytes * self.graph.operators[number].repeats
+            block.memory[device] = block.memory.get(device, 0) + num_bytes
+        members: dict[bytes, list[int]] = {}
+        for shard, box in enumerate(computed):
+            members.setdefault(box.tobytes(), []).append(shard)
+        block.results[tensor] = list(block.forward)
+        has_gradient = bool(block.backward) and value.has_gradient
+        block.result_gradients[tensor] = list(block.backward) if has_gradient else []
+        if len(members) == len(computed):
+            return
+        owned = self.shards.regions.writes(number, tensor, config.degrees)
+        repeats = self.graph.operators[number].repeats
+        parts = np.prod(owned[:, :, 1] - owned[:, :, 0], axis=1) * value.item_bytes
+        for shards in members.values():
+            for owner in shards:
+                num_bytes = int(parts[owner]) * repeats
+                if num_bytes:
+                    self._build_sum(
+                        block, tensor, shards, owner, num_bytes, has_gradient
+                    )
+
+    def _build_sum(
+        self,
+        block: Block,
+        tensor: int,
+        shards: list[int],
+        owner: int,
+        num_bytes: int,
+        has_gradient: bool,
+    ) -> None:
+        """Shard `owner` adds up its part of what `shards` computed, and hands its gradient back to them."""
+        devices = [self.device[task] for task in block.forward]
+        seconds = self.costs.add_seconds(num_bytes, len(shards))
+        total = self._new(block, seconds, devices[owner])
+        block.results[tensor][owner] = total
+        for shard in shards:
+            args = devices[shard], devices[owner], num_bytes
+            self._message(block, block.forward[shard], total, *args)
+        if has_gradient:
+            gradient = self._new(block, 0.0, devices[owner])
+            block.links.append((total, gradient))
+            block.result_gradients[tensor][owner] = gradient
+            for shard in shards:
+                args = devices[owner], devices[shard], num_bytes
+                self._message(block, gradient, block.backward[shard], *args)
+
+    def least_load(self, operator: int, config: Config) -> np.ndarray:
+        """At most the load that a configuration of one operator would give: without sums and without weights.
+
+        Returns:
+          Seconds per device and link, as `load`.
+        """
+        load = self.load.copy()
+        for number in self.blocks_of(operator):
+            load -= self.blocks[number].load
+        seconds = sum(self.shards.seconds(operator, config.degrees))
+        np.add.at(load, np.array(config.devices) + 1, seconds)
+        for number in self._edges_of[operator]:
+            source, target, _ = self.graph.edges[number]
+            above = config if source == operator else self.strategy[source]
+            below = config if target == operator else self.strategy[target]
+            a, b, num_bytes = self.shards.edge_arrays(
+                number, above.degrees, below.degrees
+            )
+            start, end = np.array(above.devices)[a], np.array(below.devices)[b]
+            returns = self.shards.gradient_returns(number)
+            for x, y in ((start, end), (end, start))[: 1 + returns]:
+                times = self._latencies[x, y] + num_bytes * self._seconds_per_byte[x, y]
+                times = np.where(x == y, 0.0, times)
+                load += np.bincount(self._links[x, y] + 1, times, len(load))
+        return load
+
+    def _build_edge(self, block: Block, number: int) -> None:
+        source, target, position = self.graph.edges[number]
+        tensor = self.graph.operators[target].inputs[position].tensor
+        above, below = self.strategy[source], self.strategy[target]
+        writer, reader = self.blocks[source], self.blocks[target]
+        results, gradients = writer.results[tensor], writer.result_gradients[tensor]
+        backward = reader.backward if gradients else []
+        memory = block.memory
+        for a, b, num_bytes in self.shards.edge_pairs(
+            number, above.degrees, below.degrees
+        ):
+            from_device, to_device = above.devices[a], below.devices[b]
+            if from_device != to_device:
+                memory[to_device] = memory.get(to_device, 0) + num_bytes
+            args = from_device, to_device, num_bytes
+            self._message(block, results[a], reader.forward[b], *args)
+            if backward:
+                args = to_device, from_device, num_bytes
+                self._message(block, backward[b], gradients[a], *args)
+
+    def _build_weight(self, block: Block, weight: int) -> None:
+        readers = self.graph.readers_of_weight[weight]
+        degrees = [self.strategy[i].degrees for i, _ in readers]
+        for num_bytes, holders in self.shards.weight_parts(weight, degrees):
+            gradients: dict[int, list[int]] = {}
+            for operator, shard in holders:
+                device = self.strategy[operator].devices[shard]
+                backward = self.blocks[operator].backward
+                tasks = gradients.setdefault(device, [])
+                tasks += backward[shard : shard + 1]
+                if not block.memory.get(device):
+                    block.memory[device] = 0
+            for device in gradients:
+                block.memory[device] += num_bytes * self._copies
+            if not any(gradients.values()):
+                continue
+            if self._sync == "ring":
+                self._build_ring(block, gradients, num_bytes)
+            else:
+                self._build_server(block, gradients, num_bytes)
+
+    def _build_ring(
+        self, block: Block, gradients: dict[int, list[int]], num_bytes: int
+    ) -> None:
+        devices = sorted(gradients)
+        count = len(devices)
+        seconds = self.costs.update_seconds(num_bytes)
+        updates = [self._new(block, seconds, device) for device in devices]
+        if count == 1:
+            block.links += [(task, updates[0]) for task in gradients[devices[0]]]
+            return
+        ready = self._new(block, 0.0, NOWHERE)
+        for device in devices:
+            block.links += [(task, ready) for task in gradients[device]]
+        sent = math.ceil(2 * (count - 1) * num_bytes / count)
+        for k, device in enumerate(devices):
+            following = (k + 1) % count
+            args = device, devices[following], sent
+            self._message(block, ready, updates[following], *args)
+
+    def _build_server(
+        self, block: Block, gradients: dict[int, list[int]], num_bytes: int
+    ) -> None:
+        first, *others = gradients
+        update = self._new(block, self.costs.update_seconds(num_bytes), first)
+        block.links += [(task, update) for task in gradients[first]]
+        for device in others:
+            local = self._new(block, 0.0, NOWHERE)
+            block.links += [(task, local) for task in gradients[device]]
+            self._message(block, local, update, device, first, num_bytes)
+            self._message(block, update, None, first, device, num_bytes)

@@ -1,0 +1,349 @@
+"""The operator graph of a JAX function."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.soap.flatten import Equation, Program, Value, flatten
+from jpipe.soap.fuse import Fusion, Group, Refs, operand_step
+from jpipe.soap.graph import (
+    ATTRIBUTE,
+    SAMPLE,
+    Input,
+    Operator,
+    OperatorGraph,
+    Tensor,
+    with_kinds,
+)
+from jpipe.soap.regions import Access, followed, identity, plain
+from jpipe.soap.rules import ELEMENTWISE, RANDOM, RULES, Nest, unsplittable, views
+from jpipe.warn import warn
+
+_TWO_GRADIENTS = {"dot_general", "conv_general_dilated"}
+"""Primitives whose backward costs as much as the forward for every input that has a gradient."""
+
+
+def trace(
+    function: Callable[..., Any],
+    weights: Any,
+    *inputs: Any,
+    backward: bool = True,
+    max_equations: int = 4000,
+) -> OperatorGraph:
+    """Traces a function into operators that can be split.
+
+    Calls are inlined and loops (`lax.scan`) unrolled. Elementwise equations that follow each other are one operator. Transposes,
+    reshapes, slices, broadcasts and casts of weights are no operators: they say which elements an operator reads.
+
+    Args:
+      function: `(weights, *inputs) -> outputs`, for training usually a loss. It is traced, not run.
+      weights: a pytree of arrays or `jax.ShapeDtypeStruct`s.
+      inputs: pytrees of the same. The first dim of the first leaf counts samples, and so does the first dim of every other leaf
+        that has the same size.
+      backward: whether the graph is of a training step: gradients with respect to `weights`, and their sums.
+      max_equations: about how many equations a loop may be unrolled into. Of a longer one, each unrolled turn stands for several.
+
+    Returns:
+      An `OperatorGraph`.
+
+    Raises:
+      ValueError: if the function has no operator.
+
+    Warns:
+      UserWarning: once, with the names of all primitives without a rule. Their operators are not split.
+    """
+    closed = jax.make_jaxpr(function)(weights, *inputs)
+    program = flatten(closed, max_equations)
+    paths, _ = jax.tree_util.tree_flatten_with_path(weights)
+    names = [
+        jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths
+    ]
+    graph = _Builder(program, names, backward).build()
+    if not graph.operators:
+        raise ValueError(
+            "the function has no operator: its results do not depend on arithmetic of its arguments, so there is nothing to "
+            "split. Pass a function that computes, such as a loss."
+        )
+    return graph
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """An equation of an operator, and what a shard has of its arrays.
+
+    Attributes:
+      equation: the equation.
+      reads: per input, which box of it a box of the operator's loops needs.
+      writes: per output and dim, the loop that it follows, or None.
+      inner: per input, if another equation of the operator computes it: that value, and per dim of that value the dim of the input
+        that it becomes, or None.
+    """
+
+    equation: Equation
+    reads: tuple[Access, ...]
+    writes: tuple[tuple[int | None, ...], ...]
+    inner: tuple[tuple[Value, list[int | None]] | None, ...]
+
+    @property
+    def primitive(self) -> str:
+        return self.equation.primitive
+
+
+class _Builder:
+    def __init__(self, program: Program, names: Sequence[str], backward: bool):
+        self._program = program
+        self._backward = backward
+        self._names = names
+        self._tensors: list[Tensor] = []
+        self._number: dict[Value, int] = {}
+        self._refs: dict[Value, tuple[Value, Access]] = {}
+        self._is_weight: set[Value] = set()
+        self._unknown: dict[str, None] = {}
+        self._repeats: dict[Value, int] = {}  # how often its operator runs
+
+    def build(self) -> OperatorGraph:
+        equations = self._resolve()
+        refs: Refs = self._refs
+        fusion = Fusion(equations, refs, self._program.results)
+        operators: list[Operator] = []
+        counts: dict[str, int] = {}
+        readers = self._readers(equations)
+        for group in fusion.groups:
+            operators.append(
+                self._operator(group, equations, len(operators), counts, readers)
+            )
+        if self._unknown:
+            warn(
+                f"no rule for {', '.join(self._unknown)}: such operators are not split, and one device reads all of their "
+                "inputs. Add a rule to `jpipe.soap.rules.RULES` to split them."
+            )
+        results = [
+            self._number[base]
+            for value in self._program.results
+            if (base := refs[value][0]) in self._number
+        ]
+        _mark_samples(operators, self._tensors)
+        return OperatorGraph(operators, self._tensors, results)
+
+    def _resolve(self) -> list[Equation]:
+        """The equations that compute something; everything else becomes a reference."""
+        batch_size = None
+        for i, value in enumerate(self._program.arguments):
+            weight = i < len(self._names)
+            floating = jnp.issubdtype(value.dtype, jnp.inexact)
+            samples = [False] * len(value.shape)
+            if not weight and value.shape:
+                batch_size = value.shape[0] if batch_size is None else batch_size
+                samples[0] = value.shape[0] == batch_size
+            if weight:
+                self._is_weight.add(value)
+            self._number[value] = len(self._tensors)
+            self._tensors.append(
+                Tensor(
+                    value.shape,
+                    _item_bytes(value.dtype),
+                    weight=self._names[i] if weight else None,
+                    has_gradient=weight and floating and self._backward,
+                    samples=tuple(samples),
+                )
+            )
+            self._refs[value] = value, (identity(value.shape),)
+        kept = []
+        for equation in self._program.equations:
+            for value in equation.inputs:
+                self._refs.setdefault(value, (value, (identity(value.shape),)))
+            if equation.primitive in RANDOM:
+                for value in equation.outputs:
+                    value.constant = True
+            accesses = self._view(equation)
+            for i, value in enumerate(equation.outputs):
+                if accesses is None:
+                    self._refs[value] = value, (identity(value.shape),)
+                else:
+                    base, access = self._refs[
+                        equation.inputs[min(i, len(equation.inputs) - 1)]
+                    ]
+                    value.constant = value.constant or base.constant
+                    self._refs[value] = base, (*accesses[i], *access)
+            is_constant = all(value.constant for value in equation.outputs)
+            if accesses is None and not is_constant:
+                kept.append(equation)
+        for value in self._program.results:
+            self._refs.setdefault(value, (value, (identity(value.shape),)))
+        return kept
+
+    def _view(self, equation: Equation) -> Sequence[Access] | None:
+        if not equation.inputs or not equation.outputs:
+            return None
+        if equation.primitive in ("convert_element_type", "copy", "reduce_precision"):
+            base, _ = self._refs[equation.inputs[0]]
+            if base in self._is_weight:  # a cast of a weight is made where it is read
+                return [(identity(equation.outputs[0].shape),)]
+            return None
+        return views(equation)
+
+    def _readers(self, equations: Sequence[Equation]) -> dict[Value, list[int]]:
+        readers: dict[Value, list[int]] = {}
+        for i, equation in enumerate(equations):
+            for value in equation.inputs:
+                readers.setdefault(self._refs[value][0], []).append(i)
+        for value in self._program.results:
+            readers.setdefault(self._refs[value][0], []).append(-1)
+        return readers
+
+    def _operator(
+        self,
+        group: Group,
+        equations: Sequence[Equation],
+        number: int,
+        counts: dict[str, int],
+        readers: dict[Value, list[int]],
+    ) -> Operator:
+        nest, members = (
+            self._run(group, equations)
+            if group.is_run
+            else self._single(equations[group.equations[0]])
+        )
+        first = members[0].equation
+        repeats = first.repeats
+        inputs: dict[tuple[Value, Access], None] = {}
+        for each in members:
+            triples = zip(each.equation.inputs, each.reads, each.inner)
+            for value, access, inner in triples:
+                base, below = self._refs[value]
+                if inner is None and base in self._number:
+                    inputs[base, (*access, *below)] = None
+        read = []
+        for base, access in inputs:
+            often = self._repeats.get(base, 1)
+            if first.primitive != "stack":  # a stack reads every turn's value
+                often = min(often, repeats)
+            read.append(Input(self._number[base], access, often))
+        in_output = [False] * len(nest.sizes)
+        for dims in nest.writes:
+            for loop in dims:
+                if loop is not None:
+                    in_output[loop] = True
+        loops = with_kinds(
+            nest.sizes,
+            in_output,
+            nest.can_split,
+            read,
+            self._tensors,
+        )
+        differentiable = sum(self._tensors[each.tensor].has_gradient for each in read)
+        kind = "elementwise" if group.is_run else first.primitive
+        if kind in _TWO_GRADIENTS:
+            factor = float(differentiable)
+        else:
+            factor = float(min(differentiable, 2))
+        members_index = set(group.equations)
+        outputs = []
+        results = (v for each in members for v in each.equation.outputs)
+        for value, dims in zip(results, nest.writes):
+            if not any(k not in members_index for k in readers.get(value, ())):
+                continue
+            floating = jnp.issubdtype(value.dtype, jnp.inexact)
+            self._number[value] = len(self._tensors)
+            self._repeats[value] = repeats
+            outputs.append(len(self._tensors))
+            samples = tuple(d is not None and loops[d].samples for d in dims)
+            self._tensors.append(
+                Tensor(
+                    value.shape,
+                    _item_bytes(value.dtype),
+                    number,
+                    tuple(dims),
+                    has_gradient=floating and differentiable > 0,
+                    samples=samples,
+                )
+            )
+        if not any(self._tensors[t].has_gradient for t in outputs):
+            factor = 0.0
+        counts[kind] = counts.get(kind, 0) + 1
+        return Operator(
+            f"{kind}_{counts[kind] - 1}",
+            kind,
+            loops,
+            tuple(read),
+            tuple(outputs),
+            nest.flops,
+            factor,
+            repeats,
+            members,
+        )
+
+    def _single(self, equation: Equation) -> tuple[Nest, list[Member]]:
+        rule = RULES.get(equation.primitive)
+        if rule is None:
+            if equation.primitive not in ELEMENTWISE:
+                self._unknown.setdefault(f"`{equation.primitive}`")
+            rule = unsplittable
+        nest = rule(equation)
+        nothing = (None,) * len(equation.inputs)
+        return nest, [Member(equation, nest.reads, nest.writes, nothing)]
+
+    def _run(
+        self, group: Group, equations: Sequence[Equation]
+    ) -> tuple[Nest, list[Member]]:
+        members, work = [], 0
+        made: set[Value] = set()
+        for k in group.equations:
+            equation = equations[k]
+            (output,) = equation.outputs
+            reads: list[Access] = []
+            for value in equation.inputs:
+                if output in group.rows:
+                    loops = (*group.dims[output], group.rows[output])
+                    reads.append((plain(value.shape, loops),))
+                else:
+                    reads.append((operand_step(group, output, value.shape),))
+            inner = [
+                (base, followed(below)) if base in made else None
+                for base, below in (self._refs[value] for value in equation.inputs)
+            ]
+            writes = (group.dims[output],)
+            members.append(Member(equation, tuple(reads), writes, tuple(inner)))
+            made.add(output)
+            work += math.prod((equation.inputs or equation.outputs)[0].shape)
+        points = math.prod(group.sizes)
+        nest = Nest(
+            tuple(group.sizes),
+            tuple(group.can_split),
+            (),
+            tuple(dims for each in members for dims in each.writes),
+            work / points if points else 0.0,
+        )
+        return nest, members
+
+
+def _mark_samples(operators: list[Operator], tensors: list[Tensor]) -> None:
+    """Loops over what later operators take for samples are loops over samples: a state that begins with zeros has rows too."""
+    for i in reversed(range(len(operators))):
+        for each in operators[i].inputs:
+            tensor = tensors[each.tensor]
+            if tensor.producer is None:
+                continue
+            producer = operators[tensor.producer]
+            loops = list(producer.loops)
+            for dim, loop in zip(tensor.writes, followed(each.access)):
+                if loop is None or dim is None or not operators[i].loops[loop].samples:
+                    continue
+                if loops[dim].kind == ATTRIBUTE:
+                    loops[dim] = dataclasses.replace(
+                        loops[dim], kind=SAMPLE, samples=True
+                    )
+            operators[tensor.producer] = dataclasses.replace(
+                producer, loops=tuple(loops)
+            )
+            samples = tuple(d is not None and loops[d].samples for d in tensor.writes)
+            tensors[each.tensor] = dataclasses.replace(tensor, samples=samples)
+
+
+def _item_bytes(dtype: Any) -> int:
+    """Bytes of an element; a random key counts as 8."""
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize

@@ -1,0 +1,248 @@
+"""The searches: the rule of acceptance, the optimum on small graphs, limits and budgets."""
+
+import collections
+import itertools
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import soap_graphs
+
+from jpipe import soap
+from jpipe.soap.search import accepted_up_to, walk
+
+
+class Toy:
+    """One operator, whose configuration is a number; seconds by a list."""
+
+    num_operators = 1
+
+    def __init__(self, seconds):
+        self._seconds = seconds
+        self.state, self._new = 0, None
+
+    @property
+    def seconds(self):
+        return self._seconds[self.state]
+
+    def draw(self, operator, rng):
+        return int(rng.integers(len(self._seconds)))
+
+    def try_change(self, operator, config, limit=math.inf, memory_limit=math.inf):
+        self._new = config
+        seconds = self._seconds[config]
+        return seconds if seconds <= limit else math.inf
+
+    def keep(self):
+        self.state = self._new
+
+    def undo(self):
+        self._new = None
+
+
+def test_chain_visits_states_as_often_as_it_should():
+    """The stationary distribution is proportional to exp(-beta * seconds)."""
+    seconds, beta, num_turns = [1.0, 1.2, 1.5, 3.0], 2.0, 60_000
+    toy = Toy(seconds)
+    visits = collections.Counter()
+    chain = walk(toy, toy, beta, np.random.default_rng(0))
+    for _ in itertools.islice(chain, num_turns):
+        visits[toy.state] += 1
+    wanted = np.exp(-beta * np.array(seconds))
+    wanted /= wanted.sum()
+    found = np.array([visits[i] for i in range(len(seconds))]) / num_turns
+    # Three standard deviations of a share p of n turns that depend on each other little.
+    error = 3 * np.sqrt(wanted * (1 - wanted) / num_turns) * 2
+    assert (abs(found - wanted) < error).all(), (found, wanted)
+
+
+def test_rule_of_acceptance():
+    """min(1, exp(beta (before - after))) is the chance that a uniform number lets a step be taken."""
+    uniform = (np.arange(10_000) + 0.5) / 10_000
+    for before, after, beta in [(2.0, 1.0, 3.0), (1.0, 1.1, 3.0), (1.0, 2.0, 0.5)]:
+        taken = [after <= accepted_up_to(before, beta, u) for u in uniform]
+        chance = min(1.0, math.exp(beta * (before - after)))
+        assert np.mean(taken) == pytest.approx(chance, abs=1e-3)
+
+
+def brute_force(graph, machine, space, memory_limit=math.inf):
+    """The least seconds of all strategies, each built and simulated by itself."""
+    best = math.inf
+    for strategy in soap_graphs.all_strategies(space):
+        found = soap.simulate(graph, machine, strategy)
+        if max(found.memory_bytes) <= memory_limit:
+            best = min(best, found.seconds)
+    return best
+
+
+def small_cases(count):
+    """Random graphs whose spaces have at most a few thousand strategies."""
+    seed = cases = 0
+    while cases < count:
+        rng = np.random.default_rng(seed)
+        num_devices = int(rng.choice([2, 3]))
+        graph = soap_graphs.random_graph(rng, 4)
+        machine = soap_graphs.machine(num_devices, overhead=1e-7)
+        space = soap.Space(graph, num_devices)
+        seed += 1
+        if 20 < space.size < 1500:
+            cases += 1
+            yield seed, graph, machine, space
+
+
+def test_exhaustive_search_finds_the_optimum():
+    for _, graph, machine, space in small_cases(4):
+        best = brute_force(graph, machine, space)
+        found = soap.exhaustive(graph, machine, space=space)
+        assert found.seconds == best
+        assert soap.simulate(graph, machine, found.strategy).seconds == best
+        assert found.simulations < space.size
+
+
+def test_search_finds_the_optimum_of_small_graphs():
+    for seed, graph, machine, space in small_cases(4):
+        best = brute_force(graph, machine, space)
+        found = soap.search(graph, machine, max_proposals=1200, seed=seed)
+        assert found.seconds == best
+        assert found.is_local_optimum
+
+
+@pytest.mark.slow
+def test_search_finds_the_optimum_in_95_of_100_seeds():
+    """Random graphs of at most 6 operators; 8000 proposals each, and the polish."""
+    hits = 0
+    for seed in range(100):
+        rng = np.random.default_rng(1000 + seed)
+        graph = soap_graphs.random_graph(rng, 6)
+        machine = soap_graphs.machine(2, overhead=1e-7)
+        found = soap.search(graph, machine, max_proposals=8000, seed=seed)
+        best = soap.exhaustive(graph, machine, start=found.strategy)
+        hits += found.seconds == best.seconds
+    assert hits >= 95
+
+
+def test_no_single_change_improves_what_is_found():
+    graph, machine = soap_graphs.recurrent(), soap_graphs.machine(2)
+    found = soap.search(graph, machine, max_proposals=600, seed=1)
+    assert found.is_local_optimum
+    space = soap.Space(graph, 2)
+    for i in range(space.num_operators):
+        for config in space.configs(i):
+            other = (*found.strategy[:i], config, *found.strategy[i + 1 :])
+            seconds = soap.simulate(graph, machine, other).seconds
+            assert seconds >= found.seconds
+
+
+def test_search_is_never_worse_than_its_starts_and_repeats_itself():
+    graph, machine = soap_graphs.lenet(), soap_graphs.machine(4)
+    options = dict(max_proposals=200, seed=3, polish=False)
+    found = soap.search(graph, machine, **options)
+    assert found.seconds <= min(found.starts.values())
+    assert set(found.starts) == {
+        "data_parallel",
+        "megatron",
+        "one_weird_trick",
+        "random",
+    }
+    assert found.proposals <= 200
+    again = soap.search(graph, machine, **options)
+    assert again.strategy == found.strategy and again.seconds == found.seconds
+    seconds = [seconds for _, seconds in found.history]
+    assert seconds == sorted(seconds, reverse=True) and seconds[-1] == found.seconds
+    assert soap.simulate(graph, machine, found.strategy) == found.simulated
+
+
+def test_memory_limit():
+    graph = soap_graphs.lenet(8)
+    machine = soap_graphs.machine(4)
+    free = soap.search(graph, machine, max_proposals=200, seed=0)
+    limit = 0.95 * max(free.simulated.memory_bytes)
+    found = soap.search(
+        graph, machine, max_proposals=200, seed=0, memory_limit=limit, polish=False
+    )
+    assert max(found.simulated.memory_bytes) <= limit
+    assert found.seconds >= free.seconds
+    with pytest.raises(ValueError, match="no strategy was found that fits into 1000 "):
+        soap.search(graph, machine, max_proposals=8, memory_limit=1000)
+    small = soap.trace(
+        lambda w, x: (x @ w).sum(), soap_graphs.weight(4, 4), soap_graphs.weight(4, 4)
+    )
+    with pytest.raises(ValueError, match="no strategy of the space fits into 10 "):
+        soap.exhaustive(small, soap_graphs.machine(2), memory_limit=10)
+
+
+def test_ctrl_c_keeps_the_best():
+    graph, machine = soap_graphs.lenet(), soap_graphs.machine(4)
+    calls = []
+
+    def progress(elapsed, seconds, proposals):
+        calls.append((elapsed, seconds, proposals))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+
+    found = soap.search(graph, machine, budget_seconds=60, progress=progress)
+    assert found.interrupted and not found.is_local_optimum
+    assert found.elapsed < 30
+    assert found.seconds == soap.simulate(graph, machine, found.strategy).seconds
+
+
+def test_wrong_options():
+    graph, machine = soap_graphs.lenet(), soap_graphs.machine(4)
+    for name in ("budget_seconds", "max_proposals", "beta", "memory_limit"):
+        with pytest.raises(ValueError, match=f"`{name}` must be above 0, got 0"):
+            soap.search(graph, machine, **{name: 0})
+    with pytest.raises(ValueError, match="`starts` must have at least one"):
+        soap.search(graph, machine, starts={})
+    with pytest.raises(ValueError, match="`space` is for 2 devices"):
+        soap.search(graph, machine, space=soap.Space(graph, 2))
+    with pytest.raises(ValueError, match="`kinds` must be letters"):
+        soap.Space(graph, 4, kinds="SX")
+    with pytest.raises(ValueError, match="is no chain"):
+        soap.chain_optimum(soap_graphs.branches(), machine)
+    with pytest.raises(RuntimeError, match="gave up after 3 simulations"):
+        soap.exhaustive(graph, machine, max_simulations=3)
+
+
+def test_chain_optimum_is_that_of_all_strategies():
+    """Against all strategies, priced one by one."""
+
+    def loss(w, x):
+        for kernel in w:
+            x = jnp.cumsum(x @ kernel, 1)
+        return x
+
+    weights = [soap_graphs.weight(8, 8) for _ in range(2)]
+    graph = soap.trace(loss, weights, soap_graphs.weight(4, 8))
+    assert graph.is_chain and len(graph.operators) == 4
+    machine = soap_graphs.machine(2, overhead=1e-7)
+    space = soap.Space(graph, 2)
+    price = soap.AdditiveCosts(graph, machine)
+    strategy, seconds = soap.chain_optimum(graph, machine)
+    totals = [price.total(each) for each in soap_graphs.all_strategies(space)]
+    assert seconds == pytest.approx(min(totals), rel=1e-12)
+    assert price.total(strategy) == pytest.approx(seconds, rel=1e-12)
+    assert max(totals) > 1.5 * seconds
+
+
+def test_space_is_what_it_says():
+    graph = soap_graphs.lenet()
+    space = soap.Space(graph, 4)
+    for i, operator in enumerate(graph.operators):
+        configs = space.configs(i)
+        assert len(set(configs)) == len(configs)
+        for config in configs:
+            soap.strategy.check_config(operator, config, 4)
+            assert len(set(config.devices)) == len(config.devices)
+    by_samples = soap.Space(graph, 4, kinds="S", whole=True)
+    for i, operator in enumerate(graph.operators):
+        splits = {c.degrees for c in by_samples.configs(i)}
+        for degrees in splits:
+            for loop, degree in zip(operator.loops, degrees):
+                assert degree == 1 or loop.kind == "S"
+    rng = np.random.default_rng(0)
+    draws = collections.Counter(space.draw(0, rng) for _ in range(20_000))
+    assert set(draws) == set(space.configs(0))
+    expected = 20_000 / len(draws)
+    # A multinomial share stays within five standard deviations.
+    assert max(abs(n - expected) for n in draws.values()) < 5 * math.sqrt(expected)

@@ -1,0 +1,221 @@
+"""The simulators: the full one obeys the rules, and the delta simulation gives the same timeline to the last bit."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import soap_graphs
+
+from jpipe import soap
+from jpipe.soap.simulate import full_simulation
+from jpipe.soap.tasks import Tasks
+
+GRAPHS = {
+    "transformer": soap_graphs.transformer,
+    "lenet": soap_graphs.lenet,
+    "branches": soap_graphs.branches,
+    "recurrent": soap_graphs.recurrent,
+}
+
+
+def simulator(graph, machine, strategy, sync="ring"):
+    return soap.Simulator(graph, machine, soap.Analytic(machine), strategy, sync=sync)
+
+
+def fresh(one, sync="ring", change=None):
+    """A simulator's strategy, perhaps with one more change, built and simulated anew."""
+    old = one.tasks
+    strategy = list(old.strategy)
+    if change is not None:
+        strategy[change[0]] = change[1]
+    tasks = Tasks(old.graph, old.machine, old.costs, strategy, sync=sync)
+    return tasks, full_simulation(tasks)
+
+
+def assert_same(one, sync="ring"):
+    tasks, timeline = fresh(one, sync)
+    assert soap_graphs.by_key(one.tasks, one.timeline) == soap_graphs.by_key(
+        tasks, timeline
+    )
+    assert one.seconds == timeline.seconds
+    assert one.memory_bytes == tasks.memory
+    assert one.tasks.sent_bytes == tasks.sent_bytes
+    np.testing.assert_allclose(one.tasks.load, tasks.load, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize("sync", ["ring", "server"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_full_simulation_obeys_the_rules(name, sync):
+    graph, machine = GRAPHS[name](), soap_graphs.machine(4, inside=2)
+    space = soap.Space(graph, 4)
+    rng = np.random.default_rng(0)
+    strategies = [soap.random_strategy(space, rng) for _ in range(3)]
+    for strategy in [*soap.default_starts(graph, 4).values(), *strategies]:
+        tasks = Tasks(graph, machine, soap.Analytic(machine), strategy, sync=sync)
+        found = soap_graphs.by_key(tasks, full_simulation(tasks))
+        assert found == soap_graphs.by_definition(tasks)
+
+
+def random_walk(graph, num_devices, num_moves, seed, sync, every):
+    """Random changes, some kept, some undone, some cut off by a limit."""
+    machine = soap_graphs.machine(num_devices)
+    space = soap.Space(graph, num_devices)
+    rng = np.random.default_rng(seed)
+    one = simulator(graph, machine, soap.random_strategy(space, rng), sync)
+    for move in range(num_moves):
+        operator = int(rng.integers(space.num_operators))
+        before = one.seconds
+        limit = before * rng.uniform(0.95, 1.1) if rng.random() < 0.4 else math.inf
+        change = operator, space.draw(operator, rng)
+        seconds = one.try_change(*change, limit)
+        if seconds < math.inf:
+            assert seconds <= limit
+            if move % every == 0:
+                assert_same(one, sync)
+        elif move % every == 0:  # the limit must really have been passed
+            assert fresh(one, sync, change)[1].seconds > limit
+        if seconds < math.inf and rng.random() < 0.5:
+            one.keep()
+        else:
+            one.undo()
+            assert one.seconds == before
+            if move % every == 1:
+                assert_same(one, sync)
+    assert_same(one, sync)
+
+
+@pytest.mark.parametrize("sync", ["ring", "server"])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_delta_simulation_is_exact(name, sync):
+    random_walk(GRAPHS[name](), 4, 120, 1, sync, 2)
+
+
+def test_delta_simulation_is_exact_on_random_graphs():
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        graph = soap_graphs.random_graph(rng, 8)
+        random_walk(graph, int(rng.choice([2, 3, 4, 6])), 60, seed, "ring", 1)
+
+
+@pytest.mark.parametrize("num_devices", [16, 64])
+def test_delta_simulation_is_exact_on_many_devices(num_devices):
+    random_walk(soap_graphs.lenet(), num_devices, 50, 2, "ring", 9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [4, 16, 64])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_delta_simulation_is_exact_over_tens_of_thousands_of_moves(name, num_devices):
+    num_moves = {4: 4000, 16: 2000, 64: 500}[num_devices]
+    for sync in ("ring", "server"):
+        random_walk(GRAPHS[name](), num_devices, num_moves // 2, 3, sync, 1)
+
+
+@pytest.mark.exhaustive
+def test_delta_simulation_is_exact_on_many_random_graphs():
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        graph = soap_graphs.random_graph(rng, 10)
+        sync = "ring" if seed % 2 else "server"
+        random_walk(graph, int(rng.choice([2, 3, 4, 6, 8])), 200, seed, sync, 1)
+
+
+def test_the_same_change_twice_is_the_same_timeline():
+    graph, machine = soap_graphs.lenet(), soap_graphs.machine(4)
+    start = soap.data_parallel(graph, 4)
+    one = simulator(graph, machine, start)
+    wanted = soap_graphs.by_key(one.tasks, one.timeline)
+    other = soap.Space(graph, 4).configs(3)[0]
+    one.try_change(3, other)
+    one.keep()
+    assert soap_graphs.by_key(one.tasks, one.timeline) != wanted
+    one.try_change(3, start[3])
+    one.keep()
+    assert soap_graphs.by_key(one.tasks, one.timeline) == wanted
+
+
+def one_product(rows=8, inner=16, columns=32):
+    return soap.trace(
+        lambda w, x: x @ w,
+        soap_graphs.weight(inner, columns),
+        soap_graphs.weight(rows, inner),
+    )
+
+
+def test_data_parallel_step_in_closed_form():
+    """A product split by rows: forward, backward, a ring of the gradient, an update."""
+    graph = one_product()
+    machine = soap.Machine("ring", (soap.Level(4, 1e6, 1e-3),), 1e6, 1e5, overhead=0.5)
+    config = soap.Config((4, 1, 1), (0, 1, 2, 3))
+    found = soap.simulate(graph, machine, (config,))
+    flops = 2 * 8 * 16 * 32 / 4
+    num_read, written = 4 * (2 * 16 + 16 * 32), 4 * 2 * 32
+    forward = 0.5 + max(flops / 1e6, (num_read + written) / 1e5)
+    backward = 0.5 + max(flops / 1e6, (2 * num_read + written) / 1e5)
+    weight_bytes = 4 * 16 * 32
+    ring = 1e-3 + 2 * 3 / 4 * weight_bytes / 1e6
+    update = 0.5 + 7 * weight_bytes / 1e5
+    total = forward + backward + ring + update
+    assert found.seconds == pytest.approx(total, rel=1e-7)
+    assert found.sent_bytes == 4 * 2 * 3 / 4 * weight_bytes
+    # Weights, gradients and two arrays of the optimizer; and the result.
+    assert found.memory_bytes == (4 * weight_bytes + written,) * 4
+
+
+def test_a_split_sum_is_scattered_and_gathered():
+    graph = one_product()
+    machine = soap.Machine("two", (soap.Level(2, 1e6, 1e-3),), 1e6, 1e5, overhead=0.5)
+    found = soap.simulate(graph, machine, (soap.Config((1, 1, 2), (0, 1)),))
+    half = 4 * 8 * 32 // 2
+    # Each shard sends half of its part of the result, and gets half of the gradient. No weights are shared.
+    assert found.sent_bytes == 4 * half
+    num_read = 4 * (8 * 8 + 8 * 32)
+    flops = 2 * 8 * 8 * 32
+    forward = 0.5 + max(flops / 1e6, (num_read + 2 * half) / 1e5)
+    backward = 0.5 + max(flops / 1e6, (2 * num_read + 2 * half) / 1e5)
+    message, add = 1e-3 + half / 1e6, 0.5 + 3 * half / 1e5
+    update = 0.5 + 7 * (4 * 8 * 32) / 1e5
+    total = forward + message + add + message + backward + update
+    assert found.seconds == pytest.approx(total, rel=1e-7)
+
+
+def test_bytes_are_intersections_of_regions():
+    """Rows on two devices, then columns on two devices: each device lacks half of the rows."""
+    graph = soap.trace(
+        lambda w, x: jnp.cumsum(x @ w, 0),
+        soap_graphs.weight(4, 8),
+        soap_graphs.weight(6, 4),
+        backward=False,
+    )
+    assert [each.kind for each in graph.operators] == ["dot_general", "cumsum"]
+    machine = soap_graphs.machine(2)
+    by_rows, by_columns = soap.Config((2, 1, 1), (0, 1)), soap.Config((1, 2), (0, 1))
+    found = soap.simulate(graph, machine, (by_rows, by_columns))
+    assert found.sent_bytes == 2 * (3 * 4) * 4
+    whole = soap.simulate(graph, machine, (by_rows, soap.Config((1, 1), (1,))))
+    assert whole.sent_bytes == 3 * 8 * 4
+
+
+def test_wrong_strategies():
+    graph, machine = one_product(), soap_graphs.machine(4)
+    for config, words in [
+        (soap.Config((3, 1, 1), (0, 1, 2)), "8 turns, which cannot be split into 3"),
+        (soap.Config((2, 1), (0, 1)), "has 3 loops, got 2 degrees"),
+        (soap.Config((2, 1, 1), (0,)), "make 2 shards, got 1 devices"),
+        (soap.Config((2, 1, 1), (0, 7)), "there is no device 7"),
+        (soap.Config((0, 1, 1), ()), "cannot be split into 0"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            soap.simulate(graph, machine, (config,))
+    with pytest.raises(ValueError, match="belongs to another graph"):
+        soap.simulate(graph, machine, ())
+    with pytest.raises(ValueError, match="`sync` must be"):
+        soap.simulate(graph, machine, (soap.Config((1, 1, 1), (0,)),), sync="tree")
+    weight = soap_graphs.weight
+    top = soap.trace(lambda w, x: jax.lax.top_k(x * w, 2)[0], weight(), weight(4, 8))
+    configs = [soap.Config((1,) * len(o.loops), (0,)) for o in top.operators]
+    configs[-1] = soap.Config((1, 2), (0, 1))
+    with pytest.raises(ValueError, match="loop 1 .* cannot be split, got degree 2"):
+        soap.simulate(top, machine, configs)

@@ -1,0 +1,260 @@
+"""Searches for a way to split the operators of a model over devices, and predicts its step.
+
+    python train/search.py --config configs/quickstart.py --devices 4 --budget 10s
+    python train/search.py --config configs/gpt_1f1b.py --devices 16 --machine k80 --memory 4GiB --save strategy.json
+    python train/search.py --config configs/quickstart.py --devices 4 --machine machine.toml --json
+
+The model and its loss are traced as one function of a whole batch; nothing is compiled. Every operator may be split by samples, by
+other dims of its output, by dims of its weights and along its sums, and run on any of the devices. The seconds of a step are
+simulated on the machine: "p100" (4 servers of 4 P100s), "k80" (16 servers of 4 K80s), or a TOML or JSON file; `docs/tensor_search.md`
+describes it. Operators are priced by their FLOPs and bytes, or with `--measure FILE` by measuring them on the first device here; FILE keeps
+what was measured. Ctrl-C ends the search with the best strategy so far. The exit code is 0, or 2 if an option or a
+file is wrong or no strategy fits.
+
+`--save` writes the strategy, `--draw` pictures of the simulated step and of the search. No program trains by a strategy yet.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import re
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from train import flags
+from train.plan import count, size
+
+
+def duration(text: str) -> float:
+    """Reads seconds, with or without a unit.
+
+    Example:
+      >>> duration("90s"), duration("1.5m"), duration("20")
+      (90.0, 90.0, 20.0)
+    """
+    match = re.fullmatch(r"([0-9.]+)\s*(s|m|h)?", text.strip())
+    try:
+        assert match is not None
+        seconds = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2] or "s"]
+        assert 0 < seconds < math.inf
+    except (AssertionError, ValueError):
+        raise argparse.ArgumentTypeError(
+            f"must be a time above 0 such as 60s, 2m or 1h, got {text!r}."
+        ) from None
+    return seconds
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="search.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    result.add_argument("--config", help="a configuration; see train/train.py")
+    result.add_argument("--devices", type=count, help="number of devices")
+    result.add_argument(
+        "--machine", default="p100", metavar="FILE", help="p100, k80 or a file"
+    )
+    result.add_argument(
+        "--budget", type=duration, default=60.0, help="time to search, such as 60s"
+    )
+    result.add_argument(
+        "--proposals",
+        type=count,
+        help="changes to try by chance, and as many after that, instead of a time",
+    )
+    result.add_argument("--memory", type=size, help="memory per device, such as 16GiB")
+    result.add_argument("--seed", type=int, default=0)
+    result.add_argument("--measure", metavar="FILE", help="measure operators")
+    result.add_argument("--save", metavar="FILE", help="write the strategy as JSON")
+    result.add_argument("--draw", metavar="DIR", help="write pictures (SVG)")
+    result.add_argument("--json", action="store_true", help="print the result as JSON")
+    return result
+
+
+def main(argv: list[str]) -> int:
+    overrides = [word for word in argv if word.startswith("--config.")]
+    rest = [word for word in argv if not word.startswith("--config.")]
+    if not argv:
+        parser().print_help()
+        return 0
+    args = parser().parse_args(rest)
+    try:
+        if args.config is None or args.devices is None:
+            raise ValueError(
+                "name a configuration and a number of devices: `--config configs/quickstart.py --devices 4`. `--help` shows more."
+            )
+        return search_model(args, ["--config", args.config, *overrides])
+    except (ValueError, OSError) as error:
+        print(f"search.py: {error}", file=sys.stderr)
+        return 2
+
+
+def search_model(args: argparse.Namespace, words: list[str]) -> int:
+    """Traces the model, searches, and prints what was found."""
+    from jpipe import soap
+
+    machine = soap.read_machine(args.machine).with_devices(args.devices)
+    from train.config import TrainConfig
+
+    _, config = flags.parse(words, TrainConfig)
+    graph = graph_of(config)
+    costs = None
+    if args.measure is not None:
+        from jpipe.soap.measure import measure
+
+        costs = soap.Profile(machine, args.measure, measure)
+    found = soap.search(
+        graph,
+        machine,
+        costs=costs,
+        budget_seconds=None if args.proposals else args.budget,
+        max_proposals=args.proposals,
+        max_polish_proposals=args.proposals,
+        memory_limit=args.memory,
+        seed=args.seed,
+        progress=None if args.json or not sys.stderr.isatty() else _show,
+    )
+    if sys.stderr.isatty() and not args.json:
+        print(file=sys.stderr)
+    whole = soap.model_parallel(graph, args.devices)
+    seconds = {
+        "data_parallel": found.starts["data_parallel"],
+        "model_parallel": soap.simulate(graph, machine, whole, costs).seconds,
+        "expert": min(found.starts[name] for name in soap.EXPERTS),
+        "best": found.seconds,
+    }
+    if args.save is not None:
+        soap.save_strategy(args.save, graph, found.strategy, args.devices)
+    if args.draw is not None:
+        _draw(pathlib.Path(args.draw), graph, machine, costs, found)
+    if args.json:
+        content = {f"{name}_seconds": value for name, value in seconds.items()}
+        content |= {
+            "proposals": found.proposals,
+            "seconds": found.elapsed,
+            "strategy": soap.as_records(graph, found.strategy),
+            "memory_bytes": max(found.simulated.memory_bytes),
+            "sent_bytes": found.simulated.sent_bytes,
+            "is_local_optimum": found.is_local_optimum,
+            "interrupted": found.interrupted,
+        }
+        print(json.dumps(content))
+        return 0
+    print(table(graph, found.strategy), end="\n\n")
+    data = seconds["data_parallel"]
+    for name, value in seconds.items():
+        word = name.replace("_", " ")
+        print(
+            f"{word:15} {value * 1e3:10.4g} ms a step, {data / value:6.3g} x data parallel"
+        )
+    print(
+        f"\n{found.proposals} changes tried in {found.elapsed:.1f} s on {machine.name}, {args.devices} devices; "
+        f"at most {max(found.simulated.memory_bytes) / 2**20:.4g} MiB per device."
+    )
+    if found.interrupted:
+        print("Ctrl-C ended the search.")
+    elif found.is_local_optimum:
+        print("No change of one operator is faster.")
+    return 0
+
+
+def graph_of(config):
+    """The operator graph of a training step: the model, its loss and their gradients, of one batch."""
+    import jax
+
+    from jpipe import soap
+    from jpipe.layers.as_layers import as_layers
+    from jpipe.layers.loss import Loss
+    from train.data import shuffled
+
+    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    layers = as_layers(config.model.layers())
+    loss = Loss.of(config.model.loss(), has_aux=True)
+    bound: list = []
+
+    def bind(batch, key):
+        """Traces the layers in order: the parameters of some depend on their inputs."""
+        outputs, kept = batch["inputs"], {}
+        for layer in layers:
+            args = (outputs, *(kept.pop(name) for name in layer.pop))
+            avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
+            bound.append(layer.bound(avals))
+            zeros = jax.tree.map(
+                lambda a: jax.numpy.zeros(a.shape, a.dtype),
+                (bound[-1].parameters, bound[-1].state),
+            )
+            outputs, *stashed = bound[-1].outputs(bound[-1].train(*zeros, key, args)[0])
+            kept |= dict(zip(layer.stash, stashed))
+        return outputs
+
+    jax.eval_shape(bind, batch, key)
+
+    def function(weights, batch, states, key):
+        outputs, kept = batch["inputs"], {}
+        for layer, parameters, state in zip(bound, weights, states):
+            args = (outputs, *(kept.pop(name) for name in layer.pop))
+            returned, _ = layer.train(parameters, state, key, args)
+            outputs, *stashed = layer.outputs(returned)
+            kept |= dict(zip(layer.stash, stashed))
+        return loss(outputs, batch, {}, key).mean()[0]
+
+    weights = [layer.parameters for layer in bound]
+    states = [layer.state for layer in bound]
+    return soap.trace(function, weights, batch, states, key)
+
+
+def table(graph, strategy) -> str:
+    """What each operator got: a line per operator, or per run of operators that got the same."""
+    from jpipe.soap.space import ranges
+
+    header = ("operator", "loops", *"SAPR", "devices")
+    rows = []
+    for i, (operator, config) in enumerate(zip(graph.operators, strategy)):
+        degrees = dict.fromkeys("SAPR", 1)
+        for loop, degree in zip(operator.loops, config.degrees):
+            degrees[loop.kind] *= degree
+        names = ", ".join(graph.weights_of(i))
+        rows.append(
+            (
+                operator.name + (f" ({names})" if names else ""),
+                " ".join(f"{loop.kind}{loop.size}" for loop in operator.loops) or "1",
+                *(str(d) if d > 1 else "." for d in degrees.values()),
+                ranges(config.devices),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(header, *rows)]
+    lines = [
+        "  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
+        for row in (header, *rows)
+    ]
+    return "\n".join(lines)
+
+
+def _show(elapsed: float, seconds: float, proposals: int) -> None:
+    text = f"\r{elapsed:6.1f} s  {proposals:8} changes  best {seconds * 1e3:.4g} ms "
+    print(text, end="", file=sys.stderr, flush=True)
+
+
+def _draw(folder: pathlib.Path, graph, machine, costs, found) -> None:
+    from jpipe import soap
+    from jpipe.soap import picture
+
+    folder.mkdir(parents=True, exist_ok=True)
+    costs = soap.Analytic(machine) if costs is None else costs
+    simulator = soap.Simulator(graph, machine, costs, found.strategy)
+    title = f"{found.seconds * 1e3:.4g} ms a step on {machine.name}"
+    path = folder / "timeline.svg"
+    picture.save_timeline(path, simulator.tasks, simulator.timeline, title)
+    picture.save_history(
+        folder / "search.svg", found.history, found.elapsed, dict(found.starts)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
