@@ -83,7 +83,7 @@ def measure(dim: int, num_layers: int, folder: pathlib.Path) -> dict:
     forget_peak()
     state, alone, seconds_alone = steps_until(lambda seconds: seconds > 5, state)
     peak_alone = peak_bytes()
-    num_bytes = sum(a.nbytes for a in jax.tree.leaves(state.replicated()))
+    num_bytes = sum(a.nbytes for a in jax.tree.leaves(state.kept()))
     checkpoints = jpipe.Checkpoints(folder)
     forget_peak()
     rows = []

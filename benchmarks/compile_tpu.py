@@ -152,7 +152,9 @@ class Program:
                 total = max(self.of_computation(name), 1)
                 transfers.append(
                     Transfer(
-                        _bytes(line.split(" = ")[1]) / 1e6, between / total, between
+                        bytes_of_shape(line.split(" = ")[1]) / 1e6,
+                        between / total,
+                        between,
                     )
                 )
         return transfers
@@ -182,15 +184,15 @@ class Program:
             if name != entry
             for line in lines
             if re.search(r" copy(-start)?\(", line)
-            and _bytes(line.split(" = ")[1]) >= at_least
+            and bytes_of_shape(line.split(" = ")[1]) >= at_least
         ]
 
 
-def _bytes(shape: str) -> int:
+def bytes_of_shape(shape: str) -> int:
     """The bytes of the first array in a printed shape.
 
     Example:
-      >>> _bytes("(bf16[4,1000]{1,0}, u32[]) collective-permute-start(%a)")
+      >>> bytes_of_shape("(bf16[4,1000]{1,0}, u32[]) collective-permute-start(%a)")
       8000
     """
     dtype, dims = re.search(r"(\w+)\[([\d,]*)\]", shape).groups()

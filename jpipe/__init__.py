@@ -17,8 +17,10 @@ _MODULES = (
     "schedules",
     "simulate",
     "solvers",
+    "vocabulary",
 )
 _MODULE_OF = {
+    "AXIS_RULES": "jpipe.layers.axis_rules",
     "Checkpoints": "jpipe.checkpoints",
     "DamagedCheckpointError": "jpipe.checkpoints",
     "Function": "jpipe.layers.layer",
@@ -30,6 +32,7 @@ _MODULE_OF = {
     "Pipeline": "jpipe.pipeline",
     "PipelineState": "jpipe.state",
     "Schedule": "jpipe.schedule",
+    "ShardRecord": "jpipe.costs",
     "StageRecord": "jpipe.costs",
     "load_params": "jpipe.checkpoints",
     "make_mesh": "jpipe.mesh",
@@ -50,13 +53,16 @@ if TYPE_CHECKING:
     from jpipe import schedules as schedules
     from jpipe import simulate as simulate
     from jpipe import solvers as solvers
+    from jpipe import vocabulary as vocabulary
     from jpipe.checkpoints import Checkpoints as Checkpoints
     from jpipe.checkpoints import DamagedCheckpointError as DamagedCheckpointError
     from jpipe.checkpoints import load_params as load_params
     from jpipe.checkpoints import save_params as save_params
     from jpipe.costs import Memory as Memory
+    from jpipe.costs import ShardRecord as ShardRecord
     from jpipe.costs import StageRecord as StageRecord
     from jpipe.engine.loss_scale import LossScale as LossScale
+    from jpipe.layers.axis_rules import AXIS_RULES as AXIS_RULES
     from jpipe.layers.layer import Function as Function
     from jpipe.layers.layer import InitApply as InitApply
     from jpipe.layers.layer import Linen as Linen

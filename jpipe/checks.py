@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jpipe.engine.loss_scale import LossScale
 from jpipe.lowering.lower import mixes_minibatches
-from jpipe.mesh import STAGE
+from jpipe.mesh import DATA, STAGE
 from jpipe.processes import check_processes
 from jpipe.schedule import Schedule
 from jpipe.stages.cut import Stages
@@ -181,6 +181,20 @@ def check_overlap(overlap: Any, mesh: Mesh) -> bool:
     if overlap is None:
         return mesh.devices.flat[0].platform != "cpu"
     return overlap
+
+
+def check_shard_optimizer(shard: Any, mesh: Mesh, schedule: Schedule) -> bool:
+    """`shard_optimizer`; there must be replicas that can share an update."""
+    if shard not in (True, False):
+        raise ValueError(f"`shard_optimizer` must be True or False, got {shard!r}.")
+    if shard and mesh.shape.get(DATA, 1) == 1 and not schedule.has_copies:
+        raise ValueError(
+            "`shard_optimizer` shares the optimizer's state between the replicas of a stage, and there is one replica: "
+            f'the mesh has the axes {dict(mesh.shape)}. Give the mesh an axis "data", for example by '
+            f"`jpipe.make_mesh(stage={schedule.num_devices}, data=2)`, give the schedule `replicas`, or leave "
+            "`shard_optimizer` out."
+        )
+    return bool(shard)
 
 
 def check_compiler_options(options: Any) -> dict[str, bool | int | float | str]:

@@ -1,16 +1,24 @@
 """What a cut model costs: parameters and operations per stage, bytes per device."""
 
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
 
 from jpipe import packing
-from jpipe.layers.avals import num_bytes
+from jpipe.engine.layout import REPLICATED, ArrayGroup
+from jpipe.layers.avals import num_bytes as bytes_of
 from jpipe.layers.trace import Traced
+from jpipe.lowering.lower import STASHES
+from jpipe.mesh import DATA, STAGE
 from jpipe.program import Program
 from jpipe.settings import Settings, abstract
 from jpipe.solvers import min_max
+from jpipe.stages.update_groups import Piece
+
+PARAMETERS = ("parameters", "read_parameters")
+"""The groups of arrays that hold weights."""
 
 
 class StageRecord(NamedTuple):
@@ -21,10 +29,10 @@ class StageRecord(NamedTuple):
       device: the device that runs it, as a position along the axis "stage".
       layers: first layer, and one past the last.
       names: of the layers.
-      num_parameters: the number of weights.
+      num_parameters: the number of weights, with an equal share of the layers that all stages run together.
       parameter_bytes: their bytes.
       flops: floating-point operations of forward and backward of one microbatch, as XLA counts
-        them.
+        them, with an equal share of the layers that all stages run together.
     """
 
     stage: int
@@ -59,46 +67,142 @@ class Memory(NamedTuple):
     padding: int
 
 
+class ShardRecord(NamedTuple):
+    """One row of `Pipeline.shards`: what each device holds for one use.
+
+    Attributes:
+      use: "weights", "gradients", "optimizer", "activations" (kept from a forward to its backward),
+        "messages" (between stages) or "minibatch".
+      num_bytes: of each device.
+      split: axis of the mesh -> the share of the numbers that is split over it, above 0 and up to 1. The
+        devices along any other axis hold equal or, for gradients, unlike numbers of the same size.
+    """
+
+    use: str
+    num_bytes: int
+    split: dict[str, float]
+
+
 def partition(program: Program) -> list[StageRecord]:
     """One record per stage."""
     stages, records = program.stages, []
+    shared = [layer.index for layer in stages.vocabulary.layers]
+
+    def leaves_of(layers: Iterable[int]) -> list:
+        return [a for i in layers for a in jax.tree.leaves(stages.layers[i].parameters)]
+
+    def share(of_layers: float) -> float:
+        """A stage's share of what all devices keep or compute together."""
+        return of_layers / stages.num_stages
+
+    tied = {copy for copies in stages.ties for copy in copies[1:]}
+    shared_leaves = [
+        a
+        for i in shared
+        for j, a in enumerate(jax.tree.leaves(stages.layers[i].parameters))
+        if (i, j) not in tied
+    ]
     for s in range(stages.num_stages):
         layers = stages.layers_of(s)
-        leaves = [
-            a for i in layers for a in jax.tree.leaves(stages.layers[i].parameters)
-        ]
+        leaves = leaves_of(layers)
+        num_shared = share(sum(math.prod(a.shape) for a in shared_leaves))
         records.append(
             StageRecord(
                 stage=s,
                 device=program.placement[s][0],
                 layers=(layers.start, layers.stop),
                 names=tuple(stages.layers[i].name for i in layers),
-                num_parameters=sum(math.prod(a.shape) for a in leaves),
-                parameter_bytes=num_bytes(leaves),
-                flops=sum(program.traced.flops[i] for i in layers),
+                num_parameters=round(
+                    sum(math.prod(a.shape) for a in leaves) + num_shared
+                ),
+                parameter_bytes=round(
+                    bytes_of(leaves) + share(bytes_of(shared_leaves))
+                ),
+                flops=sum(program.traced.flops[i] for i in layers)
+                + share(sum(program.traced.flops[i] for i in shared)),
             )
         )
     return records
+
+
+def shards(program: Program, batch: Any) -> list[ShardRecord]:
+    """What each device holds before a step, and over which axes it is split."""
+    settings, groups = program.settings, program.engine.layout.groups
+    mesh, buffers = settings.mesh, groups["buffers"].shapes
+    messages = ("inbox", "sent_activations", "sent_gradients", "received")
+    by_stage, by_both = (STAGE,), (STAGE, DATA)
+    of_optimizer = by_both if settings.shard_optimizer else by_stage
+    uses: list[tuple[str, Any, tuple[str, ...]]] = [
+        ("weights", [groups[n].shapes for n in PARAMETERS], by_stage),
+        ("gradients", groups["gradients"].shapes, by_stage),
+        ("optimizer", groups["optimizer_state"].shapes, of_optimizer),
+        ("activations", [buffers[ring] for ring in STASHES], by_both),
+        ("messages", [buffers[name] for name in messages], by_both),
+    ]
+    records = []
+    for use, shapes, by_engine in uses:
+        leaves = jax.tree.leaves(shapes)
+        numbers = sum(math.prod(a.shape) for a in leaves)
+        split = {axis: 1.0 for axis in mesh.shape if axis in by_engine and numbers}
+        for axis in mesh.shape:
+            of_axis = sum(math.prod(a.shape) for a in leaves if axis in _axes(a))
+            if of_axis:
+                split[axis] = of_axis / numbers
+        num_bytes = ArrayGroup(use, shapes, REPLICATED).num_bytes(settings.platform)
+        records.append(ShardRecord(use, num_bytes, split))
+    num_bytes = batch_bytes(settings, batch)
+    split = {DATA: 1.0} if settings.num_replicas > 1 else {}
+    return [*records, ShardRecord("minibatch", num_bytes, split)]
+
+
+def _axes(shape: jax.ShapeDtypeStruct) -> list[str]:
+    """The axes that a local shape is split over."""
+    sharding: Any = shape.sharding
+    return [] if sharding is None else packing.axes(tuple(sharding.spec))
+
+
+def batch_bytes(settings: Settings, batch: Any) -> int:
+    """Bytes of the share of a replica in a minibatch."""
+    leaves = jax.tree.leaves(settings.whole(dict(batch)))
+    of_leaves = (
+        packing.array_bytes(a.shape, abstract(a).dtype, settings.platform)
+        for a in leaves
+    )
+    return sum(of_leaves) // settings.num_replicas
 
 
 def memory(program: Program, batch: Any) -> Memory:
     """Bytes per device for a minibatch. Compiles the step if it has not been."""
     engine, settings = program.engine, program.settings
     stages, updates = engine.stages, engine.updates
-    layout, platform = engine.layout, settings.mesh.devices.flat[0].platform
+    layout, platform = engine.layout, settings.platform
     num_bytes = {n: group.num_bytes(platform) for n, group in layout.groups.items()}
-    weights = num_bytes["parameters"] + num_bytes["read_parameters"]
+    weights = sum(num_bytes[name] for name in PARAMETERS)
     optimizer, gradients = num_bytes["optimizer_state"], num_bytes["gradients"]
     used = sum(
         len(of_stage) * layout.leaf_bytes(run.parameters, stages.parameters.arrays)
         for s, of_stage in enumerate(engine.lowered.copies)
         for _, run, _ in stages.layer_runs(s)
     )
+    # What parts that are padded at their end use beyond the layer is padding too.
+    used += sum(
+        bytes_of([leaf.aval])
+        for unit in stages.vocabulary.units
+        for leaf in unit.stored().values()
+    )
     assert updates is not None
+    # On all replicas together.
     used_state = sum(
-        len(of_stage)
-        * layout.leaf_bytes(updates.programs[u].state, updates.state.arrays)
+        layout.leaf_bytes([piece.place], updates.state.arrays)
+        * _num_holders(piece, len(of_stage), settings)
         for u, of_stage in zip(updates.program_of_stage, engine.lowered.copies)
+        for pieces in updates.programs[u].state
+        for piece in pieces
+    )
+    used_state += (
+        settings.num_replicas
+        * settings.schedule.num_devices
+        * sum(state.num_bytes for _, state in updates.of_units)
     )
     copies = (
         engine.lowered.num_versions * (1 + len(layout["read_parameters"].shapes)) + 1
@@ -109,23 +213,43 @@ def memory(program: Program, batch: Any) -> Memory:
         optimizer=optimizer,
         gradients=gradients,
         activations=num_bytes["buffers"],
-        batch=sum(
-            packing.array_bytes(a.shape, abstract(a).dtype, platform)
-            for a in jax.tree.leaves(settings.whole(dict(batch)))
-        )
-        // settings.num_replicas,
+        batch=batch_bytes(settings, batch),
         temporaries=int(analysis.temp_size_in_bytes),
         padding=round(
             weights
             + optimizer
             + gradients
-            - (used * copies + used_state) / settings.schedule.num_devices
+            - (used * copies + used_state / settings.num_replicas)
+            / settings.schedule.num_devices
         ),
     )
+
+
+def _num_holders(piece: Piece, num_copies: int, settings: Settings) -> int:
+    """The number of replicas of a stage that hold a piece of the optimizer's state."""
+    return 1 if piece.share is not None else num_copies * settings.num_replicas
 
 
 def boundaries_by_flops(
     settings: Settings, traced: Traced, microbatch: Any
 ) -> list[int]:
     """The boundaries that balance the floating-point operations of the stages."""
-    return min_max(traced.flops, settings.schedule.num_stages)
+    inner = inner_layers(settings, traced, microbatch)
+    flops = traced.flops[inner.start : inner.stop]
+    return [inner.start + b for b in min_max(flops, settings.schedule.num_stages)]
+
+
+def inner_layers(settings: Settings, traced: Traced, microbatch: Any) -> range:
+    """The layers that are cut into stages: all but those that all stages run together.
+
+    Raises:
+      ValueError: if there are fewer than stages.
+    """
+    found = settings.vocabulary(traced, microbatch, None)
+    inner, num_stages = found.inner(len(traced.layers)), settings.schedule.num_stages
+    if found.layers and len(inner) < num_stages:
+        raise ValueError(
+            f"{num_stages} stages need at least as many layers beside those that all stages run together, got "
+            f"{len(inner)}. Choose a schedule with fewer stages."
+        )
+    return inner

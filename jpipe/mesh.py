@@ -36,11 +36,11 @@ def make_mesh(
       fsdp: devices that share the weights and the microbatches of a stage (fully sharded data
         parallelism). Above 1, the mesh has an axis "fsdp", which is left to the compiler. The rows of a
         microbatch, its activations and its messages are split over it, and so is every weight that has
-        two dims or more, with its gradient and its optimizer state, along its largest dim that can be
-        split, or as Flax's `with_partitioning` says.
+        two dims or more, with its gradient and its optimizer state, as the names of its dims say
+        (`axis_rules` of `Pipeline`), or along its largest dim that can be split.
       model: devices that share the work of a stage (tensor parallelism). Above 1, the mesh has an
-        axis "model", which is left to the compiler. Parameters are split over it as Flax's
-        `with_partitioning` says.
+        axis "model", which is left to the compiler. Weights and activations are split over it as the
+        names of their dims say.
       ring: whether the first stage and the last stage must be neighbours too, see `Schedule.ring`.
         On TPUs only messages between neighbours can overlap with compute. If the chips form a flat
         grid and `stage` is even, each pipeline gets two rows of the grid; gradients between

@@ -7,7 +7,8 @@ message) a place for each of its leaves in
 - *pools*: one array `[n, *shape]` per shape and dtype. Row i is leaf i. Pools suit leaves that most
   stages have.
 - *flat vectors*: one array `[size]` per dtype. Vectors suit leaves whose pool would be mostly
-  padding.
+  padding. Pools add up the most leaves of each shape over the owners, and a vector the most of all
+  together, so a vector has no padding if owners are equal in bytes but not in shapes.
 
 A leaf that is split over automatic axes of the mesh (tensor parallelism) has a *spec*: for each of
 its dims the axis or axes that it is split over, or None. Leaves of one spec share a pool, which is
@@ -22,7 +23,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,9 @@ import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
+
+MOST_PADDING = 1 / 8
+"""The part of an array's bytes that `Packing.of(tight=True)` gives up pools for: what the average stage does not use."""
 
 
 class Leaf(NamedTuple):
@@ -39,11 +43,13 @@ class Leaf(NamedTuple):
       aval: shape and dtype of one leaf.
       count: number of leaves.
       spec: how each leaf is split over automatic axes; `()` leaves that to the compiler.
+      in_vector: whether the leaf is in a vector, whatever leaves the other owners have.
     """
 
     aval: jax.ShapeDtypeStruct
     count: int = 1
     spec: tuple = ()
+    in_vector: bool = False
 
 
 def _stored(shape: tuple[int, ...], spec: tuple) -> tuple[int, ...]:
@@ -143,6 +149,7 @@ class Packing:
         owners: Sequence[Sequence[Leaf | tuple]],
         occupancy: float = 0.5,
         num_stages: Sequence[int] | None = None,
+        tight: bool = False,
     ) -> "Packing":
         """Packs the leaves of each owner.
 
@@ -153,18 +160,24 @@ class Packing:
           occupancy: a shape and dtype gets a pool if, on average over the stages, at least this
             fraction of the pool is used. Leaves that are split always get a pool.
           num_stages: number of stages that each owner stands for; None: one each.
+          tight: whether more leaves go into vectors if that brings padding within `MOST_PADDING`. For
+            arrays that are large and live long, such as weights: a leaf of a vector is laid out anew
+            on TPUs whenever it is read.
         """
         owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
         weights = np.ones(len(owners)) if num_stages is None else np.array(num_stages)
         counts: dict = collections.defaultdict(lambda: [0] * len(owners))
         for o, leaves in enumerate(owners):
-            for aval, count, spec in leaves:
-                counts[tuple(aval.shape), np.dtype(aval.dtype), spec][o] += count
+            for aval, count, spec, in_vector in leaves:
+                if not in_vector:
+                    counts[tuple(aval.shape), np.dtype(aval.dtype), spec][o] += count
         pooled = {
             key
             for key, n in counts.items()
             if any(key[2]) or weights @ n >= occupancy * weights.sum() * max(n)
         }
+        if tight:
+            pooled = _tightened(pooled, counts, weights)
         sizes: dict = collections.defaultdict(int)
         dtypes, places, used, specs = {}, [], [], {}
         for leaves in owners:
@@ -173,9 +186,9 @@ class Packing:
             for count, together in itertools.groupby(leaves, lambda leaf: leaf.count):
                 first = len(own_places)
                 used_together: dict = collections.Counter()
-                for aval, _, spec in together:
+                for aval, _, spec, in_vector in together:
                     shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
-                    flat = (shape, dtype, spec) not in pooled
+                    flat = in_vector or (shape, dtype, spec) not in pooled
                     name = f"{dtype}" if flat else f"{dtype}{list(shape)}"
                     if any(spec):
                         name += f" split {list(spec)}"
@@ -194,7 +207,7 @@ class Packing:
             used.append(
                 sum(
                     count * math.prod(aval.shape) * np.dtype(aval.dtype).itemsize
-                    for aval, count, _ in leaves
+                    for aval, count, *_ in leaves
                 )
             )
             for name, size in next_free.items():
@@ -205,10 +218,63 @@ class Packing:
         }
         return cls(arrays, tuple(places), tuple(used), specs)
 
+    def named(self, prefix: str) -> "Packing":
+        """The packing with arrays whose names begin with `prefix`, to lie beside those of others."""
+
+        def renamed(place: Place) -> Place:
+            return dataclasses.replace(place, array=f"{prefix} {place.array}")
+
+        return dataclasses.replace(
+            self,
+            arrays={f"{prefix} {name}": a for name, a in self.arrays.items()},
+            places=tuple(tuple(map(renamed, places)) for places in self.places),
+            specs={f"{prefix} {name}": spec for name, spec in self.specs.items()},
+        )
+
     @property
     def num_bytes(self) -> int:
         """Bytes of the arrays, on every device."""
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.arrays.values())
+
+
+def _tightened(pooled: set, counts: Mapping, num_stages: np.ndarray) -> set:
+    """The pools that are left if padding is to be at most `MOST_PADDING`; all, if that cannot be reached.
+
+    Args:
+      pooled: (shape, dtype, spec) of the leaves that have pools.
+      counts: (shape, dtype, spec) of all leaves -> how many each owner has.
+      num_stages: how many stages each owner stands for.
+    """
+    num_bytes = {
+        key: math.prod(key[0]) * key[1].itemsize * np.array(n)
+        for key, n in counts.items()
+    }
+    used = sum(of_owners @ num_stages for of_owners in num_bytes.values())
+
+    def padding(pools: set) -> float:
+        vectors: dict = collections.defaultdict(int)
+        allocated = 0
+        for key, of_owners in num_bytes.items():
+            if key in pools:
+                allocated += max(of_owners)
+            else:
+                vectors[key[1]] = vectors[key[1]] + of_owners
+        allocated += sum(max(of_owners) for of_owners in vectors.values())
+        return 1 - used / max(allocated * num_stages.sum(), 1)
+
+    def waste(key: tuple) -> float:
+        return max(num_bytes[key]) * num_stages.sum() - num_bytes[key] @ num_stages
+
+    # Leaves that are split stay, and so do pools without padding.
+    movable = {key for key in pooled if waste(key) > 0 and not any(key[2])}
+    if padding(pooled) <= MOST_PADDING or padding(pooled - movable) > MOST_PADDING:
+        return pooled
+    left = set(pooled)
+    for key in sorted(movable, key=waste, reverse=True):
+        if padding(left) <= MOST_PADDING:
+            break
+        left.remove(key)
+    return left
 
 
 def axes(spec: tuple) -> list[str]:
@@ -267,7 +333,7 @@ def read(
     sizes = [1] * len(lead) + list(place.block)
     block = lax.dynamic_slice(array, start, sizes, allow_negative_indices=False)
     block = _row_major(place, block)
-    return _split_as(place, block.reshape(place.shape))
+    return split_as(place.spec, block.reshape(place.shape))
 
 
 def write(
@@ -365,7 +431,7 @@ def _blocks(
         else:
             groups.append([(place, value)])
     for group in groups:
-        blocks = [_split_as(p, v).reshape(p.block) for p, v in group]
+        blocks = [split_as(p.spec, v).reshape(p.block) for p, v in group]
         block = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
         first = group[0][0]
         block = block.reshape(*[1] * num_leading, *block.shape)
@@ -376,21 +442,21 @@ def _updated(array: jax.Array, block: jax.Array, start: list[jax.Array]) -> jax.
     return lax.dynamic_update_slice(array, block, start, allow_negative_indices=False)
 
 
-def _split_as(place: Place, value: jax.Array) -> jax.Array:
-    """`value`, split as the place says.
+def split_as(spec: tuple, value: jax.Array) -> jax.Array:
+    """`value`, split as a spec says; `()` leaves that to the compiler.
 
-    A leaf with a spec needs a surrounding `shard_map` whose mesh has the axes.
+    A value with a spec needs a surrounding `shard_map` whose mesh has the axes.
     """
-    if not place.spec:
+    if not spec:
         return value
-    return lax.with_sharding_constraint(value, PartitionSpec(*place.spec))
+    return lax.with_sharding_constraint(value, PartitionSpec(*spec))
 
 
 def gathered(value: jax.Array, spec: tuple, axis: str) -> jax.Array:
     """`value`, whose split is `spec`, whole along an axis of the mesh."""
     if axis not in axes(spec):
         return value
-    return lax.with_sharding_constraint(value, PartitionSpec(*without(spec, axis)))
+    return split_as(without(spec, axis), value)
 
 
 def without(spec: tuple, axis: str) -> tuple:
@@ -404,6 +470,26 @@ def without(spec: tuple, axis: str) -> tuple:
         tuple(name for name in names if name != axis) or None
         for names in axes_by_dim(spec)
     )
+
+
+def divisible(spec: Sequence, shape: Sequence[int], sizes: Mapping[str, int]) -> tuple:
+    """A spec for every dim of an array, None for dims that their axes do not divide.
+
+    Args:
+      spec: for each dim, or for the first ones, the axes that it is split over, or None.
+      shape: of the array.
+      sizes: axis -> number of devices.
+
+    Example:
+      >>> divisible(("fsdp", "model"), (4, 5, 6), {"fsdp": 2, "model": 2})
+      ('fsdp', None, None)
+    """
+    dims = [*axes_by_dim(spec), *[()] * (len(shape) - len(spec))]
+    divided: list[Any] = [
+        () if n % math.prod(sizes[axis] for axis in dim) else dim
+        for n, dim in zip(shape, dims, strict=True)
+    ]
+    return tuple(dim[0] if len(dim) == 1 else dim or None for dim in divided)
 
 
 def _start(

@@ -10,10 +10,11 @@ from jax.sharding import Mesh
 
 from jpipe import agreement, checks, costs, entry_points, portable
 from jpipe._watchdog import watched
-from jpipe.costs import Memory, StageRecord
+from jpipe.costs import Memory, ShardRecord, StageRecord
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.as_layers import as_layers, shared_weights
 from jpipe.layers.avals import shapes_text
+from jpipe.layers.axis_rules import AxisRules, check_axis_rules
 from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
 from jpipe.layers.loss import Loss, cut_warning
 from jpipe.layers.rows import row_mixing
@@ -35,8 +36,8 @@ class Pipeline:
     """Trains a model cut into stages over several devices, by a schedule.
 
     The arguments come in groups. The model and its training: `layers`, `loss`, `has_aux`, `optimizer`,
-    `ties`. The pipeline: `schedule`, `boundaries`, `mesh`, `overlap`, `compiler_options`. Memory and precision: `recompute`,
-    `donate`, `compute_dtype`, `loss_scale`. Corrections of asynchronous schedules: `forward_params`,
+    `ties`. The pipeline: `schedule`, `boundaries`, `mesh`, `axis_rules`, `overlap`, `compiler_options`. Memory and precision:
+    `recompute`, `shard_optimizer`, `donate`, `compute_dtype`, `loss_scale`. Corrections of asynchronous schedules: `forward_params`,
     `backward_params`.
 
     Args:
@@ -59,16 +60,31 @@ class Pipeline:
         makes (or takes from an equal pipeline) fixes the cut.
       mesh: has an axis "stage" of as many devices as the schedule; see `jpipe.make_mesh`. None
         makes it. Along an axis "data" the pipeline is replicated and each replica gets a share of
-        every minibatch. Other axes are left to the compiler: parameters that Flax's
-        `with_partitioning` annotates with one of them are split over it, and so are their
-        gradients, their optimizer state, and the stashed activations that follow from them.
-        Messages between stages are whole on each device of such an axis. Axis names that the mesh
-        has not count as None, so a model runs on any mesh.
+        every minibatch. Other axes, such as "fsdp" and "model", are left to the compiler: weights are
+        split over them as the model's annotations say, and so are their gradients, their optimizer
+        state, and the stashed activations that follow from them. Names that stand for no axis of the
+        mesh count as None, so a model runs on any mesh.
+      axis_rules: pairs of a logical name and an axis of the mesh, several axes or None, in order of
+        priority. A model annotates the dims of its weights by such names, with Flax's
+        `with_partitioning` or `with_logical_partitioning`, and those of activations with
+        `flax.linen.with_logical_constraint`. The first rule whose axis the mesh has, the array does not
+        use yet and the dim is a multiple of, counts; without one the dim is whole. A dim may also be
+        annotated by the axis itself, and must then be a multiple of it. None: the rules of Flax's
+        `logical_axis_rules`, if the pipeline is made inside of it, else `jpipe.AXIS_RULES`. A rule with the
+        axis "stage", `("vocab", "stage")`, lets all stages run the first and the last layer together, see
+        `jpipe.vocabulary`.
       recompute: "none": a layer keeps the fewest bytes from which elementwise operations compute what
         its backward reads; "full": a stage keeps only its inputs, and runs its forward again before
         its backward; or a policy of `jax.checkpoint_policies`: a layer keeps its inputs and what
         the policy saves, and its backward computes the rest again, from the weights that the
         backward reads.
+      shard_optimizer: whether the replicas of a stage share its update (ZeRO, stage 1: Rajbhandari et al.,
+        2020, section 5.1). The replicas are those along the axis "data" of the mesh, and the copies of a
+        stage that the schedule has. Each keeps the optimizer's state of its share of the weights, gets
+        the sum of the gradients for this share, updates it, and sends the new weights to the others:
+        as many bytes as without sharing. An update that works element by element, such as Adam's,
+        is shared evenly. Of other updates (Muon, Adafactor, LAMB) each replica gets whole leaves. The
+        numbers do not change but for the order of sums.
       compute_dtype: every layer casts weights and activations to it, for example `jnp.bfloat16`.
         The kept weights, the gradients and the outputs that the loss sees have the weights' dtype.
         None casts nothing.
@@ -141,6 +157,7 @@ class Pipeline:
         schedule: Schedule,
         boundaries: Sequence[int] | str | None = None,
         mesh: Mesh | None = None,
+        axis_rules: AxisRules | None = None,
         recompute: str | Callable[..., Any] = "none",
         compute_dtype: Any = None,
         loss_scale: LossScale | float | None = None,
@@ -149,6 +166,7 @@ class Pipeline:
         forward_params: Callable[[Any, Any, Any], Any] | None = None,
         backward_params: Callable[[Any, Any, Any], Any] | None = None,
         overlap: bool | None = None,
+        shard_optimizer: bool = False,
         donate: bool = True,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ):
@@ -168,12 +186,16 @@ class Pipeline:
             mesh = make_mesh(stage=schedule.num_devices, ring=schedule.ring)
         self.mesh = checks.check_mesh(mesh, schedule)
         self.overlap = checks.check_overlap(overlap, mesh)
+        self.shard_optimizer = checks.check_shard_optimizer(
+            shard_optimizer, self.mesh, schedule
+        )
         self._settings = Settings(
             layers=self.layers,
             loss=Loss.of(loss, has_aux),
             optimizer=optimizer,
             schedule=schedule,
             mesh=self.mesh,
+            axis_rules=check_axis_rules(axis_rules),
             recompute=recompute,
             compute_dtype=self.compute_dtype,
             loss_scale=self.loss_scale,
@@ -181,6 +203,7 @@ class Pipeline:
             ties=self.ties,
             hooks=hooks,
             overlap=self.overlap,
+            shard_optimizer=self.shard_optimizer,
             donate=bool(donate),
             compiler_options=checks.check_compiler_options(compiler_options),
         )
@@ -501,6 +524,14 @@ class Pipeline:
     def partition(self, batch: Any) -> list[StageRecord]:
         """How the layers are cut: one record per stage, for minibatches shaped like `batch`."""
         return costs.partition(self._program(batch))
+
+    @watched("shards")
+    def shards(self, batch: Any) -> list[ShardRecord]:
+        """What each device holds, and over which axes of the mesh it is split: one record per use.
+
+        For minibatches shaped like `batch`. Compiles nothing.
+        """
+        return costs.shards(self._program(batch), batch)
 
     @watched("memory")
     def memory(self, batch: Any) -> Memory:

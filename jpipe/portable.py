@@ -5,28 +5,36 @@ portable form, `Portable`, holds the same training without them: one tree per la
 goes through the portable form, and so do checkpoints that are restored into another layout.
 """
 
-import dataclasses
-import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jpipe.checks import check_fit
 from jpipe.engine.layout import REPLICATED
 from jpipe.layers.trace import shared_jit
+from jpipe.locations import (
+    locations,
+    optimizer_paths,
+    owners,
+    parted_state,
+    read,
+    update_of,
+)
 from jpipe.mesh import STAGE
 from jpipe.packing import Place
 from jpipe.processes import processes_of
 from jpipe.program import Program
-from jpipe.stages.optimizer import StageUpdate, stage_tree
+from jpipe.stages.optimizer import seen_by_optimizer, unit_tree
+from jpipe.stages.vocabulary import Unit
 from jpipe.state import PipelineState, num_rounds
 
-OfStage = Callable[[int], tuple[Sequence, Sequence, Any]]
-"""Weights and mutable state, one tree per layer of the model, and the optimizer's state of a stage."""
+OfLayers = Callable[[Sequence[int]], tuple[Sequence, Sequence, Any]]
+"""The layers of a stage, or of a unit of vocabulary layers -> their weights and mutable state, one tree per layer of the
+model, and the state of the optimizer for them."""
 
 
 class Portable(NamedTuple):
@@ -88,12 +96,13 @@ def minibatch_of(state: PipelineState) -> Any:
 def layers_here(program: Program) -> set[int]:
     """The layers that have a stage on a device of this process."""
     mesh, here = program.settings.mesh, jax.process_index()
-    return {
+    of_stages = {
         i
         for s, (d, _) in enumerate(program.placement)
         if any(a.process_index == here for a in _devices_along(mesh, STAGE, d))
         for i in program.stages.layers_of(s)
     }
+    return of_stages | {layer.index for layer in program.stages.vocabulary.layers}
 
 
 def num_started(state: PipelineState) -> int:
@@ -126,8 +135,8 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
     stages, scale = program.stages, program.engine.loss_scale
     check_fit("params", source.params, stages.layers, "parameters")
     check_fit("mutable_state", source.mutable_state, stages.layers, "state")
-    wanted = [optimizer_paths(program, s) for s in range(stages.num_stages)]
-    kept, read = set().union(*source.optimizer_state), set().union(*wanted)
+    wanted = {layers: optimizer_paths(program, layers) for layers in owners(stages)}
+    kept, read = set().union(*source.optimizer_state), set().union(*wanted.values())
     for paths, text in (
         (read - kept, "this pipeline keeps {}, which the state has not"),
         (kept - read, "the state has {}, which this pipeline does not keep"),
@@ -139,18 +148,21 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
                 "start the optimizer anew with `init(key, batch, params=...)`."
             )
 
-    def leaf_of(s: int, path: str, want: jax.ShapeDtypeStruct) -> np.ndarray:
-        """The leaf at a path of the optimizer's state of a stage."""
+    def leaf_of(
+        layers: Sequence[int], path: str, want: jax.ShapeDtypeStruct
+    ) -> np.ndarray:
+        """The leaf at a path of the optimizer's state for the layers of a stage."""
         having = [
             i for i, leaves in enumerate(source.optimizer_state) if path in leaves
         ]
-        here = [i for i in having if i in stages.layers_of(s)]
+        here = [i for i in having if i in layers]
         values = {
             i: np.asarray(source.optimizer_state[i][path]) for i in here or having
         }
         (first, leaf), *others = values.items()
         for i, other in others:
             if leaf.tobytes() != other.tobytes():
+                s = stages.stage_of(layers[0])
                 raise ValueError(
                     f"stage {s} would hold layers {first} and {i}, whose stages had different "
                     f"values of {path} in the optimizer's state ({leaf.ravel()[0]} and "
@@ -167,8 +179,7 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
             )
         return leaf
 
-    def of_stage(s: int) -> tuple:
-        layers = stages.layers_of(s)
+    def of_layers(layers: Sequence[int]) -> tuple:
         weights, mutable = (
             [
                 jax.tree.map(np.asarray, tree) if i in layers else None
@@ -176,7 +187,11 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
             ]
             for trees in (source.params, source.mutable_state)
         )
-        return weights, mutable, [leaf_of(s, *item) for item in wanted[s].items()]
+        return (
+            weights,
+            mutable,
+            [leaf_of(layers, *item) for item in wanted[tuple(layers)].items()],
+        )
 
     loss_scale = None
     if source.loss_scale and scale is not None and scale.growth_interval is not None:
@@ -184,7 +199,7 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
         loss_scale = {n: np.asarray(a) for n, a in source.loss_scale.items()}
         loss_scale["scale"] = np.minimum(loss_scale["scale"], largest)
     return new_state(
-        program, of_stage, source.key_data, source.num_microbatches, loss_scale
+        program, of_layers, source.key_data, source.num_microbatches, loss_scale
     )
 
 
@@ -218,10 +233,10 @@ def initial(
             for tree, a, b in zip(given, from_caller, fresh)
         ]
 
-    def of_stage(s: int) -> tuple:
+    def of_layers(numbers: Sequence[int]) -> tuple:
         weights: list = [None] * len(layers)
         mutable: list = [None] * len(layers)
-        for i in stages.layers_of(s):
+        for i in numbers:
             weights[i], mutable[i] = initial_layer(i)
         for copies in stages.ties:
             here = [(i, j) for i, j in copies[1:] if weights[i] is not None]
@@ -233,16 +248,16 @@ def initial(
                     leaves, tree = jax.tree.flatten(weights[i])
                     leaves[j] = value
                     weights[i] = tree.unflatten(leaves)
-        seen = stage_tree(stages, s, weights)
+        seen = seen_by_optimizer(stages, numbers, weights)
         return weights, mutable, jax.jit(optimizer.init)(seen)
 
     training_key = jax.random.fold_in(key, len(layers))
-    return new_state(program, of_stage, jax.random.key_data(training_key), 0)
+    return new_state(program, of_layers, jax.random.key_data(training_key), 0)
 
 
 def new_state(
     program: Program,
-    of_stage: OfStage,
+    of_layers: OfLayers,
     key_data: Any,
     started: int,
     loss_scale: Mapping[str, np.ndarray] | None = None,
@@ -251,13 +266,13 @@ def new_state(
 
     Args:
       program: whose state it is.
-      of_stage: called with a stage, under the default device that runs the stage.
+      of_layers: called with the layers of a stage, under the default device that runs the stage.
       key_data: data of the random key of training.
       started: microbatches of training so far.
       loss_scale: arrays of the loss scale on one device; None: as before training.
     """
     return PipelineState(
-        **_pack(program, of_stage, loss_scale),
+        **_pack(program, of_layers, loss_scale),
         **_zeros(program.engine.layout.global_shapes(["gradients", "buffers"])),
         **_counters(program, key_data, 0, started),
         program=program,
@@ -282,9 +297,7 @@ def with_arrays(
       started: microbatches of training before those rounds.
     """
     like = program.abstract_state
-    shapes, tree = jax.tree.flatten_with_path(
-        {**like.replicated(), **like.per_device()}
-    )
+    shapes, tree = jax.tree.flatten_with_path({**like.kept(), **like.in_flight()})
     paths = [jax.tree_util.keystr(path) for path, _ in shapes]
     missing = {path: a for path, (_, a) in zip(paths, shapes) if path not in arrays}
     found = {**_zeros(missing), **arrays}
@@ -333,15 +346,21 @@ _PACKED = (
 
 
 def _pack(
-    program: Program, of_stage: OfStage, loss_scale: Mapping | None
+    program: Program, of_layers: OfLayers, loss_scale: Mapping | None
 ) -> dict[str, Any]:
-    """The replicated arrays of a state, each stage's on the stage's devices."""
+    """The arrays of a state that are kept between minibatches, each stage's on the stage's devices."""
     engine, stages = program.engine, program.stages
     layout, mesh = engine.layout, program.settings.mesh
     shapes = layout.local_shapes(_PACKED)
     local = [
         jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), shapes)
         for _ in range(program.settings.schedule.num_devices)
+    ]
+    # By replica along the axis "data". Those that share an update have states of their own.
+    num_states = layout.num_replicas if engine.shares_updates else 1
+    states = [
+        [jax.tree.map(np.copy, arrays["optimizer_state"]) for arrays in local]
+        for _ in range(num_states)
     ]
     for s in range(stages.num_stages):
         copies = program.engine.lowered.copies[s]
@@ -354,13 +373,20 @@ def _pack(
         if not addressable:
             continue
         with jax.default_device(addressable[0]):
-            weights, mutable, optimizer_state = of_stage(s)
+            weights, mutable, optimizer_state = of_layers(tuple(stages.layers_of(s)))
         state_leaves = jax.tree.leaves(optimizer_state)
         with jax.default_device(addressable[0]):
             read_weights = _read_weights(program, s, weights, state_leaves)
-        for d, chunk in copies:
-            trees = weights, mutable, state_leaves, read_weights
+        for c, (d, chunk) in enumerate(copies):
+            trees = weights, mutable, read_weights
             _pack_copy(program, s, local[d], chunk, *trees)
+            for r, arrays in enumerate(states):
+                share = c * num_states + r
+                _pack_share(program, s, arrays[d], chunk, share, state_leaves)
+    here = [a for a in mesh.devices.flat if a.process_index == jax.process_index()]
+    for number, unit in enumerate(stages.vocabulary.units if here else ()):
+        with jax.default_device(here[0]):
+            _pack_unit(program, number, unit, of_layers, local, states)
     if engine.loss_scale is not None:
         for arrays in local:
             arrays["loss_scale"] = loss_scale or engine.loss_scale.start()
@@ -371,7 +397,15 @@ def _pack(
 
         return jax.make_array_from_callback(want.shape, want.sharding, shard)
 
-    return jax.tree.map(global_array, layout.global_shapes(_PACKED), *local)
+    wanted = layout.global_shapes(_PACKED)
+    for arrays in local:
+        del arrays["optimizer_state"]
+    of_state = wanted.pop("optimizer_state")
+    in_order = [arrays for of_replica in states for arrays in of_replica]
+    return {
+        **jax.tree.map(global_array, wanted, *local),
+        "optimizer_state": jax.tree.map(global_array, of_state, *in_order),
+    }
 
 
 def _read_weights(
@@ -379,11 +413,12 @@ def _read_weights(
 ) -> dict[str, list]:
     """Pass -> the leaves of a stage's weights that a parameter hook gives to the pass."""
     engine, result = program.engine, {}
+    layers = program.stages.layers_of(s)
     for reader in engine.layout["read_parameters"].shapes:
-        values = jax.tree.leaves(stage_tree(program.stages, s, weights))
+        values = jax.tree.leaves(seen_by_optimizer(program.stages, layers, weights))
         delay = float(engine.delays[reader][s])
         if delay:
-            hook = _update(program, s).param_hooks[reader]
+            hook = update_of(program, s).param_hooks[reader]
             values = hook(values, state_leaves, delay)
         result[reader] = values
     return result
@@ -396,7 +431,6 @@ def _pack_copy(
     chunk: int,
     weights: Sequence,
     mutable: Sequence,
-    state_leaves: Sequence,
     read_weights: Mapping[str, Sequence],
 ) -> None:
     """Writes one copy of a stage into the host arrays of its device.
@@ -407,7 +441,6 @@ def _pack_copy(
       local: the packed arrays of the device, by group.
       chunk: position of the stage among the device's stages.
       weights, mutable: one tree per layer of the model.
-      state_leaves: of the optimizer's state.
       read_weights: as `_read_weights` returns them.
     """
     column, versions = (chunk,), (slice(None), chunk)
@@ -418,187 +451,92 @@ def _pack_copy(
         ):
             for place, leaf in zip(places, jax.tree.leaves(tree), strict=True):
                 _write(local[name], lead, place, row, leaf)
-    update = _update(program, s)
+    update = update_of(program, s)
     for reader, values in read_weights.items():
         for copies, value in zip(update.parameters, values, strict=True):
             for place, row in copies:
                 _write(local["read_parameters"][reader], versions, place, row, value)
-    for place, leaf in zip(update.state, state_leaves, strict=True):
-        _write(local["optimizer_state"], column, place, 0, leaf)
+
+
+def _pack_share(
+    program: Program,
+    s: int,
+    local: Mapping[str, np.ndarray],
+    chunk: int,
+    share: int,
+    leaves: Sequence,
+) -> None:
+    """Writes what one replica of a stage keeps of the optimizer's state.
+
+    Args:
+      program: of the state.
+      s: the stage.
+      local: the packed state of the device.
+      chunk: position of the stage among the device's stages.
+      share: number of the share; the replicas of a stage that do not share have all of the state.
+      leaves: of the optimizer's state.
+    """
+    for pieces, leaf in zip(update_of(program, s).state, leaves, strict=True):
+        for piece in pieces:
+            if piece.share in (None, share):
+                numbers = np.asarray(leaf).reshape(piece.view)[piece.index]
+                _write(local, (chunk,), piece.place, 0, numbers)
+
+
+def _pack_unit(
+    program: Program,
+    number: int,
+    unit: Unit,
+    of_layers: OfLayers,
+    local: Sequence[Mapping[str, Any]],
+    states: Sequence[Sequence[Mapping[str, Any]]],
+) -> None:
+    """Writes the parts of a unit of vocabulary layers into the host arrays of all devices.
+
+    Args:
+      program: of the state.
+      number: of the unit.
+      unit: the unit.
+      of_layers: as in `new_state`.
+      local: for each device its packed arrays, by group.
+      states: for each replica that has a state of its own, each device's packed optimizer state. All replicas
+        have the same of a unit.
+    """
+    engine, stages = program.engine, program.stages
+    update, _ = engine.updates.of_units[number]
+    weights, _, optimizer_state = of_layers(tuple(unit.places))
+    state_leaves = [
+        leaf.parts_of(value) if leaf is not None else [value] * len(local)
+        for value, leaf in zip(
+            jax.tree.leaves(optimizer_state),
+            parted_state(program, unit).values(),
+            strict=True,
+        )
+    ]
+    parts_of = {
+        (i, j): leaf.parts_of(jax.tree.leaves(weights[i])[j])
+        for (i, j), leaf in unit.leaf_of().items()
+    }
+    every_version = (slice(None), 0)
+    for d, arrays in enumerate(local):
+        own_state = [parts[d] for parts in state_leaves]
+        for (i, j), parts in parts_of.items():
+            place = unit.places[i][j]
+            _write(arrays["parameters"], every_version, place, 0, parts[d])
+        for (piece,), leaf in zip(update.state, own_state, strict=True):
+            for of_replica in states:
+                _write(of_replica[d], (0,), piece.place, 0, leaf)
+        for reader, packed in arrays["read_parameters"].items():
+            own = {leaf: parts[d] for leaf, parts in parts_of.items()}
+            values = jax.tree.leaves(unit_tree(stages, unit, own))
+            delay = float(engine.delays[reader][unit.home])
+            if delay:
+                values = update.param_hooks[reader](values, own_state, delay)
+            for ((place, _),), value in zip(update.parameters, values, strict=True):
+                _write(packed, every_version, place, 0, value)
 
 
 # -- From a state to layers
-
-
-@dataclasses.dataclass(frozen=True)
-class Location:
-    """Where a leaf is in the packed arrays of a state.
-
-    Attributes:
-      group: the field of `PipelineState`.
-      array: name of the array in the group.
-      lead: indices of the array's leading axes; the first axis goes over devices.
-      start: first index on the axis behind them.
-      stop: one past the last index on that axis.
-      shape: shape of the leaf.
-    """
-
-    group: str
-    array: str
-    lead: tuple[int, ...]
-    start: int
-    stop: int
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, group: str, lead: tuple, place: Place, row: int = 0) -> "Location":
-        """The location of leaf `row` of a place."""
-        start = int(place.start(row))
-        lead = tuple(map(int, lead))
-        return cls(group, place.array, lead, start, start + place.block[0], place.shape)
-
-    @property
-    def index(self) -> tuple:
-        """The index of the leaf in its array."""
-        return (*self.lead, slice(self.start, self.stop))
-
-
-class Locations(NamedTuple):
-    """Where a state holds the leaves of the model.
-
-    Attributes:
-      params: one nested dict per layer: the newest weights.
-      mutable_state: one nested dict per layer.
-      optimizer_state: one dict per layer, path -> location. Stages hold the same tree with None for the
-        layers of other stages, so a path is the same at any cut. A leaf whose path ends with that of
-        a weight belongs to the weight's layer, and only the dict of that layer has it. Other leaves,
-        such as a count of updates, are in the dict of every layer of the stage.
-      loss_scale: the arrays of a loss scale that moves; empty without one.
-    """
-
-    params: list
-    mutable_state: list
-    optimizer_state: list[dict[str, Location]]
-    loss_scale: dict[str, Location]
-
-    def of_layers(self, layers: Container[int]) -> set[Location]:
-        """The locations of the leaves of some layers, and of all single numbers, which stages may share."""
-        trees = (self.params, self.mutable_state, self.optimizer_state)
-        return {
-            location
-            for tree in trees
-            for i, of_layer in enumerate(tree)
-            for location in jax.tree.leaves(of_layer)
-            if i in layers or math.prod(location.shape) == 1
-        } | set(self.loss_scale.values())
-
-
-def locations(program: Program, rounds: int) -> Locations:
-    """Where the states of a program hold the leaves of the model.
-
-    Args:
-      program: of the states.
-      rounds: of the state; they decide which version of the weights is the newest.
-    """
-    stages, lowered, scale = (
-        program.stages,
-        program.engine.lowered,
-        program.engine.loss_scale,
-    )
-    V, R = lowered.num_versions, lowered.num_chunks
-    newest = np.maximum(rounds + lowered.newest, 0) % V
-    found = Locations(
-        params=[None] * len(stages.layers),
-        mutable_state=[None] * len(stages.layers),
-        optimizer_state=[{} for _ in stages.layers],
-        loss_scale={},
-    )
-    owners = {
-        jax.tree_util.keystr((jax.tree_util.SequenceKey(i), *path)): i
-        for i, layer in enumerate(stages.layers)
-        for path, _ in jax.tree.leaves_with_path(layer.parameters)
-    }
-    for s in range(stages.num_stages):
-        d, chunk = program.placement[s]
-        version, column = (d * V + newest[s], chunk), (d * R + chunk,)
-        for i, run, row in stages.layer_runs(s):
-            layer = stages.layers[i]
-            for trees, name, lead, places, like in (
-                (found.params, "parameters", version, run.parameters, layer.parameters),
-                (found.mutable_state, "mutable_state", column, run.state, layer.state),
-            ):
-                leaves = [Location.of(name, lead, place, row) for place in places]
-                trees[i] = jax.tree.structure(like).unflatten(leaves)
-        for path, place in zip(
-            optimizer_paths(program, s), _update(program, s).state, strict=True
-        ):
-            owner = next((i for p, i in owners.items() if path.endswith(p)), None)
-            for i in stages.layers_of(s) if owner is None else [owner]:
-                location = Location.of("optimizer_state", column, place)
-                found.optimizer_state[i][path] = location
-    if scale is not None and scale.growth_interval is not None:
-        for name in scale.shapes():
-            found.loss_scale[name] = Location("loss_scale", name, (), 0, 1, (1,))
-    return found
-
-
-def read(
-    state: PipelineState, wanted: Any, needed: Container[Location] | None = None
-) -> Any:
-    """Host copies of the leaves at locations, one array of the state after the other.
-
-    Every process must call it with the same locations. A part of an array that is on a device of another
-    process is sent to all devices, one device's part at a time, so no device ever holds the whole model.
-
-    Args:
-      state: the state.
-      wanted: a tree of locations.
-      needed: the locations whose leaves this process keeps. None: all.
-
-    Returns:
-      The same tree of arrays; abstract arrays where a leaf is not needed.
-    """
-    leaves, tree = jax.tree.flatten(wanted)
-    found: list[Any] = []
-    of_part: dict[tuple, list[int]] = {}
-    for i, location in enumerate(leaves):
-        array = getattr(state, location.group)[location.array]
-        rows = array.sharding.shard_shape(array.shape)[0]
-        part = location.lead[0] // rows if location.lead else 0
-        of_part.setdefault((location.group, location.array, part), []).append(i)
-        found.append(jax.ShapeDtypeStruct(location.shape, array.dtype))
-    for (group, name, part), numbers in sorted(of_part.items()):
-        kept = [i for i in numbers if needed is None or leaves[i] in needed]
-        host = _part_on_host(getattr(state, group)[name], part, bool(kept))
-        for i in kept:
-            index = leaves[i].index
-            if leaves[i].lead:
-                index = (index[0] % host.shape[0], *index[1:])
-            found[i] = host[index].reshape(leaves[i].shape).copy()
-    return tree.unflatten(found)
-
-
-def _part_on_host(array: jax.Array, part: int, is_needed: bool) -> Any:
-    """The rows of one position along the axis "stage", on the host; None if they are not needed."""
-    rows = array.sharding.shard_shape(array.shape)[0]
-    here = [
-        s for s in array.addressable_shards if (s.index[0].start or 0) == part * rows
-    ]
-    if (
-        here
-        and here[0].data.shape[1:] == array.shape[1:]
-        and array.is_fully_addressable
-    ):
-        return np.asarray(here[0].data)
-    assert isinstance(array.sharding, NamedSharding)
-    everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
-    rows_of = jax.jit(_rows_of, static_argnums=(1, 2), out_shardings=everywhere)
-    sent = rows_of(array, part * rows, rows).addressable_data(0)
-    return np.asarray(sent) if is_needed else None
-
-
-def _rows_of(array: jax.Array, start: int, size: int) -> jax.Array:
-    return jax.lax.slice_in_dim(array, start, start + size)
 
 
 def parameters(state: PipelineState) -> list | None:
@@ -617,19 +555,6 @@ def _on_first(state: PipelineState, wanted: list) -> list | None:
         return read(state, wanted)
     read(state, wanted, needed=())
     return None
-
-
-def optimizer_paths(program: Program, stage: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """Path -> shape of each leaf of a stage's optimizer state, in order."""
-    stages = program.stages
-    tree = stage_tree(stages, stage, [layer.parameters for layer in stages.layers])
-    shapes = jax.eval_shape(program.settings.optimizer.init, tree)
-    return {jax.tree_util.keystr(p): a for p, a in jax.tree.leaves_with_path(shapes)}
-
-
-def _update(program: Program, stage: int) -> StageUpdate:
-    updates = program.engine.updates
-    return updates.programs[updates.program_of_stage[stage]]
 
 
 # -- Leaves inside packed arrays

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jpipe import _watchdog, in_flight
 from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
-from jpipe.engine.layout import REPLICATED, batch_spec, per_device_spec
+from jpipe.engine.layout import batch_spec
 from jpipe.layers.avals import check_nans, shapes_text
 from jpipe.layers.trace import Traced
 from jpipe.mesh import DATA
@@ -58,29 +58,31 @@ class Program:
         starts: Sequence[int],
     ):
         self.settings, self.microbatch, self.traced = settings, microbatch, traced
-        self.stages = settings.cut(traced, starts)
+        self.stages = settings.cut(traced, starts, microbatch, key_impl)
         check_stages(self.stages, settings.schedule, settings.recompute)
         _check_hooks(settings, traced)
         self.engine = Engine(
             settings.schedule,
             self.stages,
-            make_updates(self.stages, settings.optimizer, settings.hooks),
+            make_updates(
+                self.stages,
+                settings.optimizer,
+                settings.hooks,
+                settings.sharing_replicas,
+                settings.mesh.shape,
+            ),
             settings.mesh,
             recompute=settings.recompute == "full",
             microbatch=microbatch,
             loss_scale=settings.loss_scale,
             key_impl=key_impl,
             overlap=settings.overlap,
+            compute_dtype=settings.compute_dtype,
         )
-        specs = REPLICATED, per_device_spec(settings.mesh), PartitionSpec()
-        shardings: list[Any] = [NamedSharding(settings.mesh, spec) for spec in specs]
-        replicated, per_device, everywhere = shardings
-        if settings.automatic_mesh is not None:
-            # Each array is split in its own way, which `_pack_outputs` states.
-            replicated = per_device = None
+        everywhere = NamedSharding(settings.mesh, PartitionSpec())
         options: dict[str, Any] = dict(
             donate_argnums=0 if settings.donate else (),
-            out_shardings=(replicated, per_device, everywhere),
+            out_shardings=(*self._state_shardings(), everywhere),
         )
         compiler_options = {
             **self.engine.compiler_options,
@@ -103,6 +105,17 @@ class Program:
         self._predict = jax.jit(self._run_predict, **forward_options[0])
         self._evaluate = jax.jit(self._run_evaluate, **forward_options[1])
 
+    def _state_shardings(self) -> tuple[Any, Any]:
+        """The shardings of the arrays of `_pack_outputs`; None where it states them itself."""
+        if self.settings.automatic_mesh is not None:
+            return None, None  # each array is split in its own way
+        mesh, groups = self.settings.mesh, self.engine.layout.groups
+        of_group = {n: NamedSharding(mesh, g.spec) for n, g in groups.items()}
+        in_flight = {
+            name: of_group.pop(name) for name in self.abstract_state.in_flight()
+        }
+        return of_group, in_flight
+
     # -- Identity
 
     @functools.cached_property
@@ -115,6 +128,7 @@ class Program:
         layers = [
             (
                 traced.layer_kinds[kind].text,
+                traced.specs[kind],
                 str(jax.tree.structure((layer.parameters, layer.state))),
                 layer.stash,
                 layer.pop,
@@ -130,7 +144,7 @@ class Program:
                 for group in update.groups
             ]
             + [[_slot_key(slot) for slot in update.shared]]
-            for update in updates.programs
+            for update in (*updates.programs, *(u for u, _ in updates.of_units))
         ]
         return {
             "batch": shapes_key(self.microbatch),
@@ -143,6 +157,10 @@ class Program:
                 traced.loss_weight and traced.loss_weight.text(),
                 sorted(traced.reported),
             ),
+            "layers of all stages": [
+                (layer.index, tuple((leaf.dim, leaf.is_split) for leaf in layer.leaves))
+                for layer in stages.vocabulary.layers
+            ],
             "forward_params or backward_params": sorted(self.settings.hooks),
             "optimizer": (update_texts, updates.program_of_stage),
         }
@@ -395,9 +413,9 @@ class Program:
     def _run_table(self, state: PipelineState, num_entered: jax.Array, batch: Any):
         """One pass over the table: the new state, and the totals that `_metrics` takes."""
         engine = self.engine
-        replicated, per_device, results = engine.run(
-            state.replicated(),
-            state.per_device(),
+        kept, in_flight, results = engine.run(
+            state.kept(),
+            state.in_flight(),
             self._counters(state),
             num_entered,
             batch,
@@ -411,10 +429,8 @@ class Program:
             "skipped_updates": results["skipped"][np.array(columns)],
         }
         if self.settings.loss_scale is not None:
-            totals["loss_scale"] = replicated["loss_scale"]["scale"][0]
-        state = dataclasses.replace(
-            state, **replicated, **per_device, round=state.round + 1
-        )
+            totals["loss_scale"] = kept["loss_scale"]["scale"][0]
+        state = dataclasses.replace(state, **kept, **in_flight, round=state.round + 1)
         return state, totals
 
     def _metrics(self, totals: dict) -> dict:
@@ -445,26 +461,26 @@ class Program:
 
     def _pack_outputs(self, state: PipelineState, metrics: dict):
         """The outputs of a compiled function: the arrays of the state by sharding, and metrics."""
-        replicated = {**state.replicated(), **state.counters()}
-        per_device = state.per_device()
+        kept = {**state.kept(), **state.counters()}
+        in_flight = state.in_flight()
         if self.settings.automatic_mesh is not None:
             state = self.abstract_state
             wanted = (
-                {**state.replicated(), **state.counters()},
-                state.per_device(),
+                {**state.kept(), **state.counters()},
+                state.in_flight(),
             )
-            replicated, per_device = jax.tree.map(
+            kept, in_flight = jax.tree.map(
                 lambda a, want: jax.lax.with_sharding_constraint(a, want.sharding),
-                (replicated, per_device),
+                (kept, in_flight),
                 wanted,
             )
-        return replicated, per_device, metrics
+        return kept, in_flight, metrics
 
     def _restore(
-        self, state: PipelineState, replicated: dict, per_device: dict, metrics: dict
+        self, state: PipelineState, kept: dict, in_flight: dict, metrics: dict
     ) -> tuple[PipelineState, dict]:
         """The new state and metrics out of the outputs of a compiled function."""
-        return dataclasses.replace(state, **replicated, **per_device), metrics
+        return dataclasses.replace(state, **kept, **in_flight), metrics
 
     def _run_flush(self, state: PipelineState):
         lowered, newest = self.engine.lowered, state.round[0]
@@ -489,7 +505,7 @@ class Program:
         }
         totals = {**jax.tree.map(lambda a: a.sum(axis=0), totals), **latest}
         empty = jax.tree.map(
-            jnp.zeros_like, {**state.per_device(), "round": state.round}
+            jnp.zeros_like, {**state.in_flight(), "round": state.round}
         )
         newest_of = {
             name: jax.tree.map(newest_everywhere, getattr(state, name))
@@ -573,10 +589,13 @@ class Program:
         )
         return Engine(
             table,
-            settings.cut(traced, self.stages.starts),
+            settings.cut(traced, self.stages.starts, microbatch, self.engine.key_impl),
             None,
             settings.mesh,
+            microbatch=microbatch,
+            key_impl=self.engine.key_impl,
             trained=self.engine.lowered,
+            compute_dtype=settings.compute_dtype,
         )
 
 

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh
 
 from jpipe.checks import batch_size
 from jpipe.engine.loss_scale import LossScale
+from jpipe.layers.axis_rules import AxisRules, rules_for
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss
 from jpipe.layers.trace import Traced, trace_layers
@@ -19,7 +20,10 @@ from jpipe.lowering.lower import guard_of
 from jpipe.mesh import DATA, FSDP, STAGE
 from jpipe.processes import Rows, is_global, is_shared
 from jpipe.schedule import Schedule
+from jpipe.stages import vocabulary
 from jpipe.stages.cut import Stages, cut
+from jpipe.stages.optimizer import read_delays
+from jpipe.stages.shares import Replicas
 from jpipe.stages.ties import resolve_ties
 
 
@@ -39,6 +43,7 @@ class Settings:
     optimizer: optax.GradientTransformation
     schedule: Schedule
     mesh: Mesh
+    axis_rules: AxisRules
     recompute: str | Callable[..., Any]
     compute_dtype: np.dtype | None
     loss_scale: LossScale | None
@@ -46,6 +51,7 @@ class Settings:
     ties: Sequence[Sequence[tuple[int, str]]]
     hooks: Mapping[str, Callable]
     overlap: bool
+    shard_optimizer: bool
     donate: bool
     compiler_options: Mapping[str, Any]
 
@@ -53,6 +59,19 @@ class Settings:
     def num_replicas(self) -> int:
         """Replicas of the pipeline, along the axis "data" of the mesh."""
         return self.mesh.shape.get(DATA, 1)
+
+    @property
+    def sharing_replicas(self) -> list[Replicas] | None:
+        """For each stage the replicas that share its update; None if every replica updates all weights."""
+        if not self.shard_optimizer:
+            return None
+        copies = self.schedule.copies
+        return [Replicas(len(devices), self.num_replicas) for devices in copies]
+
+    @property
+    def platform(self) -> str:
+        """Of the devices, such as "cpu" or "tpu"."""
+        return self.mesh.devices.flat[0].platform
 
     @property
     def num_parts(self) -> int:
@@ -77,6 +96,11 @@ class Settings:
         index = tuple(slice(None) if name in names else 0 for name, _ in sizes)
         axis_types = (AxisType.Auto,) * len(names)
         return Mesh(self.mesh.devices[index], names, axis_types=axis_types)
+
+    @property
+    def automatic_sizes(self) -> Mapping[str, int]:
+        """Axis -> number of devices, of the axes that are left to the compiler."""
+        return {} if self.automatic_mesh is None else self.automatic_mesh.shape
 
     @functools.cached_property
     def rows(self) -> Rows | None:
@@ -151,10 +175,12 @@ class Settings:
                 tuple(mesh.shape.items()),
                 tuple((d.platform, d.id) for d in mesh.devices.flat),
             ),
+            "axis_rules": rules_for(self.automatic_sizes, self.axis_rules),
             "compute_dtype": self.compute_dtype,
             "recompute": self.recompute_name,
             "loss_scale": self.loss_scale,
             "overlap": self.overlap,
+            "shard_optimizer": self.shard_optimizer,
             "has_aux": self.has_aux,
             "ties": tuple(map(tuple, self.ties)),
             "number of layers": len(self.layers),
@@ -170,15 +196,44 @@ class Settings:
             key_impl=key_impl,
             policy=self.recompute if callable(self.recompute) else None,
             automatic=self.automatic_mesh,
+            mesh=self.mesh,
+            axis_rules=self.axis_rules,
         )
 
-    def cut(self, traced: Traced, starts: Sequence[int]) -> Stages:
+    def vocabulary(
+        self, traced: Traced, microbatch: Any, key_impl: Any
+    ) -> vocabulary.Vocabulary:
+        """The layers that all stages run together."""
+        found = vocabulary.find(
+            traced,
+            self.mesh.shape[STAGE],
+            self.loss,
+            microbatch,
+            resolve_ties(traced.layers, self.ties),
+            compute_dtype=self.compute_dtype,
+            key_impl=key_impl,
+            num_stages=self.schedule.num_stages,
+            axis_rules=self.axis_rules,
+        )
+        delays = read_delays(self.schedule) if self.hooks else {}
+        hooked = {name: delays[name] for name in self.hooks}
+        vocabulary.check_table(found, self.schedule, hooked)
+        return found
+
+    def cut(
+        self, traced: Traced, starts: Sequence[int], microbatch: Any, key_impl: Any
+    ) -> Stages:
         """The traced layers cut into stages that begin at `starts`."""
         ties = resolve_ties(traced.layers, self.ties)
         # A switch costs nothing for another program, and the copies of a `cond` inside of a program.
-        platform = self.mesh.devices.flat[0].platform
-        ends_apart = guard_of(platform) == "switch"
-        return cut(traced, list(starts), self.schedule.num_stages, ties, ends_apart)
+        return cut(
+            traced,
+            list(starts),
+            self.schedule.num_stages,
+            ties,
+            ends_apart=guard_of(self.platform) == "switch",
+            vocabulary_layers=self.vocabulary(traced, microbatch, key_impl),
+        )
 
 
 def abstract(a: Any) -> jax.ShapeDtypeStruct:

@@ -23,7 +23,8 @@ class PipelineState:
       parameters: packed weights, `[D * V, R, ...]`; `Pipeline.get_params` unpacks them.
       read_parameters: the weights that the hooks compute for a "forward" or a "backward", packed
         like `parameters`; empty without hooks or delays.
-      optimizer_state: packed state of the Optax chain, `[D * R, ...]`.
+      optimizer_state: packed state of the Optax chain, `[D * R, ...]`; `[devices * R, ...]` if replicas
+        share it.
       mutable_state: packed mutable state of the layers, `[D * R, ...]`;
         `Pipeline.get_mutable_state` unpacks it.
       loss_scale: the loss scale and its counter, `[D]` each; empty without a loss scale.
@@ -66,8 +67,8 @@ class PipelineState:
         names = [f.name for f in dataclasses.fields(self) if f.name != "program"]
         return "\n".join(["PipelineState(", *map(line, names), ")"])
 
-    def replicated(self) -> dict[str, Any]:
-        """The arrays that are equal on all replicas of a stage, by the engine's names."""
+    def kept(self) -> dict[str, Any]:
+        """The arrays that hold the training between two minibatches, by the engine's names."""
         names = (
             "parameters",
             "read_parameters",
@@ -77,8 +78,8 @@ class PipelineState:
         )
         return {name: getattr(self, name) for name in names}
 
-    def per_device(self) -> dict[str, Any]:
-        """The arrays that differ between replicas, by the engine's names."""
+    def in_flight(self) -> dict[str, Any]:
+        """The arrays of minibatches that are not complete, by the engine's names."""
         return {"gradients": self.gradients, "buffers": self.buffers}
 
     def counters(self) -> dict[str, jax.Array]:

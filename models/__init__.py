@@ -5,7 +5,8 @@ A model is a frozen dataclass of options with two methods:
     layers()   the list that `jpipe.Pipeline` takes as `layers`
     loss()     a loss of `models/losses.py`, for `jpipe.Pipeline(..., has_aux=True)`
 
-Nothing here knows about stages or devices. Each layer is given as a factory, called as
+Nothing here knows about stages or devices. The dims of weights and activations have names
+(`models/sharding.py`), which a mesh may split. Each layer is given as a factory, called as
 `factory(rngs=nnx.Rngs(...))`, so that a pipeline can make every layer on the device that
 will hold it. A layer maps one activation to the next: an array, or a dict of arrays
 where later layers need more than one. The leading axis is the batch. The same model on

@@ -20,9 +20,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jpipe import vocabulary
 from models import checks
 from models.losses import CrossEntropy
-from models.sublayers import Attention, FeedForward, Residual, dropout
+from models.sharding import constrain, named
+from models.sublayers import Attention, FeedForward, Residual, dropout, word_matrix
 
 _KERNEL = nnx.initializers.truncated_normal(0.02)
 _EPSILON = 1e-12
@@ -47,10 +49,10 @@ class Embedding(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        embed = functools.partial(nnx.Embed, embedding_init=_KERNEL, rngs=rngs)
-        self.token = embed(vocab_size, dim)
-        self.position = embed(seq_len, dim)
-        self.segment = embed(num_segments, dim)
+        words, others = named(_KERNEL, "vocab", "embed"), named(_KERNEL, None, "embed")
+        self.token = nnx.Embed(vocab_size, dim, embedding_init=words, rngs=rngs)
+        self.position = nnx.Embed(seq_len, dim, embedding_init=others, rngs=rngs)
+        self.segment = nnx.Embed(num_segments, dim, embedding_init=others, rngs=rngs)
         self.norm = nnx.LayerNorm(dim, epsilon=_EPSILON, rngs=rngs)
         self.dropout = dropout(rate, rngs)
 
@@ -63,8 +65,11 @@ class Embedding(nnx.Module):
             )
         checks.fits(tokens.shape[1], self.position.num_embeddings)
         positions = self.position(jnp.arange(tokens.shape[1]))
-        x = self.token(tokens) + positions[None] + self.segment(segments)
-        return {"x": self.dropout(self.norm(x)), "mask": mask}
+        words = vocabulary.lookup(self.token.embedding[...], tokens)
+        words = constrain(words, "batch", None, None)
+        x = words + positions[None] + self.segment(segments)
+        x = self.dropout(self.norm(x))
+        return {"x": constrain(x, "batch", "length", "embed"), "mask": mask}
 
 
 class Block(nnx.Module):
@@ -89,16 +94,18 @@ class Head(nnx.Module):
     """Logits of the word at each position; the loss counts the masked positions."""
 
     def __init__(self, dim: int, vocab_size: int, *, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(dim, dim, kernel_init=_KERNEL, rngs=rngs)
+        kernel = named(_KERNEL, "embed", None)
+        self.linear = nnx.Linear(dim, dim, kernel_init=kernel, rngs=rngs)
         self.norm = nnx.LayerNorm(dim, epsilon=_EPSILON, rngs=rngs)
-        self.embedding = nnx.Param(
-            _KERNEL(rngs.params(), (vocab_size, dim), jnp.float32)
-        )
-        self.bias = nnx.Param(jnp.zeros(vocab_size, jnp.float32))
+        self.embedding = word_matrix(vocab_size, dim, _KERNEL, rngs)
+        bias = named(nnx.initializers.zeros, "vocab")
+        self.bias = nnx.Param(bias(rngs.params(), (vocab_size,), jnp.float32))
 
     def __call__(self, activation: Activation) -> jax.Array:  # [B, T, V]
         x = self.norm(_gelu(self.linear(activation["x"])))
-        return x @ self.embedding.T + self.bias[None, None]
+        x = constrain(x, "batch", None, None)
+        logits = vocabulary.logits(x, self.embedding[...], self.bias[...])
+        return constrain(logits, "batch", None, "vocab")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from models.sharding import named
+
 _IMAGES = ("NHWC", "HWIO", "NHWC")
 
 
@@ -16,7 +18,8 @@ class Conv(nnx.Module):
     """2-D convolution; zero padding keeps the image's size, divided by `stride`.
 
     The same results and the same parameters as
-    `nnx.Conv(..., strides=stride, padding="SAME", use_bias=use_bias)`.
+    `nnx.Conv(..., strides=stride, padding="SAME", use_bias=use_bias)`. `names` are the
+    logical names of input and output channels.
     """
 
     def __init__(
@@ -27,10 +30,12 @@ class Conv(nnx.Module):
         *,
         stride: int = 1,
         use_bias: bool = False,
+        names: tuple[str | None, str | None] = ("embed", None),
         kernel_init: nnx.Initializer,
         rngs: nnx.Rngs,
     ):
         shape = (size, size, num_inputs, num_outputs)
+        kernel_init = named(kernel_init, None, None, *names)
         self.kernel = nnx.Param(kernel_init(rngs.params(), shape))
         self.use_bias = use_bias
         if use_bias:

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-import optax
+
+from jpipe import vocabulary
 
 # The loss as a mean, or as (sum, weight), the parts of a mean.
 Mean = jax.Array | tuple[jax.Array, jax.Array]
@@ -101,12 +102,12 @@ class CrossEntropy:
                     f"have the shape {logits.shape[:-1]}, got {array.shape}. Train this "
                     "model on a data set that labels what the model classifies."
                 )
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        losses = vocabulary.cross_entropy(logits, labels)
         return mean_over_labels(losses, self._values(logits, labels), weights)
 
     def _values(self, logits: jax.Array, labels: jax.Array) -> dict[str, jax.Array]:
         """Values of each label that `metrics` needs the averages of."""
-        return {"accuracy": logits.argmax(axis=-1) == labels}
+        return {"accuracy": vocabulary.argmax(logits) == labels}
 
     def metrics(self, averages: Mapping[str, Any]) -> dict[str, float]:
         return {"accuracy": float(averages["accuracy"])}

@@ -9,10 +9,12 @@ from flax import nnx
 
 from models import checks
 from models.losses import CrossEntropy
+from models.sharding import named
 
 # Equal layers must hold the same function, so each initializer is made once.
-_HE_NORMAL = nnx.initializers.he_normal()
-_LOGITS = nnx.initializers.normal(0.01)
+_HE_NORMAL = named(nnx.initializers.he_normal(), "embed", "mlp")
+_BIAS = named(nnx.initializers.zeros, "mlp")
+_LOGITS = named(nnx.initializers.normal(0.01), "embed", None)
 
 
 class Hidden(nnx.Module):
@@ -24,7 +26,7 @@ class Hidden(nnx.Module):
 
     def __init__(self, num_inputs: int, num_outputs: int, *, rngs: nnx.Rngs):
         self.linear = nnx.Linear(
-            num_inputs, num_outputs, kernel_init=_HE_NORMAL, rngs=rngs
+            num_inputs, num_outputs, kernel_init=_HE_NORMAL, bias_init=_BIAS, rngs=rngs
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, ...] -> [B, num_outputs]

@@ -17,12 +17,13 @@ from flax import nnx
 from models import checks
 from models.convolution import Conv
 from models.losses import CrossEntropy
+from models.sharding import named
 
 # He initialisation over the fan out. The last scale of every residual branch is zero, so
 # that each block starts as the identity and depth does not change the scale. Logits start
 # near zero (Goyal et al., 2017, arXiv:1706.02677, section 5.1).
 _KERNEL = nnx.initializers.variance_scaling(2.0, "fan_out", "truncated_normal")
-_LOGITS = nnx.initializers.normal(0.01)
+_LOGITS = named(nnx.initializers.normal(0.01), "embed", None)
 _ZEROS = nnx.initializers.zeros
 _ONES = nnx.initializers.ones
 
@@ -121,9 +122,9 @@ class BasicBlock(_Block):
         rngs: nnx.Rngs,
     ):
         conv = functools.partial(Conv, kernel_init=_KERNEL, rngs=rngs)
-        self.conv1 = conv(num_inputs, width, 3, stride=stride)
+        self.conv1 = conv(num_inputs, width, 3, stride=stride, names=("embed", "mlp"))
         self.norm1 = _norm(width, group_size, rngs)
-        self.conv2 = conv(width, width, 3)
+        self.conv2 = conv(width, width, 3, names=("mlp", "embed"))
         self.norm2 = _norm(width, group_size, rngs, scale_init=_ZEROS)
         self._make_shortcut(num_inputs, width, stride, group_size, rngs)
 
@@ -156,9 +157,9 @@ class BottleneckBlock(_Block):
         num_outputs = self.expansion * width
         self.conv1 = conv(num_inputs, width, 1)
         self.norm1 = _norm(width, group_size, rngs)
-        self.conv2 = conv(width, width, 3, stride=stride)
+        self.conv2 = conv(width, width, 3, stride=stride, names=("embed", "mlp"))
         self.norm2 = _norm(width, group_size, rngs)
-        self.conv3 = conv(width, num_outputs, 1)
+        self.conv3 = conv(width, num_outputs, 1, names=("mlp", "embed"))
         self.norm3 = _norm(num_outputs, group_size, rngs, scale_init=_ZEROS)
         self._make_shortcut(num_inputs, num_outputs, stride, group_size, rngs)
 

@@ -6,10 +6,13 @@ Letters: B batch, T positions, D width, H heads.
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+
+from models.sharding import constrain, named
 
 
 def _identity(x: jax.Array) -> jax.Array:
@@ -19,6 +22,35 @@ def _identity(x: jax.Array) -> jax.Array:
 def dropout(rate: float, rngs: nnx.Rngs) -> Callable:
     """Dropout; at rate 0 the identity, which needs no random numbers."""
     return nnx.Dropout(rate, rngs=rngs) if rate else _identity
+
+
+def widening(
+    dim: int, hidden: int, name: str, *, kernel_init: nnx.Initializer, **options: Any
+) -> nnx.Linear:
+    """A linear layer from the stream to hidden units with this name, split by columns."""
+    return nnx.Linear(
+        dim,
+        hidden,
+        kernel_init=named(kernel_init, "embed", name),
+        bias_init=named(nnx.initializers.zeros, name),
+        **options,
+    )
+
+
+def narrowing(
+    hidden: int, dim: int, name: str, *, kernel_init: nnx.Initializer, **options: Any
+) -> nnx.Linear:
+    """A linear layer from hidden units with this name to the stream, split by rows."""
+    kernel_init = named(kernel_init, name, "embed")
+    return nnx.Linear(hidden, dim, kernel_init=kernel_init, **options)
+
+
+def word_matrix(
+    vocab_size: int, dim: int, init: nnx.Initializer, rngs: nnx.Rngs
+) -> nnx.Param:
+    """A vector for each word, `[V, D]`, for logits."""
+    matrix = named(init, "vocab", "embed")
+    return nnx.Param(matrix(rngs.params(), (vocab_size, dim), jnp.float32))
 
 
 def attend(
@@ -85,13 +117,12 @@ class Attention(nnx.Module):
         kernel_init: nnx.Initializer,
         rngs: nnx.Rngs,
     ):
-        def linear():
-            return nnx.Linear(
-                dim, dim, use_bias=use_bias, kernel_init=kernel_init, rngs=rngs
-            )
-
+        options: Any = dict(use_bias=use_bias, kernel_init=kernel_init, rngs=rngs)
         self.num_heads = num_heads
-        self.query, self.key, self.value, self.out = (linear() for _ in range(4))
+        self.query, self.key, self.value = (
+            widening(dim, dim, "heads", **options) for _ in range(3)
+        )
+        self.out = narrowing(dim, dim, "heads", **options)
 
     def __call__(
         self,
@@ -102,8 +133,12 @@ class Attention(nnx.Module):
         is_causal: bool = False,
     ) -> jax.Array:
         # [B, T, D], [B, M, D], [B, M] booleans -> [B, T, D]
+        x = constrain(x, "batch", None, None)
+        memory = constrain(memory, "batch", None, None)
+
         def heads(x: jax.Array) -> jax.Array:  # [B, T, H, D / H]
-            return x.reshape(*x.shape[:2], self.num_heads, -1)
+            x = x.reshape(*x.shape[:2], self.num_heads, -1)
+            return constrain(x, "batch", None, "heads", None)
 
         attended = attend(
             heads(self.query(x)),
@@ -112,6 +147,7 @@ class Attention(nnx.Module):
             mask=mask[:, None, None, :],
             is_causal=is_causal,
         )
+        attended = constrain(attended, "batch", None, "heads", None)
         return self.out(attended.reshape(x.shape))
 
 
@@ -127,12 +163,15 @@ class FeedForward(nnx.Module):
         kernel_init: nnx.Initializer,
         rngs: nnx.Rngs,
     ):
-        self.linear_in = nnx.Linear(dim, hidden, kernel_init=kernel_init, rngs=rngs)
-        self.linear_out = nnx.Linear(hidden, dim, kernel_init=kernel_init, rngs=rngs)
+        options: Any = dict(kernel_init=kernel_init, rngs=rngs)
+        self.linear_in = widening(dim, hidden, "mlp", **options)
+        self.linear_out = narrowing(hidden, dim, "mlp", **options)
         self.activation = activation
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
-        return self.linear_out(self.activation(self.linear_in(x)))
+        hidden = self.linear_in(constrain(x, "batch", None, None))
+        hidden = constrain(hidden, "batch", None, "mlp")
+        return self.linear_out(self.activation(hidden))
 
 
 class Residual(nnx.Module):
@@ -153,5 +192,7 @@ class Residual(nnx.Module):
 
     def __call__(self, x: jax.Array, f: Callable[[jax.Array], jax.Array]) -> jax.Array:
         if self.norm_first:
-            return x + self.dropout(f(self.norm(x)))
-        return self.norm(x + self.dropout(f(x)))
+            x = x + self.dropout(f(self.norm(x)))
+            return constrain(x, "batch", "length", "embed")
+        x = constrain(x + self.dropout(f(x)), "batch", "length", "embed")
+        return constrain(self.norm(x), "batch", "length", "embed")

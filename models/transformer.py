@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jpipe import vocabulary
 from models import checks
 from models.losses import CrossEntropy
-from models.sublayers import attend, dropout
+from models.sharding import constrain, named
+from models.sublayers import attend, dropout, narrowing, widening, word_matrix
 
 _KERNEL = nnx.initializers.normal(0.02)
 
@@ -26,14 +28,6 @@ _KERNEL = nnx.initializers.normal(0.02)
 def _residual_kernel(num_blocks: int) -> nnx.Initializer:
     """0.02 / sqrt(2 L): the sum of the 2 L branches has the scale of one."""
     return nnx.initializers.normal(0.02 / (2 * num_blocks) ** 0.5)
-
-
-@functools.cache
-def _split(init: Callable, *axes: str | None) -> Callable:
-    """`init` for an array whose dims are split over these axes of the mesh, if any."""
-    if not any(axes):
-        return init
-    return nnx.with_partitioning(init, axes, eager_sharding=False)
 
 
 class Embedding(nnx.Module):
@@ -48,25 +42,25 @@ class Embedding(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        self.token = nnx.Embed(vocab_size, dim, embedding_init=_KERNEL, rngs=rngs)
-        self.position = nnx.Embed(seq_len, dim, embedding_init=_KERNEL, rngs=rngs)
+        words, places = named(_KERNEL, "vocab", "embed"), named(_KERNEL, None, "embed")
+        self.token = nnx.Embed(vocab_size, dim, embedding_init=words, rngs=rngs)
+        self.position = nnx.Embed(seq_len, dim, embedding_init=places, rngs=rngs)
         self.dropout = dropout(rate, rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:  # [B, T] integers -> [B, T, D]
         checks.fits(tokens.shape[1], self.position.num_embeddings)
         positions = self.position(jnp.arange(tokens.shape[1]))
-        return self.dropout(self.token(tokens) + positions[None])
+        words = vocabulary.lookup(self.token.embedding[...], tokens)
+        words = constrain(words, "batch", None, None)
+        x = self.dropout(words + positions[None])
+        return constrain(x, "batch", "length", "embed")
 
 
 class Block(nnx.Module):
     """Causal self-attention, then an MLP of four times the width, both residual.
 
-    With a `model_axis`, the first matrix of each branch is split by columns and the second
-    one by rows (Shoeybi et al., 2019), so that a branch needs one sum over the axis. In the
-    MLP each device computes its own hidden units. Attention is different: query, key and
-    value stand one after the other in the columns of `qkv`, so an equal part of the columns
-    is not a whole head. The columns are therefore gathered, and every device computes the
-    whole attention.
+    The columns of `qkv` are query, key and value of the first head, then of the second, and so
+    on, so that an equal part of them is whole heads.
     """
 
     def __init__(
@@ -75,34 +69,35 @@ class Block(nnx.Module):
         num_heads: int,
         num_blocks: int,
         rate: float = 0.0,
-        model_axis: str | None = None,
         *,
         rngs: nnx.Rngs,
     ):
-        linear = functools.partial(nnx.Linear, rngs=rngs)
-        columns = dict(
-            kernel_init=_split(_KERNEL, None, model_axis),
-            bias_init=_split(nnx.initializers.zeros, model_axis),
-        )
         norm = functools.partial(nnx.LayerNorm, dim, epsilon=1e-5, rngs=rngs)
-        residual = _split(_residual_kernel(num_blocks), model_axis, None)
+        residual = _residual_kernel(num_blocks)
         self.num_heads = num_heads
         self.attention_norm = norm()
-        self.qkv = linear(dim, 3 * dim, **columns)
-        self.attention_out = linear(dim, dim, kernel_init=residual)
+        self.qkv = widening(dim, 3 * dim, "heads", kernel_init=_KERNEL, rngs=rngs)
+        self.attention_out = narrowing(
+            dim, dim, "heads", kernel_init=residual, rngs=rngs
+        )
         self.mlp_norm = norm()
-        self.mlp_in = linear(dim, 4 * dim, **columns)
-        self.mlp_out = linear(4 * dim, dim, kernel_init=residual)
+        self.mlp_in = widening(dim, 4 * dim, "mlp", kernel_init=_KERNEL, rngs=rngs)
+        self.mlp_out = narrowing(4 * dim, dim, "mlp", kernel_init=residual, rngs=rngs)
         self.dropout = dropout(rate, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, D]
-        qkv = self.qkv(self.attention_norm(x))
-        qkv = qkv.reshape(*x.shape[:2], 3, self.num_heads, -1)  # [B, T, 3, H, D / H]
-        query, key, value = jnp.moveaxis(qkv, 2, 0)
+        qkv = self.qkv(constrain(self.attention_norm(x), "batch", None, None))
+        qkv = qkv.reshape(*x.shape[:2], self.num_heads, 3, -1)  # [B, T, H, 3, D / H]
+        qkv = constrain(qkv, "batch", None, "heads", None, None)
+        query, key, value = jnp.moveaxis(qkv, 3, 0)
         attended = attend(query, key, value, is_causal=True)
+        attended = constrain(attended, "batch", None, "heads", None)
         x = x + self.dropout(self.attention_out(attended.reshape(x.shape)))
-        hidden = nnx.gelu(self.mlp_in(self.mlp_norm(x)))
-        return x + self.dropout(self.mlp_out(hidden))
+        x = constrain(x, "batch", "length", "embed")
+        hidden = self.mlp_in(constrain(self.mlp_norm(x), "batch", None, None))
+        hidden = constrain(hidden, "batch", None, "mlp")
+        x = x + self.dropout(self.mlp_out(nnx.gelu(hidden)))
+        return constrain(x, "batch", "length", "embed")
 
 
 class Head(nnx.Module):
@@ -110,12 +105,14 @@ class Head(nnx.Module):
 
     def __init__(self, dim: int, vocab_size: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(dim, epsilon=1e-5, rngs=rngs)
-        self.linear = nnx.Linear(
-            dim, vocab_size, use_bias=False, kernel_init=_KERNEL, rngs=rngs
+        self.linear = widening(
+            dim, vocab_size, "vocab", use_bias=False, kernel_init=_KERNEL, rngs=rngs
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, V]
-        return self.linear(self.norm(x))
+        x = constrain(self.norm(x), "batch", None, None)
+        logits = vocabulary.logits(x, self.linear.kernel[...].T)
+        return constrain(logits, "batch", None, "vocab")
 
 
 class TiedHead(nnx.Module):
@@ -123,12 +120,12 @@ class TiedHead(nnx.Module):
 
     def __init__(self, dim: int, vocab_size: int, *, rngs: nnx.Rngs):
         self.norm = nnx.LayerNorm(dim, epsilon=1e-5, rngs=rngs)
-        self.embedding = nnx.Param(
-            _KERNEL(rngs.params(), (vocab_size, dim), jnp.float32)
-        )
+        self.embedding = word_matrix(vocab_size, dim, _KERNEL, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:  # [B, T, D] -> [B, T, V]
-        return self.norm(x) @ self.embedding.T
+        x = constrain(self.norm(x), "batch", None, None)
+        logits = vocabulary.logits(x, self.embedding[...])
+        return constrain(logits, "batch", None, "vocab")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,9 +147,6 @@ class Transformer:
     after each attention and MLP."""
     tie_embeddings: bool = False
     """Whether the head shares the matrix of the token embedding."""
-    model_axis: str | None = None
-    """The mesh axis over which the matrices of blocks are split. None: no split, unless
-    `pipeline.model` sets it."""
 
     def __post_init__(self) -> None:
         checks.at_least_one(
@@ -172,7 +166,6 @@ class Transformer:
             self.num_heads,
             self.num_blocks,
             self.dropout,
-            self.model_axis,
         )
         head = TiedHead if self.tie_embeddings else Head
         return [

@@ -30,9 +30,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jpipe import vocabulary
 from models import checks
 from models.losses import CrossEntropy
-from models.sublayers import Attention, FeedForward, Residual, dropout
+from models.sharding import constrain, named
+from models.sublayers import Attention, FeedForward, Residual, dropout, word_matrix
 
 _KERNEL = nnx.initializers.glorot_uniform()
 _EPSILON = 1e-6
@@ -71,8 +73,9 @@ class Embedding(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
+        init = named(_embedding_init(dim), "vocab", "embed")
         embed = functools.partial(
-            nnx.Embed, features=dim, embedding_init=_embedding_init(dim), rngs=rngs
+            nnx.Embed, features=dim, embedding_init=init, rngs=rngs
         )
         self.token = embed(vocab_size)
         self.shares = target_vocab_size is None
@@ -93,9 +96,11 @@ class Embedding(nnx.Module):
     def _embedded(
         self, token: nnx.Embed, tokens: jax.Array
     ) -> jax.Array:  # [B, T] -> [B, T, D]
-        x = token(tokens) * token.features**0.5
+        x = vocabulary.lookup(token.embedding[...], tokens)
+        x = constrain(x, "batch", None, None) * token.features**0.5
         waves = positions(tokens.shape[1], token.features)
-        return self.dropout(x + waves[None].astype(x.dtype))
+        x = self.dropout(x + waves[None].astype(x.dtype))
+        return constrain(x, "batch", "length", "embed")
 
 
 class EncoderBlock(nnx.Module):
@@ -134,7 +139,8 @@ class EncoderNorm(nnx.Module):
         self.norm = nnx.LayerNorm(dim, epsilon=_EPSILON, rngs=rngs)
 
     def __call__(self, activation: Activation) -> Activation:
-        return activation | {"source": self.norm(activation["source"])}
+        x = self.norm(activation["source"])
+        return activation | {"source": constrain(x, "batch", "length", "embed")}
 
 
 class DecoderBlock(nnx.Module):
@@ -182,12 +188,13 @@ class Head(nnx.Module):
         self.normed = normed
         if normed:
             self.norm = nnx.LayerNorm(dim, epsilon=_EPSILON, rngs=rngs)
-        init = _embedding_init(dim)
-        self.embedding = nnx.Param(init(rngs.params(), (vocab_size, dim), jnp.float32))
+        self.embedding = word_matrix(vocab_size, dim, _embedding_init(dim), rngs)
 
     def __call__(self, activation: Activation) -> jax.Array:  # [B, T, V]
         x = activation["target"]
-        return (self.norm(x) if self.normed else x) @ self.embedding.T
+        x = constrain(self.norm(x) if self.normed else x, "batch", None, None)
+        logits = vocabulary.logits(x, self.embedding[...])
+        return constrain(logits, "batch", None, "vocab")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,11 +23,14 @@ from flax import nnx
 from models import checks
 from models.convolution import Conv, halve
 from models.losses import Segmentation
+from models.sharding import named
 
 _HE_NORMAL = nnx.initializers.he_normal()
 # Each output of an up-convolution sees one pixel: the fan in is without the window.
-_UP_KERNEL = nnx.initializers.he_normal(batch_axis=(0, 1))
-_LOGITS = nnx.initializers.normal(0.01)
+_UP_KERNEL = named(
+    nnx.initializers.he_normal(batch_axis=(0, 1)), None, None, "embed", None
+)
+_LOGITS = named(nnx.initializers.normal(0.01), "embed", None)
 
 
 class Bottom(nnx.Module):
@@ -37,8 +40,8 @@ class Bottom(nnx.Module):
         conv = functools.partial(
             Conv, size=3, use_bias=True, kernel_init=_HE_NORMAL, rngs=rngs
         )
-        self.conv1 = conv(num_inputs, num_outputs)
-        self.conv2 = conv(num_outputs, num_outputs)
+        self.conv1 = conv(num_inputs, num_outputs, names=("embed", "mlp"))
+        self.conv2 = conv(num_outputs, num_outputs, names=("mlp", "embed"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return nnx.relu(self.conv2(nnx.relu(self.conv1(x))))

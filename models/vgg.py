@@ -15,11 +15,14 @@ from flax import nnx
 from models import checks
 from models.convolution import Conv, halve
 from models.losses import CrossEntropy
+from models.sharding import named
 from models.sublayers import dropout
 
 # He initialisation. The paper starts from the weights of a shallower network instead.
 _HE_NORMAL = nnx.initializers.he_normal()
-_LOGITS = nnx.initializers.normal(0.01)
+_HIDDEN = named(_HE_NORMAL, "embed", "mlp")
+_BIAS = named(nnx.initializers.zeros, "mlp")
+_LOGITS = named(nnx.initializers.normal(0.01), "embed", None)
 
 
 class Convolution(nnx.Module):
@@ -40,6 +43,7 @@ class Convolution(nnx.Module):
             num_outputs,
             3,
             use_bias=not batch_norm,
+            names=("embed", "mlp"),
             kernel_init=_HE_NORMAL,
             rngs=rngs,
         )
@@ -63,7 +67,7 @@ class Hidden(nnx.Module):
         self, num_inputs: int, num_outputs: int, rate: float, *, rngs: nnx.Rngs
     ):
         self.linear = nnx.Linear(
-            num_inputs, num_outputs, kernel_init=_HE_NORMAL, rngs=rngs
+            num_inputs, num_outputs, kernel_init=_HIDDEN, bias_init=_BIAS, rngs=rngs
         )
         self.dropout = dropout(rate, rngs)
 

@@ -95,7 +95,7 @@ def trained(pipe, state, batches):
 
 
 def arrays_of(state):
-    leaves = jax.tree.leaves_with_path({**state.replicated(), **state.per_device()})
+    leaves = jax.tree.leaves_with_path({**state.kept(), **state.in_flight()})
     return {jax.tree_util.keystr(path): np.asarray(a) for path, a in leaves}
 
 
@@ -171,7 +171,7 @@ def of_parts(optimizer, layout):
     size = dict(vocab_size=11, seq_len=6, dim=8, num_heads=2, num_blocks=2)
     schedule = schedule_of(layout)
     return jpipe.Pipeline(
-        Transformer(**size, model_axis="model" if model > 1 else None).layers(),
+        Transformer(**size).layers(),
         loss=cross_entropy,
         optimizer={"adam": optax.adam(1e-2), "sgd": optax.sgd(0.1)}[optimizer],
         schedule=schedule,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jpipe import packing
-from jpipe.packing import Packing
+from jpipe.packing import Leaf, Packing
 
 
 def aval(*shape, dtype=np.float32):
@@ -230,3 +230,37 @@ def test_an_owner_of_nothing():
     pack = Packing.of([[], []])
     assert pack.num_bytes == 0 and list(pack.used_bytes) == [0, 0]
     assert Packing.of([[], [(aval(2), 1)]]).places[0] == ()
+
+
+def test_unlike_owners_of_equal_bytes_share_a_vector():
+    """4 encoder blocks and 3 decoder blocks: as many bytes, in other shapes."""
+    wide, square = (jax.ShapeDtypeStruct(s, np.float32) for s in ((64, 256), (64, 64)))
+    norm = jax.ShapeDtypeStruct((64,), np.float32)
+    owners = [
+        [Leaf(wide, 8), Leaf(square, 16), Leaf(norm, 8)],
+        [Leaf(wide, 6), Leaf(square, 24), Leaf(norm, 8)],
+    ]
+    loose, tight = (Packing.of(owners, tight=tight) for tight in (False, True))
+    assert set(loose.arrays) == {
+        "float32[64, 256]",
+        "float32[64, 64]",
+        "float32[64]",
+    }
+    assert loose.num_bytes == 4 * (8 * 64 * 256 + 24 * 64 * 64 + 8 * 64)
+    assert tight.num_bytes == 4 * (8 * 64 * 256 + 16 * 64 * 64 + 8 * 64)
+    assert tight.used_bytes == (tight.num_bytes,) * 2
+    # No more pools go than must: that of the norms has no padding.
+    assert set(tight.arrays) == {"float32", "float32[64]"}
+
+
+def test_pools_stay_if_vectors_do_not_make_owners_equal():
+    large, small = (jax.ShapeDtypeStruct((n, 8), np.float32) for n in (64, 8))
+    owners = [[Leaf(large, 2), Leaf(small, 3)], [Leaf(large, 1), Leaf(small, 4)]]
+    assert Packing.of(owners, tight=True) == Packing.of(owners)
+
+
+def test_split_leaves_keep_their_pools():
+    a, b = (jax.ShapeDtypeStruct((n, 8), np.float32) for n in (8, 16))
+    spec = (None, "model")
+    owners = [[Leaf(a, 4, spec), Leaf(b, 2)], [Leaf(a, 2, spec), Leaf(b, 3)]]
+    assert set(Packing.of(owners, tight=True).specs.values()) == {spec}

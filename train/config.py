@@ -36,7 +36,7 @@ def _check(holds: bool, config: Any, name: str, rule: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """The pipeline: schedule, stages and devices."""
+    """The pipeline: schedule and stages."""
 
     schedule: str = "gpipe"
     """The name of a schedule of `jpipe.schedules`."""
@@ -53,15 +53,6 @@ class PipelineConfig:
     schedule_file: str | None = None
     """A file with a schedule in the text form of `jpipe.Schedule.to_text`. It replaces
     the five fields above."""
-    data: int = 1
-    """Number of replicas of the pipeline (data parallelism, mesh axis "data"). Each
-    replica has its own devices and trains on its share of every minibatch."""
-    model: int = 1
-    """Number of devices that share the work of each stage (tensor parallelism, mesh axis
-    "model"). Above 1, the model must have an option `model_axis`, as Transformer has."""
-    fsdp: int = 1
-    """Number of devices that share the weights and the microbatches of each stage (fully
-    sharded data parallelism, mesh axis "fsdp")."""
     boundaries: tuple[int, ...] | None = None
     """The number of the first layer of each stage but stage 0. None: `balance` decides."""
     balance: Literal["flops", "time", "memory"] = "flops"
@@ -87,7 +78,7 @@ class PipelineConfig:
     takes over: PipeMare's synchronous warm-up (T3)."""
 
     def __post_init__(self) -> None:
-        for name in ("num_stages", "num_microbatches", "data", "model", "fsdp"):
+        for name in ("num_stages", "num_microbatches"):
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
         _check(
             self.synchronous_steps >= 0, self, "synchronous_steps", "must be at least 0"
@@ -147,6 +138,55 @@ class PipelineConfig:
         jpipe.schedules.check_options(self.schedule, options)
         builder = jpipe.schedules.get(self.schedule)
         return builder(self.num_stages, self.num_microbatches, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """The devices of each stage: axes of the mesh beside "stage"."""
+
+    data: int = 1
+    """Number of replicas of the pipeline (data parallelism). Each replica has its own
+    devices and trains on its share of every minibatch."""
+    fsdp: int = 1
+    """Number of devices that share the weights and the microbatches of each stage (fully
+    sharded data parallelism)."""
+    model: int = 1
+    """Number of devices that share the work of each stage (tensor parallelism)."""
+    shard_optimizer: bool = False
+    """Whether the replicas of a stage share its update and the optimizer's state (ZeRO, stage
+    1). The replicas are those of `mesh.data` and of `pipeline.replicas`."""
+    rules: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Rules before those of `jpipe.AXIS_RULES`: the axes, separated by commas, that dims
+    of a logical name are split over, or none. `rules.length=model` splits activations of a
+    transformer by positions where "model" splits no matrix (sequence parallelism).
+    `rules.vocab=stage` splits the embedding and the head over all stages."""
+
+    def __post_init__(self) -> None:
+        for name in ("data", "fsdp", "model"):
+            _check(getattr(self, name) >= 1, self, name, "must be at least 1")
+        for name, axes in self.rules.items():
+            unknown = set(_axes(axes) or ()) - {"stage", "data", "fsdp", "model"}
+            if unknown:
+                raise ValueError(
+                    f"`rules.{name}` must be stage, data, fsdp or model, several of them separated "
+                    f"by commas, or none, got {axes!r}."
+                )
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis -> number of devices, for `jpipe.make_mesh`."""
+        return {"data": self.data, "fsdp": self.fsdp, "model": self.model}
+
+    def axis_rules(self) -> tuple:
+        """The rules of the run, for `jpipe.Pipeline`."""
+        own = [(name, _axes(axes)) for name, axes in self.rules.items()]
+        return (*own, *jpipe.AXIS_RULES)
+
+
+def _axes(text: str | None) -> tuple[str, ...] | None:
+    """The axes of a rule as a tuple; None for "none"."""
+    words = [word.strip() for word in str(text).split(",")]
+    return None if words in (["none"], ["None"]) else tuple(words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,14 +314,16 @@ class TrainConfig:
     data: Data
     """The data set."""
     pipeline: PipelineConfig = PipelineConfig()
-    """The pipeline: schedule, stages and devices."""
+    """The pipeline: schedule and stages."""
+    mesh: MeshConfig = MeshConfig()
+    """The devices of each stage."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its learning-rate schedule."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """The checkpoints of a run, in the folder `checkpoints` of its folder."""
     batch_size: int = 128
     """Number of examples per minibatch. A multiple of `pipeline.num_microbatches` times
-    `pipeline.data`."""
+    `mesh.data` times `mesh.fsdp`."""
     num_steps: int = 1000
     """Number of minibatches to train on; each is one update of the weights."""
     log_every: int = 50
@@ -321,23 +363,14 @@ class TrainConfig:
                 "evaluations. Set `eval_every`, or leave `eval_batches` at none."
             )
         _check(0 <= self.seed < 2**32, self, "seed", "must lie in [0, 2**32)")
-        if self.pipeline.model > 1:
-            self._split_model()
-
-    def _split_model(self) -> None:
-        """Names the mesh axis "model" to the model, so that its matrices are split."""
-        kind = type(self.model).__name__
-        if not hasattr(self.model, "model_axis"):
+        replicas = self.mesh.data * max(self.pipeline.replicas or (1,))
+        # A table in a file may have copies of its own.
+        if (
+            self.mesh.shard_optimizer
+            and replicas == 1
+            and not self.pipeline.schedule_file
+        ):
             raise ValueError(
-                f"`pipeline.model` is for models whose matrices can be split, got "
-                f"{self.pipeline.model} for {kind}, which has no option `model_axis`. Use "
-                "`pipeline.model=1` or a Transformer."
-            )
-        if self.model.model_axis is None:
-            model = dataclasses.replace(self.model, model_axis="model")
-            object.__setattr__(self, "model", model)  # the class is frozen
-        elif self.model.model_axis != "model":
-            raise ValueError(
-                '`model.model_axis` must be "model", the axis that `pipeline.model` adds to '
-                f"the mesh, got {self.model.model_axis!r}. Leave it at none."
+                "`mesh.shard_optimizer` shares the update of a stage between its replicas, and there is one. "
+                "Set `--config.mesh.data=2` or `--config.pipeline.replicas=2,1`, or leave it out."
             )

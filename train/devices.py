@@ -83,11 +83,11 @@ def check_devices(
     if parts:
         factors = " x ".join(f"{name}={n}" for name, n in parts.items())
         needed = f"{of_replica} devices ({num_devices} x {factors})"
-        fewer, option = "devices per stage", f"--config.pipeline.{next(iter(parts))}=1"
+        fewer, option = "devices per stage", f"--config.mesh.{next(iter(parts))}=1"
     if data > 1:
         needed += f" for each of {data} replicas"
         fewer, most = "replicas", max(len(devices) // of_replica, 1)
-        option = f"--config.pipeline.data={most}"
+        option = f"--config.mesh.data={most}"
     raise ValueError(
         f"the schedule needs {needed}, got {len(devices)} ({kind}). "
         f"{remedy}, or use fewer {fewer}: {option}."

@@ -219,7 +219,12 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, int | float if hint is float else hint)
 
 
-def override(config: Any, overrides: dict[str, Any], flag: str = "--config") -> Any:
+def override(
+    config: Any,
+    overrides: dict[str, Any],
+    flag: str = "--config",
+    known: Sequence[str] | None = None,
+) -> Any:
     """Changes fields of a configuration.
 
     All fields of a dataclass change at once, so that it checks the new values together.
@@ -228,6 +233,7 @@ def override(config: Any, overrides: dict[str, Any], flag: str = "--config") -> 
       config: a dataclass.
       overrides: a nested dict of texts, one per field to change.
       flag: the option that names `config` on the command line.
+      known: all options of the command line, for suggestions; None: those of `config`.
 
     Returns:
       A new dataclass.
@@ -236,12 +242,20 @@ def override(config: Any, overrides: dict[str, Any], flag: str = "--config") -> 
       ValueError: if there is no such field, or a text is not a value for it.
     """
     hints = typing.get_type_hints(type(config))
+    known = _flags(type(config), flag) if known is None else known
     changes = {}
     for name, value in overrides.items():
         here = f"{flag}.{name}"
         if name not in hints:
+            depth = here.count(".")
+            moved = [
+                k for k in known if k.count(".") == depth and k.endswith(f".{name}")
+            ]
+            guess = did_you_mean(name, list(hints))
+            if moved:
+                guess = f" Did you mean `{moved[0]}`?"
             raise ValueError(
-                f"unknown option `{here}`.{did_you_mean(name, list(hints))}"
+                f"unknown option `{here}`.{guess}"
                 f"{_listing(f' {type(config).__name__} has: ', hints)}"
             )
         old, hint = getattr(config, name), hints[name]
@@ -257,7 +271,7 @@ def override(config: Any, overrides: dict[str, Any], flag: str = "--config") -> 
                 )
             if chosen is not None:
                 old = _read(chosen, hint, here)
-            changes[name] = override(old, value, here)
+            changes[name] = override(old, value, here, known)
         else:
             changes[name] = _read(value, hint, here)
     try:

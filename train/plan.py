@@ -298,6 +298,12 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
             raise ValueError(
                 f"`--microbatches` must divide the batch size, {config.batch_size}, got {number}."
             )
+    for axis in ("fsdp", "model"):
+        if config.mesh.sizes[axis] > 1:
+            raise ValueError(
+                f"a plan gives each stage whole devices, got `--config.mesh.{axis}={config.mesh.sizes[axis]}`, which "
+                f"splits stages. Plan with `--config.mesh.{axis}=1`, and set the option for train/train.py."
+            )
     if args.asynchronous and config.pipeline.loss_scale == "dynamic":
         raise ValueError(
             "a dynamic loss scale needs all stages to update at the same time. Leave out `--asynchronous`, or add "
@@ -345,7 +351,11 @@ def _decide(profiles: list, machine, config, args, argv: list[str]) -> None:
     from train.planned import file_of, planned_config
 
     ranking = plan.choose(
-        profiles, machine, config.batch_size, asynchronous=args.asynchronous
+        profiles,
+        machine,
+        config.batch_size,
+        asynchronous=args.asynchronous,
+        shard_optimizer=(False, True),
     )
     best = ranking[0]
     if args.json:
@@ -392,7 +402,7 @@ def _numbers_of_microbatches(config, devices: int) -> list[int]:
     """The default numbers to try: 1, 2, 4 and 8 per device, and the configuration's own number."""
     pipeline = config.pipeline
     wanted = {devices * n for n in (1, 2, 4, 8)}
-    wanted.add(pipeline.num_microbatches * pipeline.data)
+    wanted.add(pipeline.num_microbatches * config.mesh.data)
     fitting = [n for n in sorted(wanted) if config.batch_size % n == 0]
     if not fitting:
         raise ValueError(
@@ -428,7 +438,8 @@ def _profiles(name: str, config, numbers, args) -> list:
     folder.mkdir(parents=True, exist_ok=True)
     devices = jax.local_devices()[: args.devices]
     mesh = jpipe.make_mesh(stage=1, devices=devices)
-    options = options_of_pipeline(config, mesh) | {"boundaries": None}
+    alone = {"boundaries": None, "shard_optimizer": False}
+    options = options_of_pipeline(config, mesh) | alone
     schedule = jpipe.schedules.gpipe(1, 1)
     pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
     profiles: list = []

@@ -18,14 +18,16 @@ def planned_config(config: TrainConfig, best: Candidate) -> TrainConfig:
         num_microbatches=best.num_microbatches,
         options={k: v for k, v in best.options.items() if k != "replicas"},
         replicas=best.options.get("replicas"),
-        data=best.num_replicas,
         boundaries=best.boundaries or None,
         recompute=best.recompute,
         synchronous_steps=0
         if best.table().synchronous
         else config.pipeline.synchronous_steps,
     )
-    return dataclasses.replace(config, pipeline=pipeline)
+    mesh = dataclasses.replace(
+        config.mesh, data=best.num_replicas, shard_optimizer=best.shard_optimizer
+    )
+    return dataclasses.replace(config, pipeline=pipeline, mesh=mesh)
 
 
 def file_of(config: TrainConfig, best: Candidate, argv: list[str]) -> str:

@@ -65,6 +65,19 @@ def partition(records: Sequence[jpipe.StageRecord]) -> str:
     return _table(rows, left={3})
 
 
+def shards(records: Sequence[jpipe.ShardRecord]) -> str:
+    """A line for each use of memory: its bytes, and the axes of the mesh that it is split over."""
+    rows = [("each device holds", "", "split over")]
+    for record in records:
+        axes = [
+            axis if share > 0.995 else f"{axis} ({share:.0%} of it)"
+            for axis, share in record.split.items()
+        ]
+        size = size_text(record.num_bytes)
+        rows.append((record.use, size, ", ".join(axes) or "no axis"))
+    return _table(rows, left={0, 2})
+
+
 def memory(memory: jpipe.Memory) -> str:
     """A line for each use of a device's memory."""
     uses = {
@@ -147,7 +160,8 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
             if prediction.delay
             else ""
         )
-        notes.append("; ".join(filter(None, [cut, delay, c.why])))
+        shared = "replicas share updates" if c.shard_optimizer else ""
+        notes.append("; ".join(filter(None, [cut, shared, delay, c.why])))
     header, *lines = _table(rows, left={1}).splitlines()
     text = [
         "plans, as predicted (size: samples per microbatch; bytes: per device; cut at: first layers of later stages):",
@@ -198,6 +212,7 @@ def plan_record(plan: Candidate | Skipped) -> dict[str, Any]:
     prediction = plan.prediction
     return record | {
         "recompute": plan.recompute,
+        "shard_optimizer": plan.shard_optimizer,
         "boundaries": list(plan.boundaries),
         "seconds": prediction.seconds,
         "bubble": prediction.timing.bubble,

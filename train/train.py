@@ -54,7 +54,6 @@ import numpy as np
 
 import jpipe
 from jpipe import draw
-from jpipe.mesh import DATA, FSDP, MODEL
 from models import Loss
 from train import flags, plot, report
 from train.config import TrainConfig
@@ -86,6 +85,7 @@ class Run(NamedTuple):
       pipe: the pipeline of the configured schedule.
       warm_up: the pipeline of the first `synchronous_steps`; None if there are none.
       partition: the stages.
+      shards: what each device holds.
       run_dir: the folder of the run.
       checkpoints: those of the run.
       resumes: whether the run goes on from one of them.
@@ -98,6 +98,7 @@ class Run(NamedTuple):
     pipe: jpipe.Pipeline
     warm_up: jpipe.Pipeline | None
     partition: list[jpipe.StageRecord]
+    shards: list[jpipe.ShardRecord]
     run_dir: pathlib.Path
     checkpoints: jpipe.Checkpoints
     resumes: bool
@@ -149,7 +150,7 @@ def prepare(argv: list[str]) -> Run:
     warm_up_schedule = config.pipeline.warm_up_table(schedule)
     data = config.data.load()
     batch = next(shuffled(data.train, config.batch_size, config.seed))
-    sizes = {name: getattr(config.pipeline, name) for name in (DATA, FSDP, MODEL)}
+    sizes = config.mesh.sizes
     prepare_cpu(schedule.num_devices * math.prod(sizes.values()))
     jpipe.distributed.initialize()
     check_devices(schedule.num_devices, **sizes)
@@ -180,6 +181,7 @@ def prepare(argv: list[str]) -> Run:
         pipe,
         warm_up,
         partition,
+        pipe.shards(batch),
         run_dir,
         jpipe.Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep),
         resumes=resumed_dir is not None,
@@ -203,6 +205,8 @@ def options_of_pipeline(config: TrainConfig, mesh: jax.sharding.Mesh) -> dict[st
         "has_aux": True,
         "optimizer": config.optimizer.transform(config.num_steps),
         "mesh": mesh,
+        "axis_rules": config.mesh.axis_rules(),
+        "shard_optimizer": config.mesh.shard_optimizer,
         "ties": config.model.ties() if hasattr(config.model, "ties") else (),
         **config.pipeline.options_of_pipeline(),
         **config.optimizer.options_of_pipeline(),
@@ -220,6 +224,7 @@ def print_head(run: Run) -> None:
     print(f"data: {run.data.source}")
     print(f"run folder: {run.run_dir}\n")
     print(f"{report.partition(run.partition)}\n")
+    print(f"{report.shards(run.shards)}\n")
     print(draw.text(run.pipe.schedule, color=terminal, width=width))
 
 

@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from jpipe.checkpoints import _layout
-from jpipe.portable import Location, Locations
+from jpipe.locations import Location, Locations
 
 FOLDER = "arrays"
 """The folder of the arrays, inside the folder of a step."""
@@ -84,8 +84,10 @@ class StoredLeaf:
         self._location, self._array = location, array
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        numbers = self._array[self._location.index].read().result()
-        numbers = np.asarray(numbers, self.dtype).reshape(self.shape)
+        reads = [self._array[b.in_array].read() for b in self._location.blocks]
+        numbers = self._location.leaf(
+            [np.asarray(r.result(), self.dtype) for r in reads]
+        )
         return numbers if dtype is None else numbers.astype(dtype)
 
 

@@ -14,7 +14,8 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jpipe.portable import Location, Locations, is_in_flight, locations
+from jpipe.locations import Block, Location, Locations, locations
+from jpipe.portable import is_in_flight
 from jpipe.program import Program
 from jpipe.state import PipelineState, num_rounds
 
@@ -24,8 +25,8 @@ def saved_arrays(state: PipelineState, in_flight: bool) -> dict[str, jax.Array]:
 
     With nothing in flight, what is private to a device is zero and is left out.
     """
-    private = state.per_device() if in_flight else {}
-    leaves = jax.tree.leaves_with_path({**state.replicated(), **private})
+    private = state.in_flight() if in_flight else {}
+    leaves = jax.tree.leaves_with_path({**state.kept(), **private})
     return {jax.tree_util.keystr(path): a for path, a in leaves if a.size}
 
 
@@ -61,6 +62,7 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         "starts": list(program.stages.starts),
         **copies,
         "mesh": {name: n for name, n in mesh.shape.items() if n > 1},
+        "shard_optimizer": settings.shard_optimizer,
         "in_flight": in_flight,
         "arrays": {n: [str(a.dtype), list(a.shape)] for n, a in shapes.items()},
         "params": [_tree_to_json(tree) for tree in found.params],
@@ -79,7 +81,15 @@ def layout_of_state(state: PipelineState) -> dict[str, Any]:
 
 
 _SCHEDULE = ("schedule", "num_microbatches", "table")
-_IN_WORDS = ("schedule", "num_stages", "num_microbatches", "starts", "copies", "mesh")
+_IN_WORDS = (
+    "schedule",
+    "num_stages",
+    "num_microbatches",
+    "starts",
+    "copies",
+    "mesh",
+    "shard_optimizer",
+)
 
 
 def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
@@ -115,15 +125,37 @@ def dtype_of(layout: Mapping[str, Any], location: Location) -> np.dtype:
 
 
 def _to_json(location: Location) -> list:
-    return [
-        list(value) if isinstance(value, tuple) else value
-        for value in dataclasses.astuple(location)
-    ]
+    return _plain(dataclasses.astuple(location))
+
+
+def _plain(value: Any) -> Any:
+    """A value with lists in place of tuples, as JSON has it."""
+    return list(map(_plain, value)) if isinstance(value, tuple) else value
 
 
 def _from_json(values: Any) -> Location:
-    group, array, lead, start, stop, shape = values
-    return Location(group, array, tuple(lead), start, stop, tuple(shape))
+    group, array, shape, blocks = values
+    return Location(
+        group,
+        array,
+        tuple(shape),
+        tuple(
+            Block(
+                lead=tuple(lead),
+                start=start,
+                stop=stop,
+                view=tuple(view),
+                index=tuple(map(_index, index)),
+                shape=tuple(stored),
+            )
+            for lead, start, stop, view, index, stored in blocks
+        ),
+    )
+
+
+def _index(value: Any) -> Any:
+    """A slice is a list in JSON."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _tree_to_json(tree: Any) -> list:

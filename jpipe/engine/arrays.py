@@ -22,8 +22,13 @@ class TickArrays:
         each.
       batches: the minibatches that are still read, a tree of `[num_batches * N, microbatch, ...]`.
       count: int32 `[1]`, finished microbatches.
+      embedded: outputs of an embedding that all devices run together, `[microbatch, ...]` each.
+      embedded_gradient: the gradient by those of them that have one.
       gradient_norm: `[1]`, norm of the gradient over all stages at the latest update.
       gradients: packed gradient accumulators, `[R, ...]`.
+      head_gradient: the gradient by the inputs of a head that all devices run together,
+        `[K, microbatch, ...]` each.
+      head_input: the inputs of that head, `[microbatch, ...]` each.
       inbox: inbox -> packed messages that have arrived, `[K + 1, ...]`; the last slot discards.
       input_stash: packed values that a backward needs of its forward, `[K, ...]`.
       loss: `[1]`, sum of the losses of finished microbatches.
@@ -51,8 +56,12 @@ class TickArrays:
     aux: list[jax.Array]
     batches: Any
     count: jax.Array
+    embedded: list[jax.Array]
+    embedded_gradient: list[jax.Array]
     gradient_norm: jax.Array
     gradients: Packed
+    head_gradient: list[jax.Array]
+    head_input: list[jax.Array]
     inbox: Mapping[str, Packed]
     input_stash: Packed
     loss: jax.Array

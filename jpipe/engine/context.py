@@ -1,18 +1,16 @@
 """The traced side of a pass: what one device knows in a pass, and in one lane of a tick."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from jpipe.engine.spec import PassSpec
-from jpipe.layers.sharding import microbatch_spec
 from jpipe.lowering.scalars import LaneScalars
-from jpipe.mesh import DATA, FSDP, STAGE
+from jpipe.mesh import DATA, STAGE
 from jpipe.stages.cut import StageProgram, Stages
 
 Value = TypeVar("Value")
@@ -157,23 +155,6 @@ class StageContext:
         """
         numbers = self.device.layer_numbers
         return numbers[i] if numbers and isinstance(i, int) else i
-
-    def split_rows(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Values of a microbatch, split over the axis "fsdp" of the mesh if there is one.
-
-        Values that leave a branch, or go round a loop, must be split alike in every branch and turn. XLA does
-        not see to it.
-        """
-        sizes = {n: size for n, size in self.spec.mesh.shape.items() if n == FSDP}
-        if not sizes:
-            return list(values)
-        num_rows = self.stages.inputs[0].shape[0]
-        return [
-            lax.with_sharding_constraint(
-                a, PartitionSpec(*microbatch_spec(a.shape, num_rows, sizes))
-            )
-            for a in values
-        ]
 
     def if_first(
         self, on_first: Callable[[], Value], elsewhere: Callable[[], Value]

@@ -6,7 +6,7 @@ the elements of the stage travel, and only between its copies.
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -22,7 +22,7 @@ from jpipe.mesh import STAGE
 from jpipe.packing import Place
 
 IN_A_RING = ("tpu",)
-"""The platforms that add by permutes: see `ring_sum`."""
+"""The platforms that add by permutes: see `Ring`."""
 
 
 class _Rows(NamedTuple):
@@ -94,16 +94,11 @@ def _sum(
       blocks: where the stage's accumulators are.
       arrays: packed accumulators `[R, ...]`.
     """
-    num_devices = device.spec.schedule.num_devices
-    chunk_of_device = np.zeros(num_devices, np.int32)
-    for d, chunk in copies:
-        chunk_of_device[d] = chunk
-    chunk_here = jnp.asarray(chunk_of_device)[device.position]
-    group = [d for d, _ in copies]
+    ring = Ring.of(device, copies)
 
     def start_of(block: _Rows) -> list[jax.Array]:
         zeros = [jnp.int32(0)] * (arrays[block.array].ndim - 2)
-        return [chunk_here, jnp.int32(block.start), *zeros]
+        return [ring.chunk, jnp.int32(block.start), *zeros]
 
     values = [
         lax.dynamic_slice(
@@ -115,10 +110,10 @@ def _sum(
         for block in blocks
     ]
     if device.spec.mesh.devices.flat[0].platform in IN_A_RING:
-        sums = ring_sum(values, group, num_devices, device.position)
+        sums = ring.on_members([ring.sum(value) for value in values], values)
     else:
-        alone = [[d] for d in range(num_devices) if d not in group]
-        sums = lax.psum(values, STAGE, axis_index_groups=[group, *alone])
+        alone = [[d] for d in range(ring.num_devices) if d not in ring.group]
+        sums = lax.psum(values, STAGE, axis_index_groups=[list(ring.group), *alone])
     for block, value in zip(blocks, sums, strict=True):
         array = lax.dynamic_update_slice(
             arrays[block.array], value, start_of(block), allow_negative_indices=False
@@ -127,48 +122,81 @@ def _sum(
     return arrays
 
 
-def ring_sum(
-    values: Sequence[jax.Array],
-    group: Sequence[int],
-    num_devices: int,
-    position: jax.Array,
-) -> list[jax.Array]:
-    """Sums over a group of devices, by permutes; bit for bit the same on all of them.
+class Ring(NamedTuple):
+    """The copies of one stage, which exchange by permutes (Patarasuk and Yuan, 2009).
 
-    TPUs have no sum over groups of unequal sizes. Each device sends 2 (r - 1) / r of the values to its
-    neighbour in the ring of r devices (Patarasuk and Yuan, 2009): first each device gets the sum of one of
-    r parts, and then all devices get all parts.
+    TPUs have no collectives over groups of unequal sizes. All devices of the axis "stage" call the methods. What
+    other devices get is of no use.
 
-    Args:
-      values: arrays of each device of the axis "stage".
-      group: the devices whose values are added. Others keep their values.
+    Attributes:
+      group: the device of each copy.
       num_devices: along the axis "stage".
-      position: this device.
+      rank: int32 `[]`, which of the copies this device is; 0 on other devices.
+      chunk: int32 `[]`, position of the stage among the stages of this device; 0 on other devices.
+      is_member: bool `[]`, whether this device is one of the copies.
     """
-    r = len(group)
-    to_next = [(d, group[(i + 1) % r]) for i, d in enumerate(group)]
-    rank_of_device = np.zeros(num_devices, np.int32)
-    rank_of_device[list(group)] = np.arange(r)
-    rank = jnp.asarray(rank_of_device)[position]
-    is_in_group = jnp.isin(position, np.array(group))
 
-    def summed(value: jax.Array) -> jax.Array:
-        size = value.size
-        parts = jnp.pad(value.ravel(), (0, -size % r)).reshape(r, -1)
+    group: tuple[int, ...]
+    num_devices: int
+    rank: jax.Array
+    chunk: jax.Array
+    is_member: jax.Array
 
-        def part(number: jax.Array) -> jax.Array:
-            return lax.dynamic_index_in_dim(parts, number % r, keepdims=False)
+    @classmethod
+    def of(cls, device: Device, copies: Sequence[tuple[int, int]]) -> "Ring":
+        """The ring of some copies, each `(device, position of the stage on it)`."""
+        num_devices = device.spec.schedule.num_devices
+        group = tuple(d for d, _ in copies)
+        rank, chunk = np.zeros((2, num_devices), np.int32)
+        rank[list(group)] = np.arange(len(group))
+        chunk[list(group)] = [c for _, c in copies]
+        return cls(
+            group,
+            num_devices,
+            jnp.asarray(rank)[device.position],
+            jnp.asarray(chunk)[device.position],
+            jnp.isin(device.position, np.array(group)),
+        )
 
-        total = part(rank)
-        for i in range(1, r):
-            total = lax.ppermute(total, STAGE, to_next) + part(rank - i)
-        sums = jnp.zeros_like(parts)
+    def scatter(self, part: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """The sum over the copies of part `rank`. Each copy sends r - 1 of r parts.
+
+        Args:
+          part: a number below r -> this part of what the device has.
+        """
+        r = len(self.group)
+        total = part((self.rank - 1) % r)
+        for i in range(2, r + 1):
+            total = self._to_next(total) + part((self.rank - i) % r)
+        return total
+
+    def gather(self, part: jax.Array) -> jax.Array:
+        """`[r, ...]`, the parts of all copies. Each copy sends r - 1 of r parts."""
+        r = len(self.group)
+        parts = jnp.zeros((r, *part.shape), part.dtype)
         for i in range(r):
-            number = (rank + 1 - i) % r
-            sums = lax.dynamic_update_index_in_dim(sums, total, number, 0)
+            number = (self.rank - i) % r
+            parts = lax.dynamic_update_index_in_dim(parts, part, number, 0)
             if i < r - 1:
-                total = lax.ppermute(total, STAGE, to_next)
-        sums = sums.ravel()[:size].reshape(value.shape)
-        return jnp.where(is_in_group, sums, value)
+                part = self._to_next(part)
+        return parts
 
-    return [summed(value) for value in values]
+    def sum(self, value: jax.Array) -> jax.Array:
+        """The sum over the copies, bit for bit the same on all of them."""
+        r, size = len(self.group), value.size
+        parts = jnp.pad(value.ravel(), (0, -size % r)).reshape(r, -1)
+        total = self.scatter(
+            lambda number: lax.dynamic_index_in_dim(parts, number, keepdims=False)
+        )
+        return self.gather(total).ravel()[:size].reshape(value.shape)
+
+    def on_members(
+        self, new: Sequence[jax.Array], old: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """New values on the copies, and old ones on other devices."""
+        return [jnp.where(self.is_member, a, b) for a, b in zip(new, old, strict=True)]
+
+    def _to_next(self, value: jax.Array) -> jax.Array:
+        r = len(self.group)
+        to_next = [(d, self.group[(i + 1) % r]) for i, d in enumerate(self.group)]
+        return lax.ppermute(value, STAGE, to_next)

@@ -3,10 +3,13 @@
 A tick runs these steps, in this order:
 
     receive     received messages   -> inbox slots
+    embed       batch, on all devices; for an embedding that all devices share
     forward     inbox, batch        -> stashes, loss, outgoing activations
     commit      statistics          -> mutable state; with several columns per stage only
+    head        loss, gradients, on all devices; for a head that all devices share
     backward    inbox, stashes      -> gradients, stashes, outgoing gradients
     weight_grad stashes             -> gradients
+    embed_backward                  -> gradients, on all devices
     update      gradients           -> parameters, optimizer state
     move        outgoing messages   -> received messages, on other devices
 
@@ -36,6 +39,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jpipe.engine import vocabulary
 from jpipe.engine.arrays import ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device, StageContext
 from jpipe.engine.copies import sum_over_copies
@@ -54,8 +58,8 @@ RESULTS = ("loss", "aux", "count", "skipped", "gradient_norm")
 
 def run_pass(
     spec: PassSpec,
-    replicated: Mapping[str, Any],
-    per_device: Mapping[str, Any],
+    kept: Mapping[str, Any],
+    in_flight: Mapping[str, Any],
     counters: Mapping[str, jax.Array],
     num_entered: jax.Array,
     batch: Any,
@@ -65,9 +69,9 @@ def run_pass(
     Arguments and results are those of `Engine.run`, with local shapes.
     """
     device = Device.here(spec, counters, num_entered)
-    buffers = per_device["buffers"]
-    gradients = {k: v for k, v in per_device.items() if k == "gradients"}
-    held = {"read_parameters": {}, **replicated, **gradients, **buffers}
+    buffers = in_flight["buffers"]
+    gradients = {k: v for k, v in in_flight.items() if k == "gradients"}
+    held = {"read_parameters": {}, **kept, **gradients, **buffers}
     held["op_count"] = jnp.zeros((), jnp.int32)
     batch, batches = _take_batch(device, held.get("batches"), batch)
     if batches is not None:
@@ -77,7 +81,7 @@ def run_pass(
     if spec.schedule.forward_only:
         return arrays.outputs
     return (
-        {name: getattr(arrays, name) for name in replicated},
+        {name: getattr(arrays, name) for name in kept},
         {
             "gradients": arrays.gradients,
             "buffers": {name: getattr(arrays, name) for name in buffers},
@@ -202,15 +206,21 @@ def _tick(
 
     arrays = receive(spec, arrays, scalars, arrays.received)
     gradients = moved(arrays, after="backward")
+    arrays = vocabulary.embed(device, scalars, arrays)
     arrays = _run_operation("forward", device, scalars, arrays)
     if spec.commits:
         statistics = sum_over_copies(device, scalars, "commit", arrays.statistics)
         arrays = arrays.replace(statistics=statistics)
         arrays = _run_operation("commit", device, scalars, arrays)
+    arrays = vocabulary.head(device, scalars, arrays)
+    if spec.recompute and not spec.schedule.forward_only:
+        arrays = vocabulary.embed(device, scalars, arrays, again=True)
     arrays = receive(spec, arrays, scalars, gradients)
     activations = moved(arrays, after="forward")
     for name in ("backward", "weight_grad"):
         arrays = _run_operation(name, device, scalars, arrays)
+    if not spec.schedule.forward_only:
+        arrays = vocabulary.embed_backward(device, scalars, arrays)
     if updates is not None:
         arrays = _update(device, scalars, updates, arrays)
     return arrays.replace(received=activations | moved(arrays, after=None))

@@ -9,6 +9,7 @@ guard.py         how a device leaves out an operation
 operations.py    forward, backward, weight gradient of a stage
 stage_layers.py  the layers of a stage
 transport.py     messages between devices, skips
+vocabulary.py    an embedding and a head that all devices run together
 updates.py       norms, replicas, tied weights, optimizer
 loss_scale.py    loss scaling
 """
@@ -35,8 +36,8 @@ class Engine(PassSpec):
 
     def run(
         self,
-        replicated: Mapping[str, Any],
-        per_device: Mapping[str, Any],
+        kept: Mapping[str, Any],
+        in_flight: Mapping[str, Any],
         counters: Mapping[str, jax.Array],
         num_entered: jax.Array,
         batch: Any,
@@ -44,10 +45,10 @@ class Engine(PassSpec):
         """One pass over the table.
 
         Args:
-          replicated: global arrays of the layout's replicated groups, except the counters; a
-            forward-only table takes "parameters" and "mutable_state".
-          per_device: global arrays of the groups "gradients" and "buffers"; a forward-only table
-            takes "buffers".
+          kept: global arrays of `PipelineState.kept`; a forward-only table takes "parameters" and
+            "mutable_state".
+          in_flight: global arrays of the groups "gradients" and "buffers"; a forward-only table takes
+            "buffers".
           counters: "round", int32 `[D]`, passes so far; "started", int32 `[D]`, microbatches before
             round 0; "key", `[D]`, the random key of training.
           num_entered: int32 `[D]`, microbatches that have entered the pipe since round 0, including
@@ -55,18 +56,19 @@ class Engine(PassSpec):
           batch: tree of `[replicas, N, microbatch, ...]` arrays; None if nothing enters.
 
         Returns:
-          `replicated` and `per_device`, updated, and a dict of `[devices, ...]` results: "loss" and
+          `kept` and `in_flight`, updated, and a dict of `[devices, ...]` results: "loss" and
           "aux" (sums), "count", "skipped" and "gradient_norm". A forward-only table returns outputs
           `[devices * N, microbatch, ...]` instead.
         """
         replicated_spec = layouts.REPLICATED
+        kept_specs = {name: self.layout[name].spec for name in kept}
         per_device_spec = layouts.per_device_spec(self.mesh)
         forward_only = self.schedule.forward_only
         body = jax.shard_map(
             lambda *arguments: run_pass(self, *arguments),
             mesh=self.mesh,
             in_specs=(
-                replicated_spec,
+                kept_specs,
                 per_device_spec,
                 replicated_spec,
                 replicated_spec,
@@ -74,8 +76,8 @@ class Engine(PassSpec):
             ),
             out_specs=per_device_spec
             if forward_only
-            else (replicated_spec, per_device_spec, per_device_spec),
+            else (kept_specs, per_device_spec, per_device_spec),
             axis_names={STAGE, DATA} & set(self.mesh.axis_names),
             check_vma=False,
         )
-        return body(replicated, per_device, counters, num_entered, batch)
+        return body(kept, in_flight, counters, num_entered, batch)

@@ -1,8 +1,8 @@
 """The layout of the training state: the one place that knows every array of it.
 
 An array belongs to a *group*. A group is either replicated over the mesh axis "data" (weights,
-optimizer state) or private to a device (gradients, everything in flight), and it has a kind of
-memory.
+optimizer state) or private to a device (gradients, everything in flight, and the optimizer's state
+if replicas share it), and it has a kind of memory.
 
 Letters: D devices of the pipeline, V weight versions, R columns per device, K slots of a ring, N
 microbatches.
@@ -10,7 +10,7 @@ microbatches.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import packing
 from jpipe.engine.loss_scale import LossScale
+from jpipe.layers.avals import is_inexact
 from jpipe.layers.sharding import microbatch_spec
 from jpipe.lowering.channels import Route
-from jpipe.lowering.lower import STASHES, Lowered
+from jpipe.lowering.lower import HEAD_GRADIENT, STASHES, Lowered
 from jpipe.mesh import DATA, DEVICE_MEMORY, FSDP, STAGE
 from jpipe.packing import Packing
 from jpipe.stages.messages import IDENTITY
@@ -82,6 +83,10 @@ class StatePackings:
       rings: each of `STASHES` -> its stashed values.
       messages: the routes, each with its message.
       optimizer_state: the optimizer's state; None in forward-only tables.
+      units: the parts of vocabulary layers.
+      unit_states: the optimizer's state of each of `units`.
+      embedded: abstract leaves of the outputs of an embedding that all devices run together.
+      head_input: abstract leaves of the inputs of a head that all devices run together.
     """
 
     parameters: Packing
@@ -89,6 +94,34 @@ class StatePackings:
     rings: Mapping[str, Packing]
     messages: Sequence[tuple[Route, Packing]]
     optimizer_state: Packing | None = None
+    units: Sequence[Packing] = ()
+    unit_states: Sequence[Packing] = ()
+    embedded: Sequence[jax.ShapeDtypeStruct] = ()
+    head_input: Sequence[jax.ShapeDtypeStruct] = ()
+
+    def of_weights(self, mesh: Mesh, *lead: int) -> dict[str, Any]:
+        """Local shapes of arrays like the weights: of the stages on a device, and of its parts of vocabulary layers.
+
+        Args:
+          mesh: the devices.
+          *lead: sizes of the leading axes, the last one R.
+        """
+        return _with_units(mesh, self.parameters, self.units, lead)
+
+    def of_state(self, mesh: Mesh, *lead: int) -> dict[str, Any]:
+        """The same of the optimizer's state."""
+        assert self.optimizer_state is not None
+        return _with_units(mesh, self.optimizer_state, self.unit_states, lead)
+
+
+def _with_units(
+    mesh: Mesh, of_stages: Packing, of_units: Sequence[Packing], lead: tuple[int, ...]
+) -> dict[str, Any]:
+    """Local shapes of packed arrays; a device has one part of a unit, not one for each of its R stages."""
+    shapes = packed_shapes(mesh, of_stages, *lead)
+    for of_unit in of_units:
+        shapes |= packed_shapes(mesh, of_unit, *lead[:-1], 1)
+    return shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +205,7 @@ def training_layout(
     hooked_passes: Sequence[str] = (),
     loss_scale: LossScale | None = None,
     key_impl: Any = None,
+    shares_updates: bool = False,
 ) -> StateLayout:
     """The layout of a training state.
 
@@ -185,6 +219,7 @@ def training_layout(
         parameter hook.
       loss_scale: the loss scale, or None.
       key_impl: implementation of the random keys.
+      shares_updates: whether each replica of a stage keeps a share of the optimizer's state.
     """
     assert packings.optimizer_state is not None
     R, V = lowered.num_chunks, lowered.num_versions
@@ -192,27 +227,27 @@ def training_layout(
         lambda: jax.random.key_data(jax.random.key(0, impl=key_impl))[None]
     )
     counter = jax.ShapeDtypeStruct((1,), np.int32)
-    parameters = packed_shapes(mesh, packings.parameters, V, R)
+    parameters = packings.of_weights(mesh, V, R)
     buffers = buffer_shapes(mesh, lowered, packings, microbatch)
     # Sums over the microbatches of a minibatch that have run forward.
     buffers["statistics"] = packed_shapes(None, packings.mutable_state, R)
-    # Of each column, for norms over all stages.
-    buffers["squared_norm"] = jax.ShapeDtypeStruct((R,), norm_dtype)
-    replicated = {
+    # Of each column, and of the device's part of each unit, for norms over all stages.
+    num_norms = R + len(packings.units)
+    buffers["squared_norm"] = jax.ShapeDtypeStruct((num_norms,), norm_dtype)
+    groups = {
         "parameters": parameters,
         "read_parameters": dict.fromkeys(hooked_passes, parameters),
-        "optimizer_state": packed_shapes(mesh, packings.optimizer_state, R),
+        "optimizer_state": packings.of_state(mesh, R),
         "mutable_state": packed_shapes(None, packings.mutable_state, R),
         "loss_scale": {} if loss_scale is None else loss_scale.shapes(),
         "round": counter,
         "started": counter,
         "key": key,
-    }
-    private = {
-        "gradients": packed_shapes(mesh, packings.parameters, R),
+        "gradients": packings.of_weights(mesh, R),
         "buffers": buffers,
     }
-    return _layout(mesh, replicated, private)
+    private = {"optimizer_state"} if shares_updates else set()
+    return _layout(mesh, groups, {"gradients", "buffers", *private})
 
 
 def forward_only_layout(
@@ -233,21 +268,25 @@ def forward_only_layout(
       microbatch: the abstract microbatch.
     """
     R = lowered.num_chunks
-    replicated = {
-        "parameters": packed_shapes(mesh, packings.parameters, num_versions, R),
+    groups = {
+        "parameters": packings.of_weights(mesh, num_versions, R),
         "mutable_state": packed_shapes(None, packings.mutable_state, R),
+        "buffers": buffer_shapes(mesh, lowered, packings, microbatch),
     }
-    buffers = buffer_shapes(mesh, lowered, packings, microbatch)
-    return _layout(mesh, replicated, {"buffers": buffers})
+    return _layout(mesh, groups, {"buffers"})
 
 
-def _layout(mesh: Mesh, replicated: Mapping, private: Mapping) -> StateLayout:
-    spec = per_device_spec(mesh)
-    groups = [
-        ArrayGroup(name, shapes, REPLICATED) for name, shapes in replicated.items()
-    ]
-    groups += [ArrayGroup(name, shapes, spec) for name, shapes in private.items()]
-    return StateLayout(mesh, {group.name: group for group in groups})
+def _layout(mesh: Mesh, groups: Mapping, private: Container[str]) -> StateLayout:
+    """The layout of groups, of which some are private to a device."""
+    return StateLayout(
+        mesh,
+        {
+            name: ArrayGroup(
+                name, shapes, per_device_spec(mesh) if name in private else REPLICATED
+            )
+            for name, shapes in groups.items()
+        },
+    )
 
 
 def buffer_shapes(
@@ -288,6 +327,14 @@ def buffer_shapes(
             if channel.operation != "backward"
         },
     }
+    shapes["embedded"] = list(packings.embedded)
+    shapes["head_input"] = list(packings.head_input)
+    if not schedule.forward_only:
+        shapes["embedded_gradient"] = list(filter(is_inexact, packings.embedded))
+        shapes[HEAD_GRADIENT] = [
+            jax.ShapeDtypeStruct((slots[HEAD_GRADIENT], *a.shape), a.dtype)
+            for a in filter(is_inexact, packings.head_input)
+        ]
     if lowered.num_batches > 1:
         num_rows = lowered.num_batches * schedule.num_microbatches
         shapes["batches"] = microbatch_shapes(mesh, microbatch, num_rows)

@@ -16,7 +16,7 @@ from jax import lax
 
 from jpipe import packing
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
-from jpipe.engine.context import StageContext
+from jpipe.engine.context import Device, StageContext
 from jpipe.engine.guard import guarded
 from jpipe.engine.stage_layers import (
     add_gradients,
@@ -36,7 +36,8 @@ from jpipe.engine.transport import (
 )
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
-from jpipe.lowering.rings import STASHES
+from jpipe.lowering.rings import HEAD_GRADIENT, STASHES
+from jpipe.lowering.scalars import LaneScalars
 from jpipe.packing import Packing, Place
 from jpipe.stages.cut import LayerRun
 
@@ -61,17 +62,17 @@ class Operation(NamedTuple):
 
 def _microbatch(stage: StageContext, leaves: tuple[jax.Array, ...]) -> list[jax.Array]:
     """The microbatch `[microbatch, ...]` out of leaves `[num_batches * N, microbatch, ...]`."""
-    return stage.split_rows(
-        [
-            lax.dynamic_index_in_dim(
-                a,
-                stage.scalars.microbatch,
-                keepdims=False,
-                allow_negative_indices=False,
-            )
-            for a in leaves
-        ]
-    )
+    return stage.stages.values.constrained(microbatch_of(stage.scalars, leaves))
+
+
+def microbatch_of(lane: LaneScalars, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """The lane's microbatch `[microbatch, ...]` out of leaves `[num_batches * N, microbatch, ...]`."""
+    return [
+        lax.dynamic_index_in_dim(
+            a, lane.microbatch, keepdims=False, allow_negative_indices=False
+        )
+        for a in leaves
+    ]
 
 
 def _message_places(
@@ -94,7 +95,12 @@ def _stage_inputs(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
         slot = [stage.scalars.slot("activation")]
         return packing.read_all(read.inbox["activation"], places, slot)
 
-    return stage.if_first(lambda: _microbatch(stage, stage.device.inputs), from_inbox)
+    def first() -> list[jax.Array]:
+        if stage.stages.vocabulary.embedding is not None:
+            return list(read.embedded)
+        return _microbatch(stage, stage.device.inputs)
+
+    return stage.if_first(first, from_inbox)
 
 
 def _rings(*records: TickArrays) -> dict[str, Packed]:
@@ -124,9 +130,11 @@ def _moves_state(stage: StageContext) -> bool:
 
 def forward_writes(stage: StageContext) -> list[str]:
     """The arrays that `forward` writes."""
+    head = stage.stages.vocabulary.head is not None
     if stage.spec.schedule.forward_only:
-        return ["outputs", SENT["forward"]]
-    names = ["loss", "aux", "count", SENT["forward"]]
+        return ["head_input" if head else "outputs", SENT["forward"]]
+    names = ["head_input"] if head else ["loss", "aux", "count"]
+    names.append(SENT["forward"])
     if not stage.spec.recompute:
         names += FORWARD_STASHES
     if not _moves_state(stage):
@@ -171,12 +179,15 @@ def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         places = _message_places(stage, 0, stage.stages.activations)
         return send(stage.spec, written, lane, "activation", places, result.outputs)
 
-    return stage.if_last(
-        collect
-        if collects
-        else lambda: _add_loss(stage, written, result.outputs, stashes),
-        send_activation,
-    )
+    def add_loss() -> Written:
+        return _add_loss(stage, written, result.outputs, stashes)
+
+    def to_head() -> Written:
+        return written.replace(head_input=result.outputs)
+
+    if stage.stages.vocabulary.head is not None:
+        return stage.if_last(to_head, send_activation)
+    return stage.if_last(collect if collects else add_loss, send_activation)
 
 
 def _add_loss(
@@ -201,9 +212,13 @@ def _loss_extra(stage: StageContext) -> list[jax.Array]:
     batch = _microbatch(stage, stage.device.batch)
     if len(stage.stages.loss.extra) == len(batch):
         return batch
-    number = len(stage.stages.layers)  # layers draw by the numbers below
-    key = stage.device.random_key(number, stage.scalars.microbatch_number)
-    return [*batch, jax.random.key_data(key)]
+    return [*batch, loss_key(stage.device, stage.scalars)]
+
+
+def loss_key(device: Device, lane: LaneScalars) -> jax.Array:
+    """The data of the random key that the loss draws from for the lane's microbatch."""
+    number = len(device.spec.stages.layers)  # layers draw by the numbers below
+    return jax.random.key_data(device.random_key(number, lane.microbatch_number))
 
 
 def _loss_and_stash(
@@ -283,7 +298,7 @@ def _commit_layer(
 
 def backward_writes(stage: StageContext) -> list[str]:
     """The arrays that `backward` writes."""
-    names = [SENT["backward"]]
+    names = [SENT["backward"], "embedded_gradient"]
     names += [SPLIT] if stage.spec.schedule.splits_backward else ["gradients"]
     return names + (FORWARD_STASHES if stage.spec.recompute else [])
 
@@ -330,7 +345,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
                 gradients = add_gradients(
                     gradients, run, gp, lambda: stage.column, row, stage.joins
                 )
-            return stage.split_rows(gx), rings, gradients
+            return stage.stages.values.constrained(gx), rings, gradients
 
         gy, rings, gradients = for_each_layer(
             stage, r, layer, (gy, rings, gradients), backwards=True
@@ -349,7 +364,12 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         places = _message_places(stage, -1, stage.stages.gradients)
         return send(stage.spec, written, lane, "gradient", places, gy)
 
-    return stage.if_first(lambda: written, send_gradient)
+    def to_embedding() -> Written:
+        if stage.stages.vocabulary.embedding is None:
+            return written
+        return written.replace(embedded_gradient=gy)
+
+    return stage.if_first(to_embedding, send_gradient)
 
 
 def _recompute(stage: StageContext, written: Written, read: ReadOnly) -> Written:
@@ -366,6 +386,8 @@ def _recompute(stage: StageContext, written: Written, read: ReadOnly) -> Written
     written = _with_rings(written, result.rings)
 
     def with_loss() -> Written:
+        if stage.stages.vocabulary.head is not None:
+            return written
         return _loss_and_stash(stage, written, result.outputs)[-1]
 
     return stage.if_last(with_loss, lambda: written)
@@ -375,18 +397,31 @@ def _loss_gradient(
     stage: StageContext, written: Written, read: ReadOnly
 ) -> list[jax.Array]:
     """The gradient of the minibatch's loss by the stage's outputs, times the loss scale."""
+    if stage.stages.vocabulary.head is not None:
+        of_head = stage.scalars.slot(HEAD_GRADIENT)
+        return [
+            lax.dynamic_index_in_dim(
+                a, of_head, keepdims=False, allow_negative_indices=False
+            )
+            for a in read.head_gradient
+        ]
     loss, slot = stage.stages.loss, [stage.scalars.slot("input_stash")]
     places = stage.program.loss_stash
     stash = packing.read_all(_rings(written, read)["input_stash"], places, slot)
-    num_microbatches = stage.spec.schedule.num_microbatches
+    gradient = loss_gradient(stage.device, stage.scalars, read)
+    return stage.stages.values.constrained(loss.backward([], stash, [gradient])[1])
+
+
+def loss_gradient(device: Device, lane: LaneScalars, read: TickArrays) -> jax.Array:
+    """The gradient of the minibatch's loss by that of a microbatch, times the loss scale."""
+    num_microbatches = device.spec.schedule.num_microbatches
     divisor: Any = num_microbatches
-    if stage.device.minibatch_weights is not None:
-        minibatch = stage.scalars.microbatch // num_microbatches
-        divisor = stage.device.minibatch_weights[minibatch]
-    gradient = jnp.ones((), loss.outputs[0].dtype) / divisor
-    if stage.spec.loss_scale is not None:
+    if device.minibatch_weights is not None:
+        divisor = device.minibatch_weights[lane.microbatch // num_microbatches]
+    gradient = jnp.ones((), device.spec.stages.loss.outputs[0].dtype) / divisor
+    if device.spec.loss_scale is not None:
         gradient *= read.loss_scale["scale"][0].astype(gradient.dtype)
-    return stage.split_rows(loss.backward([], stash, [gradient])[1])
+    return gradient
 
 
 def _arrived_gradient(stage: StageContext, read: ReadOnly) -> list[jax.Array]:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -52,7 +53,7 @@ class PassSpec:
       mesh: has an axis "stage" with the schedule's number of devices, and optionally an axis "data"
         of replicas. Other axes are left to the compiler: weights, gradients and optimizer state are
         split over them as the layers say, stashed activations as the compiler would. Messages and
-        batches are split over the axis "fsdp", and whole along the others.
+        batches are split by rows over the axis "fsdp", messages also as the layers say.
       recompute: whether a stage keeps only its inputs from forward to backward.
       microbatch: the abstract microbatch.
       loss_scale: the factor of the loss for its gradient, or None.
@@ -60,6 +61,7 @@ class PassSpec:
       trained: for a forward-only table, the lowered table that trains the weights.
       overlap: whether transfers overlap with compute. If False, all messages of a tick are sent
         after its compute, which is faster where devices share cores.
+      compute_dtype: to which layers cast weights; None: they cast nothing.
     """
 
     schedule: Schedule
@@ -72,6 +74,7 @@ class PassSpec:
     key_impl: Any = None
     trained: Lowered | None = None
     overlap: bool = False
+    compute_dtype: np.dtype | None = None
 
     @functools.cached_property
     def routes(self) -> list[tuple[Route, Packing]]:
@@ -87,12 +90,24 @@ class PassSpec:
         """The table as static integers."""
         routes = [route for route, _ in self.routes]
         guard = guard_of(self.mesh.devices.flat[0].platform)
-        return lower(self.schedule, self.recompute, routes, self.overlap, guard)
+        together = self.stages.vocabulary.together(self.stages.num_stages)
+        if self.schedule.forward_only:
+            together = {n: f for n, f in together.items() if f.operation == "forward"}
+        return lower(
+            self.schedule, self.recompute, routes, self.overlap, guard, together
+        )
 
     @property
     def num_replicas(self) -> int:
         """Replicas of each stage, along the axis "data"."""
         return self.mesh.shape.get(DATA, 1)
+
+    @property
+    def shares_updates(self) -> bool:
+        """Whether the replicas of a stage share its update: see `jpipe.stages.shares`."""
+        if self.updates is None:
+            return False
+        return any(update.replicas.number > 1 for update in self.updates.programs)
 
     @property
     def updates_in_every_tick(self) -> bool:
@@ -119,13 +134,18 @@ class PassSpec:
     @functools.cached_property
     def packings(self) -> StatePackings:
         """How the leaves of the state are packed."""
-        stages = self.stages
+        stages, found = self.stages, self.stages.vocabulary
+        of_units = () if self.updates is None else self.updates.of_units
         return StatePackings(
             parameters=stages.parameters,
             mutable_state=stages.state,
             rings={ring: getattr(stages, ring) for ring in STASHES},
             messages=self.routes,
             optimizer_state=None if self.updates is None else self.updates.state,
+            units=[unit.packing for unit in found.units],
+            unit_states=[packing for _, packing in of_units],
+            embedded=found.embedded,
+            head_input=jax.tree.leaves(found.head_inputs),
         )
 
     @functools.cached_property
@@ -150,6 +170,7 @@ class PassSpec:
             hooked_passes=[name for name in hooks if self.delays[name].any()],
             loss_scale=self.loss_scale,
             key_impl=self.key_impl,
+            shares_updates=self.shares_updates,
         )
 
     @functools.cached_property
@@ -159,11 +180,16 @@ class PassSpec:
         constants = self._stage_constants()
         on_layers = ("forward", "backward", "weight_grad", "commit")
         of_operation = dict.fromkeys(on_layers, constants)
+        one: StageConstants = {("program",): np.zeros(self.stages.num_stages, int)}
+        of_operation |= dict.fromkeys(("embed", "embed_backward", "head"), one)
         if self.updates is not None:
-            of_operation["update"] = {
-                ("program",): np.array(self.updates.program_of_stage),
-                **{("delay", name): delay for name, delay in self.delays.items()},
+            delays: StageConstants = {
+                ("delay", name): delay for name, delay in self.delays.items()
             }
+            programs = np.array(self.updates.program_of_stage)
+            of_operation["update"] = {("program",): programs, **delays}
+            for unit in self.stages.vocabulary.units:
+                of_operation[unit.update] = {**one, **delays}
         return scalar_table(self.lowered, of_operation, self.num_versions, newest)
 
     @property
@@ -187,12 +213,16 @@ class PassSpec:
             lengths = [sum(n[r : r + 1]) for n in stages.lengths]
             layers_before = [sum(n[:r]) for n in stages.lengths]
             constants["length", r] = np.array(lengths)
-            constants["layer", r] = np.add(stages.starts[:-1], layers_before)
+            firsts = [stages.layers_of(s).start for s in stage.tolist()]
+            constants["layer", r] = np.add(firsts, layers_before)
         return constants
 
     @functools.cached_property
     def ties(self) -> list[list[TiedCopy]]:
-        """The copies of each tied weight; the optimizer knows the first."""
+        """The copies of each tied weight; the optimizer knows the first.
+
+        Those of vocabulary layers have one place, and need nothing.
+        """
         stages = self.stages
         copy_of_leaf = {
             (layer, j): TiedCopy(self.lowered.copies[s], place, row)
@@ -200,4 +230,8 @@ class PassSpec:
             for layer, run, row in stages.layer_runs(s)
             for j, place in enumerate(run.parameters)
         }
-        return [[copy_of_leaf[leaf] for leaf in leaves] for leaves in stages.ties]
+        return [
+            [copy_of_leaf[leaf] for leaf in leaves]
+            for leaves in stages.ties
+            if leaves[0] in copy_of_leaf
+        ]

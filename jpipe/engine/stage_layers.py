@@ -17,6 +17,7 @@ from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import StageContext
 from jpipe.engine.guard import guarded
 from jpipe.engine.transport import arrived_skips
+from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
 from jpipe.mesh import FSDP
 from jpipe.packing import Place
@@ -170,13 +171,29 @@ def layer_parameters(
     """The weights of layer i that a "forward" or a "backward" reads, gathered from the axis "fsdp"."""
     arrays = read.read_parameters.get(weight_pass, read.parameters)
     lead = [stage.scalars.version, stage.scalars.chunk]
-    return _gathered(run, packing.read_all(arrays, run.parameters, lead, i))
+    values = packing.read_all(arrays, run.parameters, lead, i)
+    return _gathered(run, values, stage.spec.compute_dtype)
 
 
-def _gathered(run: LayerRun, values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Values of the shapes of a layer's parameters, whole along the axis "fsdp"."""
+def _gathered(
+    run: LayerRun, values: Sequence[jax.Array], compute_dtype: Any = None
+) -> list[jax.Array]:
+    """Values of the shapes of a layer's parameters, whole along the axis "fsdp".
+
+    Args:
+      run: the layers.
+      values: one per parameter.
+      compute_dtype: to which the layer will cast them. Values that are cast before they are gathered are fewer
+        bytes to send.
+    """
+
+    def gathered(value: jax.Array, spec: tuple) -> jax.Array:
+        cast_first = FSDP in packing.axes(spec) and is_inexact(value)
+        dtype = compute_dtype if compute_dtype and cast_first else value.dtype
+        return packing.gathered(value.astype(dtype), spec, FSDP).astype(value.dtype)
+
     return [
-        packing.gathered(value, place.spec, FSDP)
+        gathered(value, place.spec)
         for value, place in zip(values, run.parameters, strict=True)
     ]
 
@@ -269,7 +286,7 @@ def run_layers(
                 statistics = packing.add_all(
                     statistics, run.state, stage.column, aux, i, joined=stage.joins
                 )
-            return stage.split_rows(y), rings, statistics
+            return stage.stages.values.constrained(y), rings, statistics
 
         y, rings, statistics = for_each_layer(stage, r, layer, (x, rings, statistics))
         x, *stashed = split_leaves(y, [leaves for _, leaves in run.stash])

@@ -5,11 +5,10 @@ each device updates its own columns. A column skips its update if its gradient i
 the gradient is not finite on any other column that applies the same minibatch in the same tick.
 """
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +16,24 @@ import numpy as np
 from jax import lax
 
 from jpipe import packing
+from jpipe.engine.apply import APPLY_WRITES, Apply
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device
 from jpipe.engine.copies import sum_over_copies
 from jpipe.engine.guard import Branch, guarded, run_one_of
+from jpipe.engine.shares import (
+    gather_over_copies,
+    rank_of,
+    read_turn,
+    scatter_over_copies,
+    scatter_over_data,
+)
 from jpipe.engine.spec import TiedCopy
 from jpipe.engine.transport import put_row
+from jpipe.engine.units import arrays_of, own_arrays, programs_of, row_of
 from jpipe.lowering.scalars import LaneScalars, TickScalars
-from jpipe.mesh import STAGE
-from jpipe.packing import Place
-from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, UpdateFacts
-from jpipe.stages.optimizer import LeafSlots, StageUpdate, UpdateGroup
+from jpipe.mesh import DATA, STAGE
+from jpipe.stages.optimizer import StageUpdate
 
 Record = TypeVar("Record", bound=TickArrays)
 
@@ -43,14 +49,6 @@ UPDATE_WRITES = (
     "squared_norm",
 )
 """The arrays of `TickArrays` that `update` reads and writes."""
-
-_APPLY_WRITES = (
-    "gradients",
-    "optimizer_state",
-    "parameters",
-    "read_parameters",
-    "skipped",
-)
 
 
 def update(
@@ -72,47 +70,143 @@ def update(
         scalars.lane("update", j)
         for j in range(spec.lowered.operations["update"].num_lanes)
     ]
-    if spec.num_replicas > 1:
-        for lane in lanes:
-            arrays = _mean_over_replicas(device, lane, arrays)
-    if spec.schedule.has_copies:
-        gradients = sum_over_copies(device, scalars, "update", arrays.gradients)
-        arrays = arrays.replace(gradients=gradients)
+    units = [scalars.lane(unit.update, 0) for unit in spec.stages.vocabulary.units]
     for copies in spec.ties:
         arrays = _sum_tied_gradients(device, copies, arrays)
-    arrays, norms = _norms(device, lanes, updates, arrays)
-    for lane in lanes:
+    arrays = _over_replicas(device, scalars, lanes, units, arrays)
+    arrays, norms = _norms(device, lanes, units, updates, arrays)
+    for lane in [*lanes, *units]:
         skip = jnp.any(norms.broken & (norms.versions == lane.absolute_version))
-        programs = [
-            _Apply(
+
+        def apply(
+            program: StageUpdate,
+            number: int,
+            num_updates: jax.Array | int,
+            arrays: Written,
+            lane: LaneScalars = lane,
+            skip: jax.Array = skip,
+        ) -> Written:
+            of_program = Apply(
                 device=device,
                 program=program,
                 scalars=lane,
-                now=lane.program == u,
+                now=lane.program == number,
                 skip=skip,
                 global_norm=norms.global_norm,
                 scale=norms.scale,
             )
-            for u, program in enumerate(spec.updates.programs)
-        ]
-        if spec.lowered.guard == "cond":
-            for program in programs:
-                arrays = program.run(arrays, program.now.astype(jnp.int32))
-        else:
-            branches = [Branch("apply", _APPLY_WRITES, p.run_once) for p in programs]
-            arrays = run_one_of(spec.lowered.guard, lane.program, branches, arrays)
+            return of_program.run(arrays, num_updates)
+
+        arrays = _run_program(device, lane, "apply", APPLY_WRITES, apply, arrays)
+    if spec.shares_updates and spec.schedule.has_copies:
+        arrays = _gather_weights(device, scalars, lanes, arrays)
     for copies in spec.ties:
         arrays = _copy_tied_weights(device, copies, arrays)
     return arrays.replace(op_count=arrays.op_count + 1)
 
 
+def _run_program(
+    device: Device,
+    lane: LaneScalars,
+    name: str,
+    writes: Sequence[str],
+    run: Callable[[StageUpdate, int, jax.Array | int, Written], Written],
+    arrays: TickArrays,
+) -> TickArrays:
+    """Runs something for the update program of the column, or the unit, that updates in a lane, if there is one.
+
+    Under the policy "cond" all programs run, and a loop over the turns of a program that does not update
+    has length 0. Under "switch" one program runs, and its loops have static lengths.
+
+    Args:
+      device: the device.
+      lane: the lane.
+      name: of the operation, in profiles.
+      writes: names of the arrays that it writes.
+      run: `(program, its number, 0 or 1 updates, arrays) -> arrays`.
+      arrays: all arrays.
+    """
+    programs = list(enumerate(programs_of(device, lane)))
+    if device.spec.lowered.guard == "cond":
+        for u, program in programs:
+            number = (lane.program == u).astype(jnp.int32)
+            arrays = run(program, u, number, cast(Written, arrays))
+        return arrays
+
+    def once(program: StageUpdate, u: int, written: Written, _: ReadOnly) -> Written:
+        return run(program, u, 1, written)
+
+    branches = [
+        Branch(name, writes, functools.partial(once, program, u))
+        for u, program in programs
+    ]
+    return run_one_of(device.spec.lowered.guard, lane.program, branches, arrays)
+
+
 # -- Replicas
+
+
+def _over_replicas(
+    device: Device,
+    scalars: TickScalars,
+    lanes: Sequence[LaneScalars],
+    units: Sequence[LaneScalars],
+    arrays: TickArrays,
+) -> TickArrays:
+    """Gradients of all replicas of each column that updates: summed over copies, averaged over "data".
+
+    If replicas share the update, each gets the sum for its share of a column, and zeros elsewhere.
+    """
+    spec = device.spec
+    shared = spec.shares_updates
+    if spec.num_replicas > 1:
+        for lane in units if shared else [*lanes, *units]:
+            arrays = _mean_over_replicas(device, lane, arrays)
+    if shared:
+        if spec.schedule.has_copies:
+            gradients = scatter_over_copies(device, scalars, arrays.gradients)
+            arrays = arrays.replace(gradients=gradients)
+        for lane in lanes:
+
+            def scatter(
+                program: StageUpdate,
+                _: int,
+                num_updates: jax.Array | int,
+                arrays: Written,
+                lane: LaneScalars = lane,
+            ) -> Written:
+                gradients = scatter_over_data(
+                    device, program, lane, arrays.gradients, num_updates
+                )
+                return arrays.replace(gradients=gradients)
+
+            arrays = _run_program(
+                device, lane, "scatter", ("gradients",), scatter, arrays
+            )
+    elif spec.schedule.has_copies:
+        gradients = sum_over_copies(device, scalars, "update", arrays.gradients)
+        arrays = arrays.replace(gradients=gradients)
+    return arrays
+
+
+def _gather_weights(
+    device: Device,
+    scalars: TickScalars,
+    lanes: Sequence[LaneScalars],
+    arrays: TickArrays,
+) -> TickArrays:
+    """The weights that an update has written, and those of hooks, in all copies of each stage."""
+    gather = functools.partial(gather_over_copies, device, scalars, lanes)
+    hooked = {n: gather(n, a) for n, a in arrays.read_parameters.items()}
+    return arrays.replace(
+        parameters=gather("parameters", arrays.parameters), read_parameters=hooked
+    )
 
 
 def _mean_over_replicas(
     device: Device, lane: LaneScalars, arrays: TickArrays
 ) -> TickArrays:
-    """Replaces the gradients of the column that updates by their mean over replicas."""
+    """Replaces the gradients that the lane updates with by their mean over replicas."""
 
     def mean(gradients: Packed, chunk: jax.Array) -> Packed:
         column = {
@@ -125,18 +219,18 @@ def _mean_over_replicas(
         device.spec.lowered.guard,
         lane.program >= 0,
         mean,
-        arrays.gradients,
-        lane.chunk,
+        own_arrays(device, lane, arrays.gradients),
+        row_of(device, lane),
     )
-    return arrays.replace(gradients=gradients)
+    return arrays.replace(gradients={**arrays.gradients, **gradients})
 
 
 # -- Tied weights
 #
 # The first copy gets the sum of all copies' gradients and the others get zeros, so that a norm
 # counts the gradient once and one stage updates the weight. The other copies take over the updated
-# value. Where a stage itself has copies, on several devices, all of these have the same value, and
-# the first of them stands for all.
+# value. A stage that itself has copies, on several devices, has a part of the gradient on each. The
+# sum goes to the first of them, and then all get it with the other gradients of the stage.
 
 
 def _is_on(device: Device, devices: Sequence[int]) -> jax.Array:
@@ -158,15 +252,18 @@ def _sum_tied_gradients(
     gradients = arrays.gradients
     total: Any = 0
     for copy in copies:
-        home, chunk = copy.stage_copies[0]
-        value = packing.read(gradients, copy.place, [chunk], copy.row)
-        total += jnp.where(device.position == home, value, 0)
+        for chunk, devices in _by_chunk(copy):
+            value = packing.read(gradients, copy.place, [chunk], copy.row)
+            total += jnp.where(_is_on(device, devices), value, 0)
     if len({d for copy in copies for d, _ in copy.stage_copies}) > 1:
         total = lax.psum(total, STAGE)
+    home = copies[0].stage_copies[0][0]
     for copy in copies:
         for chunk, devices in _by_chunk(copy):
             old = packing.read(gradients, copy.place, [chunk], copy.row)
-            new = total if copy is copies[0] else jnp.zeros_like(total)
+            new = jnp.zeros_like(total)
+            if copy is copies[0]:
+                new = jnp.where(device.position == home, total, new)
             new = jnp.where(_is_on(device, devices), new, old)
             gradients = packing.write(gradients, copy.place, [chunk], new, copy.row)
     return arrays.replace(gradients=gradients)
@@ -202,8 +299,9 @@ class _Norms(NamedTuple):
     Attributes:
       global_norm: `[]`, norm over all stages, of the gradient without loss scale.
       scale: `[]`, the loss scale of the gradient, or None.
-      broken: bool `[D, R]`, columns that update in this tick with a gradient that is not finite.
-      versions: int32 `[D, R]`, the version that each column writes in this tick; -1: none.
+      broken: bool `[D, R + units]`, columns, and parts of units, that update in this tick with a gradient that is not
+        finite.
+      versions: int32 `[D, R + units]`, the version that each of them writes in this tick; -1: none.
     """
 
     global_norm: jax.Array
@@ -215,6 +313,7 @@ class _Norms(NamedTuple):
 def _norms(
     device: Device,
     lanes: Sequence[LaneScalars],
+    units: Sequence[LaneScalars],
     updates_any: jax.Array | bool,
     arrays: TickArrays,
 ) -> tuple[TickArrays, _Norms]:
@@ -222,15 +321,21 @@ def _norms(
     num_chunks = device.spec.lowered.num_chunks
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
     squares = _squares(device, lanes, arrays)
+    if device.spec.shares_updates:
+        squares = _of_shares(device, lanes, squares, arrays.gradients)
     version = jnp.full(num_chunks, -1, jnp.int32)
     for lane in lanes:
         updates = (chunks == lane.chunk) & (lane.program >= 0)
         version = jnp.where(updates, lane.absolute_version, version)
+    if units:
+        of_units = [jnp.where(u.program >= 0, u.absolute_version, -1) for u in units]
+        version = jnp.concatenate([version, jnp.stack(of_units)])
     latest = jnp.where(version >= 0, squares, arrays.squared_norm)
     all_latest, all_versions = lax.all_gather((latest, version), STAGE)
     broken = ~jnp.isfinite(all_latest) & (all_versions >= 0)
     counted = all_latest
-    if device.spec.schedule.has_copies:  # each stage counts once
+    if device.spec.schedule.has_copies and not device.spec.shares_updates:
+        # Each stage counts once.
         counted = jnp.where(_first_copies(device), all_latest, 0)
     global_norm, scale = jnp.sqrt(jnp.sum(counted)), None
     if device.spec.loss_scale is not None:
@@ -259,11 +364,19 @@ def _first_copies(device: Device) -> np.ndarray:
 def _squares(
     device: Device, lanes: Sequence[LaneScalars], arrays: TickArrays
 ) -> jax.Array:
-    """`[R]`, the squared norm of each column's gradient; anything if no column updates."""
+    """`[R + units]`, the squared norm of each column's and unit's gradient; anything if no column updates."""
     dtype = device.spec.updates.norm_dtype
+    units = range(len(device.spec.stages.vocabulary.units))
 
     def squares(_: jax.Array, gradients: Packed) -> jax.Array:
-        total = jnp.zeros(device.spec.lowered.num_chunks, dtype)
+        of_columns = jnp.zeros(device.spec.lowered.num_chunks, dtype)
+        totals = [summed(of_columns, arrays_of(device, None, gradients))]
+        for unit in units:
+            part = arrays_of(device, unit, gradients)
+            totals.append(summed(jnp.zeros(1, dtype), part))
+        return totals[0] if len(totals) == 1 else jnp.concatenate(totals)
+
+    def summed(total: jax.Array, gradients: Packed) -> jax.Array:
         for a in gradients.values():
             square = jnp.square(a.astype(dtype))
             total += jnp.sum(square, axis=tuple(range(1, a.ndim)))
@@ -276,195 +389,32 @@ def _squares(
     return guarded(device.spec.lowered.guard, now, squares, latest, gradients)
 
 
+def _of_shares(
+    device: Device,
+    lanes: Sequence[LaneScalars],
+    squares: jax.Array,
+    gradients: Packed,
+) -> jax.Array:
+    """`[R + units]`, the squared norms over all replicas along "data", of which each has its share of a column.
+
+    All replicas have the gradients of single numbers, and only the first counts them.
+    """
+    for lane in lanes:
+        rank = rank_of(device, lane.chunk)
+        is_first = (rank.copy == 0) & (rank.data == 0)
+        for u, program in enumerate(device.spec.updates.programs):
+            for slots in program.shared:
+                if slots.arrays != "gradients":
+                    continue
+                (number,) = read_turn(gradients, slots, 0, [lane.chunk])
+                square = jnp.square(number.astype(squares.dtype)).sum()
+                again = (lane.program == u) & ~is_first
+                squares = squares.at[lane.chunk].add(jnp.where(again, -square, 0))
+    if device.spec.num_replicas == 1:
+        return squares
+    num_chunks = device.spec.lowered.num_chunks
+    return squares.at[:num_chunks].set(lax.psum(squares[:num_chunks], DATA))
+
+
 def _where(condition: jax.Array | bool, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
-
-
-# -- The optimizer
-
-
-@dataclasses.dataclass(frozen=True)
-class _Apply:
-    """The optimizer's update of one column by one program, part by part.
-
-    Under the policy "cond", two tricks keep all arrays in place on CPUs and TPUs. A loop over the
-    parts of a group has a dynamic number of turns, so that XLA does not unroll it (and copy). A
-    part computes inside of a `cond`, so that XLA does not read its inputs again after they were
-    overwritten. On GPUs both would wait for the host. Under the policy "switch" a column that does
-    not update therefore leaves out all loops together, their lengths are static, and a barrier
-    stands where the `cond` is.
-
-    Attributes:
-      device: the device.
-      program: the update.
-      scalars: of the lane.
-      now: bool `[]`, whether the column updates by this program in this tick.
-      skip: bool `[]`, whether the update is skipped.
-      global_norm: `[]`, norm of the gradient over all stages.
-      scale: `[]`, the loss scale of the gradients, or None.
-    """
-
-    device: Device
-    program: StageUpdate
-    scalars: LaneScalars
-    now: jax.Array
-    skip: jax.Array
-    global_norm: jax.Array
-    scale: jax.Array | None
-
-    def run_once(self, written: Written, _: ReadOnly) -> Written:
-        """`run` with one update."""
-        return self.run(written, 1)
-
-    def run(self, arrays: Record, num_updates: jax.Array | int) -> Record:
-        """The arrays after 0 or 1 updates, which leave gradients of zero in the column."""
-        forward_delay, backward_lead = (
-            self.scalars.delay(name).astype(jnp.float32) for name in PASSES
-        )
-        facts = UpdateFacts(forward_delay, backward_lead, self.global_norm)
-        extra = [arg.value(facts) for arg in EXTRA_ARGS]
-        extra += [forward_delay, backward_lead] if self.program.param_hooks else []
-        num_versions = self.device.spec.num_versions
-        previous = jnp.mod(self.scalars.absolute_version - 1, num_versions)
-
-        updated: dict[str, Packed] = {
-            "parameters": arrays.parameters,
-            "optimizer_state": arrays.optimizer_state,
-            **arrays.read_parameters,
-        }
-        load = functools.partial(self._load, arrays.gradients, previous)
-        num_done = jnp.int32(0)
-        shared = self._unscaled(
-            self.program.shared, load(self.program.shared, 0, updated)
-        )
-        for group in self.program.groups:
-            part = functools.partial(self._part, group, load, [*shared, *extra])
-            num_turns = num_updates * group.num_parts
-            updated, num_done = lax.fori_loop(0, num_turns, part, (updated, num_done))
-        chunk = self.scalars.chunk
-        return arrays.replace(
-            parameters=updated["parameters"],
-            optimizer_state=updated["optimizer_state"],
-            read_parameters={name: updated[name] for name in arrays.read_parameters},
-            gradients=self._emptied(arrays.gradients, updated, num_done),
-            skipped=arrays.skipped.at[chunk].add(
-                (self.now & self.skip).astype(jnp.int32)
-            ),
-        )
-
-    def _part(
-        self,
-        group: UpdateGroup,
-        load: Callable,
-        shared_and_extra: Sequence[jax.Array],
-        i: jax.Array,
-        state: tuple[dict[str, Packed], jax.Array],
-    ) -> tuple[dict[str, Packed], jax.Array]:
-        """Part i of a group; `state` has the updated arrays and the number of parts done."""
-        updated, num_done = state
-        kept = [j for j, slots in enumerate(group.outputs) if slots.arrays in updated]
-        outputs = [group.outputs[j] for j in kept]
-        inputs, before = (load(slots, i, updated) for slots in (group.inputs, outputs))
-
-        def compute() -> list[jax.Array]:
-            unscaled = self._unscaled(group.inputs, inputs)
-            values = group.run(*unscaled, *shared_and_extra)
-            return [values[j] for j in kept]
-
-        if self.device.spec.lowered.guard == "cond":
-            values = lax.cond(self.skip, lambda: before, compute)
-        else:
-            inputs, before = lax.optimization_barrier((inputs, before))
-            values = [
-                jnp.where(self.skip, a, b)
-                for a, b in zip(before, compute(), strict=True)
-            ]
-        for slots, value in zip(outputs, values, strict=True):
-            version = self.scalars.version
-            for place, lead in self._places(slots, i, version):
-                packed = packing.write(updated[slots.arrays], place, lead, value)
-                updated = {**updated, slots.arrays: packed}
-        return updated, num_done + 1
-
-    def _places(
-        self, slots: LeafSlots, i: jax.Array | int, version: jax.Array
-    ) -> list[tuple[Place, list[jax.Array]]]:
-        """Place and leading indices of every copy of part i's leaf."""
-        versioned = slots.arrays not in ("gradients", "optimizer_state")
-        lead = [version] if versioned else []
-        lead += [self.scalars.chunk]
-        copies: Any = slots.copies  # from here on the base of a place is traced
-        return [
-            (dataclasses.replace(place, base=jnp.asarray(starts)[i]), lead)
-            for place, starts in copies
-        ]
-
-    def _load(
-        self,
-        gradients: Packed,
-        version: jax.Array,
-        all_slots: Sequence[LeafSlots],
-        i: jax.Array | int,
-        updated: dict[str, Packed],
-    ) -> list[jax.Array]:
-        """Part i's leaves, as they were before the update."""
-        source = {"gradients": gradients, **updated}
-        return [
-            packing.read(source[slots.arrays], *self._places(slots, i, version)[0])
-            for slots in all_slots
-        ]
-
-    def _unscaled(
-        self, all_slots: Sequence[LeafSlots], values: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """Values whose gradients are divided by the loss scale."""
-        return [
-            value / self.scale.astype(value.dtype)
-            if slots.arrays == "gradients" and self.scale is not None
-            else value
-            for slots, value in zip(all_slots, values, strict=True)
-        ]
-
-    def _emptied(
-        self, gradients: Packed, updated: dict[str, Packed], num_done: jax.Array
-    ) -> Packed:
-        """Gradients whose column is zero if any part is done.
-
-        Reading `num_done`, or a barrier, delays this until all parts have read the gradients. Emptied
-        earlier, the gradients would have to be copied.
-        """
-        chunk = self.scalars.chunk
-        if self.device.spec.lowered.guard == "cond":
-            return _emptied_by_rows(gradients, chunk, num_done > 0)
-        gradients, _ = lax.optimization_barrier((gradients, updated))
-
-        # XLA writes a selection in place, and would make a new array of zeros.
-        def emptied(array: jax.Array) -> jax.Array:
-            column = lax.dynamic_index_in_dim(
-                array, chunk, allow_negative_indices=False
-            )
-            column = jnp.where(self.now, jnp.zeros_like(column), column)
-            return lax.dynamic_update_index_in_dim(
-                array, column, chunk, 0, allow_negative_indices=False
-            )
-
-        return {name: emptied(a) for name, a in gradients.items()}
-
-
-def _emptied_by_rows(gradients: Packed, chunk: jax.Array, now: jax.Array) -> Packed:
-    """Gradients whose column `chunk` is zero if `now`; row by row, so that they stay in place."""
-
-    def emptied(array: jax.Array) -> jax.Array:
-        num_rows = array.shape[1] if array.ndim > 2 else 1  # of a pool, or a vector
-        row_shape = (1, array.shape[1] // num_rows, *array.shape[2:])
-        zeros = jnp.zeros(row_shape, array.dtype)
-
-        def row(i: jax.Array, array: jax.Array) -> jax.Array:
-            start = [chunk, i, *[jnp.int32(0)] * (array.ndim - 2)]
-            return lax.dynamic_update_slice(
-                array, zeros, start, allow_negative_indices=False
-            )
-
-        return lax.fori_loop(0, now.astype(jnp.int32) * num_rows, row, array)
-
-    return {name: emptied(array) for name, array in gradients.items()}

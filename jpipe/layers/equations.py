@@ -6,6 +6,7 @@ Two programs are compared by `Equations.text` (equal texts are equal programs) o
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.layers import convolution
+from jpipe.layers.constraint import NO_MESH, constrain, constrain_p, without_mesh
 
 # Primitives that call a jaxpr -> the parameter that holds this jaxpr. Calls are inlined because
 # nothing is differentiated after tracing: custom derivative rules and checkpoints are used up, and
@@ -48,9 +50,10 @@ class Equations:
     def trace(cls, function: Callable[..., Sequence], *avals: Any) -> "Equations":
         """Traces `function`, from and to flat lists of arrays, and inlines every call."""
         closed = jax.make_jaxpr(function)(*avals)
-        closed = jax.make_jaxpr(
-            lambda *args: _inline(closed.jaxpr, closed.consts, args)
-        )(*avals)
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            closed = jax.make_jaxpr(
+                lambda *args: _inline(closed.jaxpr, closed.consts, args)
+            )(*avals)
         jaxpr = closed.jaxpr
         constants = dict(zip(jaxpr.constvars, closed.consts))
         return cls(
@@ -216,7 +219,14 @@ def value_of(env: dict, atom: Any) -> Any:
 
 def bind(eqn: Any, values: Sequence) -> list:
     """The results of an equation for these operands."""
-    with eqn.ctx.manager:
+    if eqn.primitive is constrain_p:
+        return [constrain(*values, **eqn.params)]
+    return _bind(eqn, values)
+
+
+def _bind(eqn: Any, values: Sequence) -> list:
+    # The context of an equation also sets the mesh on which it was traced.
+    with eqn.ctx.manager, jax.sharding.use_abstract_mesh(NO_MESH):
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
@@ -228,7 +238,7 @@ def _inline(jaxpr: Any, constants: Sequence, args: Sequence) -> list:
         **dict(zip(jaxpr.invars, args, strict=True)),
     }
     for eqn in jaxpr.eqns:
-        values = [value_of(env, v) for v in eqn.invars]
+        values = [_operand(env, v) for v in eqn.invars]
         if eqn.primitive.name in _CALLS:
             inner = eqn.params[_CALLS[eqn.primitive.name]]
             # An open jaxpr has no constants.
@@ -239,9 +249,16 @@ def _inline(jaxpr: Any, constants: Sequence, args: Sequence) -> list:
         elif _is_slow_convolution(eqn):
             out = [convolution.convolve(eqn.params, *values)]
         else:
-            out = bind(_with_fast_convolutions(eqn), values)
+            out = _bind(without_mesh(_rewritten(eqn)), values)
         env.update(zip(eqn.outvars, out))
-    return [value_of(env, v) for v in jaxpr.outvars]
+    return [_operand(env, v) for v in jaxpr.outvars]
+
+
+def _operand(env: dict, atom: Any) -> Any:
+    """The value of a variable or literal, without the mesh on which a literal was traced."""
+    value = value_of(env, atom)
+    is_tied = isinstance(atom, jex.Literal) and _has_mesh(atom)
+    return np.asarray(value, atom.aval.dtype) if is_tied else value
 
 
 def _is_slow_convolution(eqn: Any) -> bool:
@@ -250,25 +267,42 @@ def _is_slow_convolution(eqn: Any) -> bool:
     return convolution.is_permuted(eqn.params, eqn.outvars[0].aval.ndim)
 
 
-def _with_fast_convolutions(eqn: Any) -> Any:
-    """An equation whose jaxprs, such as the body of a loop, have no slow convolution."""
+def _rewritten(eqn: Any) -> Any:
+    """An equation whose jaxprs, such as the body of a loop, have no slow convolution and no mesh."""
 
-    def has_slow(jaxpr: Any) -> bool:
-        return any(
-            _is_slow_convolution(e) or any(map(has_slow, _jaxprs_of(e)))
+    def changes(jaxpr: Any) -> bool:
+        return _is_on_mesh(jaxpr) or any(
+            _is_slow_convolution(e) or any(map(changes, _jaxprs_of(e)))
             for e in jaxpr.eqns
         )
 
     def rewritten(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(map(rewritten, value))
-        if not isinstance(value, jex.ClosedJaxpr) or not has_slow(value.jaxpr):
+        if not isinstance(value, jex.ClosedJaxpr) or not changes(value.jaxpr):
             return value
         run = functools.partial(_inline, value.jaxpr, value.consts)
-        return jax.make_jaxpr(lambda *args: run(args))(*value.in_avals)
+        avals = [_without_sharding(a) for a in value.in_avals]
+        return jax.make_jaxpr(lambda *args: run(args))(*avals)
 
     params = {name: rewritten(value) for name, value in eqn.params.items()}
-    return eqn.replace(params=params) if any(map(has_slow, _jaxprs_of(eqn))) else eqn
+    return eqn.replace(params=params) if any(map(changes, _jaxprs_of(eqn))) else eqn
+
+
+def _is_on_mesh(jaxpr: Any) -> bool:
+    """Whether a jaxpr was traced on a mesh."""
+    results = itertools.chain(jaxpr.invars, *(e.outvars for e in jaxpr.eqns))
+    return any(map(_has_mesh, results))
+
+
+def _has_mesh(atom: Any) -> bool:
+    sharding = getattr(atom.aval, "sharding", None)
+    return sharding is not None and not sharding.mesh.empty
+
+
+def _without_sharding(aval: Any) -> Any:
+    weak_type = getattr(aval, "weak_type", False)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak_type)
 
 
 def _jaxprs_of(eqn: Any) -> list:

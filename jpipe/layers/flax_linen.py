@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from flax import linen
 from flax.core import meta
+from flax.core.spmd import from_sharding_rules
+from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import abstract, zeros
 from jpipe.layers.batch_norm import Momenta, commit, to_statistics
@@ -42,7 +44,7 @@ def _bind(layer: Linen, unbound: Layer, args: tuple, index: int) -> Layer:
         first, second = jax.random.split(key)
         rngs = {"params": first, **_streams(layer, second)}
         boxed = dict(layer.module.init(rngs, *zeros(args), **layer.train))
-        split.update(linen.get_partition_spec(boxed).get("params", {}))
+        split.update(jax.tree.map(_names, boxed.get("params", {}), is_leaf=_is_box))
         variables = meta.unbox(boxed)
         parameters = variables.pop("params", {})
         variables.pop("intermediates", None)
@@ -73,6 +75,18 @@ def _bind(layer: Linen, unbound: Layer, args: tuple, index: int) -> Layer:
         specs=split,
         has_batch_norm=bool(momenta),
     )
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, meta.AxisMetadata)
+
+
+def _names(leaf: Any) -> PartitionSpec:
+    """The names of the dims of a parameter; its own rules come before those of the pipeline."""
+    if not isinstance(leaf, meta.Partitioned):
+        return PartitionSpec()
+    rules = getattr(leaf, "rules", None) or ()
+    return PartitionSpec(*from_sharding_rules(leaf.names, rules))
 
 
 def _train(

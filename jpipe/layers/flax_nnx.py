@@ -179,11 +179,13 @@ class _Variables:
         return unflatten_dict({path: after[path][...] for path in state})
 
     def specs(self) -> dict:
-        """The `PartitionSpec` of each parameter, as a nested dict."""
-        specs = jax.tree.leaves(
-            nnx.get_partition_spec(self._whole),
-            is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
-        )
+        """The names of the dims of each parameter as a `PartitionSpec`, in a nested dict."""
+        # Rules of the surroundings are those of the pipeline, which knows the shapes. A parameter's own come first.
+        with nnx.logical_axis_rules(()):
+            specs = jax.tree.leaves(
+                nnx.get_partition_spec(self._whole),
+                is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+            )
         return self._with_role(
             dict(zip(self.role_of, specs, strict=True)), "parameters"
         )

@@ -187,8 +187,9 @@ class Layer:
       bind: `args -> Layer`, for layers whose parameters depend on the shape of their inputs, or
         None.
       stash, pop: names of the skip connections that start and end at this layer.
-      specs: nested dict with the structure of `parameters`: the `PartitionSpec` of each parameter,
-        from Flax metadata (`with_partitioning` of NNX or Linen). Empty if nothing is split.
+      specs: nested dict with the structure of `parameters`: a `PartitionSpec` of the names of each
+        parameter's dims, logical names or axes of the mesh, from Flax metadata (`with_partitioning` of NNX or
+        Linen, `with_logical_partitioning`). Empty if nothing is named.
       alike: two layers with equal `alike` compute the same from the same arrays. None equals
         nothing.
       has_batch_norm: whether the layer normalises over the rows of a microbatch.

@@ -1,28 +1,33 @@
 """How parameters, microbatches, and the values that a forward stashes, are split over automatic axes of the mesh."""
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jpipe.layers.axis_rules import AxisRules, axes_of_dims
 from jpipe.layers.backward import LayerProgram
+from jpipe.layers.constraint import on_mesh
+from jpipe.layers.equations import contains
 from jpipe.layers.layer import Layer
 from jpipe.mesh import FSDP
-from jpipe.packing import axes, axes_by_dim, without
+from jpipe.packing import axes_by_dim, divisible, without
 
 
 def parameter_specs(
-    layer: Layer, index: int, sizes: Mapping[str, int]
+    layer: Layer, index: int, sizes: Mapping[str, int], rules: AxisRules
 ) -> tuple[tuple, ...]:
     """The axes that each parameter is split over, one entry per dim.
 
     Args:
       layer: the layer, bound to its inputs.
       index: its position, for messages.
-      sizes: axis of the mesh -> number of devices. Axes that a parameter names and the mesh does not
-        have are left out.
+      sizes: axis of the mesh -> number of devices. Names that stand for no axis of it are left out.
+      rules: from the logical names of dims to axes.
 
     Returns:
       One tuple per parameter, `()` for each if `sizes` is empty.
@@ -40,19 +45,23 @@ def parameter_specs(
             leaf.shape,
             spec,
             sizes,
+            rules,
         )
         for (path, leaf), spec in zip(leaves, specs, strict=True)
     )
 
 
 def _parameter_spec(
-    name: str, shape: tuple[int, ...], spec: Sequence, sizes: Mapping[str, int]
+    name: str,
+    shape: tuple[int, ...],
+    spec: Sequence,
+    sizes: Mapping[str, int],
+    rules: AxisRules,
 ) -> tuple:
-    axes_of_dim = axes_by_dim(spec)
-    of_dim = [tuple(axis for axis in names if axis in sizes) for names in axes_of_dim]
+    of_dim = axes_of_dims(spec, shape, sizes, rules)
     while of_dim and not of_dim[-1]:
         of_dim.pop()
-    if FSDP in sizes and not any(FSDP in names for names in axes_of_dim):
+    if FSDP in sizes and not any(FSDP in names for names in of_dim):
         of_dim = _fully_split(of_dim, shape, sizes)
     problem = f"{name} of shape {list(shape)} cannot be split as {spec}"
     if len(of_dim) > len(shape):
@@ -106,10 +115,83 @@ def microbatch_spec(
     return (FSDP, *whole[1:]) if FSDP in sizes and has_rows else whole
 
 
+@dataclasses.dataclass(frozen=True)
+class ValueSplit:
+    """How the values that layers pass on are split: activations, messages and their gradients.
+
+    A value is split along its rows over the axis "fsdp". If a layer says how an output is split, all
+    values of the shape of this output are split so. One rule for a shape keeps what goes from layer to
+    layer as it is.
+
+    Attributes:
+      num_rows: of the microbatch.
+      sizes: axis of the mesh -> number of devices, of the automatic axes.
+      annotated: shape -> spec, of outputs that layers split over more than their rows.
+    """
+
+    num_rows: int
+    sizes: Mapping[str, int]
+    annotated: Mapping[tuple[int, ...], tuple] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, programs: Iterable[LayerProgram], num_rows: int, sizes: Mapping[str, int]
+    ) -> "ValueSplit":
+        """The split that the outputs of layers ask for. Of two that differ for a shape, the first counts."""
+        annotated: dict[tuple[int, ...], tuple] = {}
+        for program in programs if sizes else ():
+            for aval, spec in zip(program.outputs, _output_specs(program)):
+                rows, *rest = microbatch_spec(aval.shape, num_rows, sizes) or (None,)
+                dims = axes_by_dim(spec)[1:]
+                free = [
+                    tuple(a for a in dim if a in sizes and a != rows) for dim in dims
+                ]
+                if any(free):
+                    joined = (rows, *(dim or None for dim in free), *rest[len(free) :])
+                    split = divisible(joined, aval.shape, sizes)
+                    annotated.setdefault(tuple(aval.shape), split)
+        return cls(num_rows, sizes, annotated)
+
+    def spec(self, shape: Sequence[int]) -> tuple:
+        """The axis of each dim of a value, or None; `()` without automatic axes."""
+        rows = microbatch_spec(shape, self.num_rows, self.sizes)
+        return self.annotated.get(tuple(shape), rows)
+
+    def constrained(self, values: Sequence[jax.Array]) -> list[jax.Array]:
+        """Values, split. Without rows to split and without annotations the compiler decides.
+
+        Values that leave a branch, or go round a loop, must be split alike in every branch and turn. XLA
+        does not see to it.
+        """
+        return [
+            lax.with_sharding_constraint(a, PartitionSpec(*self.spec(a.shape)))
+            if FSDP in self.sizes or tuple(a.shape) in self.annotated
+            else a
+            for a in values
+        ]
+
+
+def _output_specs(program: LayerProgram) -> list[tuple]:
+    """How a layer says that each of its outputs is split; `()` if it does not say so."""
+    equations = program.forward_equations
+    maker = {v: eqn for eqn in equations.equations for v in eqn.outvars}
+
+    def spec(output: Any) -> tuple:
+        eqn = maker.get(output) if contains(maker, output) else None
+        if eqn is not None and eqn.primitive.name == "convert_element_type":
+            return spec(eqn.invars[0])
+        if eqn is None or eqn.primitive.name != "constrain":
+            return ()
+        sharding = eqn.params["sharding"]
+        return tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
+
+    return [spec(v) for v in equations.outputs[: len(program.outputs)]]
+
+
 def stash_specs(
     program: LayerProgram,
     parameter_specs: Sequence[tuple],
-    num_rows: int,
+    values: ValueSplit,
     mesh: Mesh,
 ) -> list[tuple]:
     """How the compiler splits the values that a forward stashes, one tuple per value.
@@ -117,19 +199,20 @@ def stash_specs(
     Args:
       program: the layer's programs.
       parameter_specs: how its parameters are split.
-      num_rows: of the microbatch.
-      mesh: the automatic axes.
+      values: how its inputs are split.
+      mesh: of the pipeline. TPUs compile for all chips of a slice or none, so the layer is compiled for all
+        devices, and does the same along the axes that are not automatic.
     """
     if not program.stash:
         return []
+    auto = (AxisType.Auto,) * len(mesh.axis_names)
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
 
     def split(a: Any, spec: tuple) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-    inputs = [
-        split(a, microbatch_spec(a.shape, num_rows, mesh.shape)) for a in program.inputs
-    ]
+    inputs = [split(a, values.spec(a.shape)) for a in program.inputs]
     extra = [split(a, ()) for a in program.extra]
     parameters = [
         split(a, without(spec, FSDP))  # a layer gets its weights gathered
@@ -139,18 +222,14 @@ def stash_specs(
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options: Any = {"xla_backend_optimization_level": 0} if on_cpu else None
     stash = jax.jit(lambda *args: program.forward_and_stash(*args)[1])
-    compiled = stash.lower(parameters, inputs, extra).compile(options)
+    with on_mesh(mesh):  # for constraints
+        lowered = stash.lower(parameters, inputs, extra)
+    compiled = lowered.compile(options)
     return [
-        _divisible(aval, sharding, mesh)
+        divisible(
+            tuple(sharding.spec) if isinstance(sharding, NamedSharding) else (),
+            aval.shape,
+            mesh.shape,
+        )
         for aval, sharding in zip(program.stash, compiled.output_shardings, strict=True)
     ]
-
-
-def _divisible(aval: jax.ShapeDtypeStruct, sharding: Any, mesh: Mesh) -> tuple:
-    """The spec of a sharding, None for dims that its axes do not divide."""
-    spec = tuple(sharding.spec) if isinstance(sharding, NamedSharding) else ()
-    spec += (None,) * (aval.ndim - len(spec))
-    return tuple(
-        None if n % math.prod(mesh.shape[axis] for axis in axes((names,))) else names
-        for n, names in zip(aval.shape, spec)
-    )

@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpipe.layers.avals import cast, is_inexact, shapes_text
+from jpipe.layers.axis_rules import AxisRules, constraints_on
 from jpipe.layers.backward import (
     LayerProgram,
     trace_layer,
@@ -24,7 +25,7 @@ from jpipe.layers.equations import Equations, jaxpr_text
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss, trace_loss
 from jpipe.layers.report import collect
-from jpipe.layers.sharding import microbatch_spec, parameter_specs, stash_specs
+from jpipe.layers.sharding import ValueSplit, parameter_specs, stash_specs
 from jpipe.layers.vjp import OffloadError, OrderedEffectError
 from jpipe.packing import Leaf
 
@@ -61,7 +62,7 @@ class Traced:
       specs: per layer kind, how its parameters are split over automatic axes of the mesh, in the
         form of `packing.Leaf`.
       stash_specs: per layer kind, how its stash is split, which the compiler decides.
-      automatic: the mesh of the automatic axes; None if there are none.
+      values: how the values that layers pass on are split.
     """
 
     layers: Sequence[Layer]
@@ -77,17 +78,11 @@ class Traced:
     skips: Mapping[str, tuple[int, int, tuple]]
     specs: Sequence[tuple[tuple, ...]]
     stash_specs: Sequence[Sequence[tuple]]
-    automatic: Mesh | None
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of the microbatch."""
-        return self.inputs[0].shape[0]
+    values: ValueSplit
 
     def of_microbatch(self, aval: jax.ShapeDtypeStruct) -> Leaf:
-        """A leaf that is split as a microbatch is, such as a leaf of a message."""
-        sizes = {} if self.automatic is None else self.automatic.shape
-        return Leaf(aval, 1, microbatch_spec(aval.shape, self.num_rows, sizes))
+        """A leaf that is split as what layers pass on, such as a leaf of a message."""
+        return Leaf(aval, 1, self.values.spec(aval.shape))
 
     @functools.cached_property
     def flops(self) -> list[float]:
@@ -105,6 +100,8 @@ def trace_layers(
     key_impl: Any = None,
     policy: Callable | None = None,
     automatic: Mesh | None = None,
+    mesh: Mesh | None = None,
+    axis_rules: AxisRules = (),
 ) -> Traced:
     """Traces every layer, and the loss, for the abstract `microbatch`.
 
@@ -117,6 +114,8 @@ def trace_layers(
       policy: the checkpoint policy of the layers. The loss stashes all its residuals.
       automatic: the mesh of the automatic axes alone, over which parameters may be split; None
         without such axes.
+      mesh: the whole mesh, if there are automatic axes.
+      axis_rules: from logical names to axes.
 
     Returns:
       The `Traced` layers.
@@ -128,7 +127,7 @@ def trace_layers(
 
     def traced(reports: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[_Tracer, Any]:
         tracer = _Tracer(layers, loss is not None, compute_dtype, key_impl, policy)
-        tracer.axis_sizes = {} if automatic is None else automatic.shape
+        tracer.automatic, tracer.axis_rules = automatic, axis_rules
         tracer.reports = reports
         outputs = inputs
         for i in range(len(layers)):
@@ -144,9 +143,13 @@ def trace_layers(
     num_rows = jax.tree.leaves(inputs)[0].shape[0]
     program = weight = None
     if loss is not None:
-        program, weight = trace_loss(
-            loss, outputs[0] if reported else outputs, reported, microbatch, key_impl
-        )
+        outputs_of_model = outputs[0] if reported else outputs
+        with constraints_on(automatic, axis_rules):
+            program, weight = trace_loss(
+                loss, outputs_of_model, reported, microbatch, key_impl
+            )
+    sizes = {} if automatic is None else automatic.shape
+    values = ValueSplit.of(tracer.layer_kinds, num_rows, sizes)
     return Traced(
         tracer.layers,
         tracer.layer_kinds,
@@ -162,11 +165,11 @@ def trace_layers(
         tracer.specs,
         [
             [()] * len(kind.stash)
-            if loss is None or automatic is None
-            else stash_specs(kind, spec, num_rows, automatic)
+            if loss is None or automatic is None or mesh is None
+            else stash_specs(kind, spec, values, mesh)
             for kind, spec in zip(tracer.layer_kinds, tracer.specs, strict=True)
         ],
-        automatic,
+        values,
     )
 
 
@@ -176,7 +179,8 @@ class _Tracer:
     Attributes:
       layers, layer_kinds, kind_of_layer, mutable, outputs, skips, specs: as in `Traced`, of the layers so
         far.
-      axis_sizes: automatic axis of the mesh -> number of devices.
+      automatic: the mesh of the automatic axes; None if there are none.
+      axis_rules: from logical names to its axes.
       reports: the values that layers hand on to the loss beside their outputs, by name. Every layer
         but the first takes `(inputs, sums)`, and every layer returns `(outputs, sums)`; without
         names inputs and outputs alone.
@@ -198,7 +202,8 @@ class _Tracer:
         self.outputs: list[tuple] = []
         self.skips: dict[str, tuple[int, int, tuple]] = {}
         self.specs: list[tuple] = []
-        self.axis_sizes: Mapping[str, int] = {}
+        self.automatic: Mesh | None = None
+        self.axis_rules: AxisRules = ()
         self.reports: Mapping[str, jax.ShapeDtypeStruct] = {}
         self.reported: dict[str, jax.ShapeDtypeStruct] = {}
         self._training = training
@@ -262,7 +267,8 @@ class _Tracer:
         layer = self.layers[i]
         update = integer_update(layer, i, self._key, self._key_impl, args)
         mutable = _mutable(layer, update)
-        spec = parameter_specs(layer, i, self.axis_sizes)
+        sizes = {} if self.automatic is None else self.automatic.shape
+        spec = parameter_specs(layer, i, sizes, self.axis_rules)
         text = f"{program.text}\n{_commit_text(mutable)}\n{spec}"
         kind = self._kind_of_text.setdefault(text, len(self.layer_kinds))
         if kind == len(self.layer_kinds):
@@ -275,15 +281,16 @@ class _Tracer:
         layer = self.layers[i]
         extra = {"key": self._key, "state": layer.state}
         try:
-            return trace_layer(
-                self._function(i),
-                layer.parameters,
-                args,
-                extra,
-                has_aux=True,
-                input_grads=input_grads,
-                policy=self._policy,
-            )
+            with constraints_on(self.automatic, self.axis_rules):
+                return trace_layer(
+                    self._function(i),
+                    layer.parameters,
+                    args,
+                    extra,
+                    has_aux=True,
+                    input_grads=input_grads,
+                    policy=self._policy,
+                )
         except (OffloadError, OrderedEffectError) as error:
             raise ValueError(f"layer {i} ({layer.name}): {error}") from None
         except Exception as error:

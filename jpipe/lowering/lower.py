@@ -15,12 +15,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
-from jpipe.lowering.rings import STASHES, Ring, make_rings
+from jpipe.lowering.everywhere import Follows, everywhere
+from jpipe.lowering.rings import HEAD_GRADIENT, STASHES, Ring, make_rings
 from jpipe.schedule import IDLE, Schedule, newest_version
 
 __all__ = [
     "GUARDS",
+    "HEAD_GRADIENT",
     "STASHES",
+    "Follows",
     "Lowered",
     "Operations",
     "Route",
@@ -72,7 +75,7 @@ class Lowered:
     Attributes:
       schedule: the table.
       operations: "forward", "backward", "weight_grad", "update" -> `Operations`. With several
-        columns per stage also "commit", see `commit_cells`.
+        columns per stage also "commit", see `commit_cells`; and those that all devices run together.
       channels: the channels.
       outgoing: (inbox, lane) of each output that a device may send.
       rings: name -> ring.
@@ -119,6 +122,7 @@ def lower(
     routes: Sequence[Route] | None = None,
     overlap: bool = False,
     guard: str = "cond",
+    together: Mapping[str, Follows] | None = None,
 ) -> Lowered:
     """Lowers a legal table.
 
@@ -130,6 +134,7 @@ def lower(
         therefore never share a channel.
       guard: one of `GUARDS`: how a device leaves out the operations that other devices run in the
         same tick.
+      together: name of each operation that all devices run together -> what it follows.
 
     Returns:
       The `Lowered` table.
@@ -154,14 +159,16 @@ def lower(
         if route.target
         for lane in range(operations[route.operation].num_lanes)
     )
+    together = together or {}
+    head = "head" in together
     return Lowered(
         schedule=schedule,
-        operations=operations,
+        operations={**operations, **everywhere(operations, together)},
         channels=assign_channels(
             schedule, position, num_in_column, operations, routes, outgoing, overlap
         ),
         outgoing=outgoing,
-        rings=make_rings(schedule, position, num_in_column, recompute, routes),
+        rings=make_rings(schedule, position, num_in_column, recompute, routes, head),
         num_chunks=int(chunk.max()) + 1,
         copies=tuple(
             tuple((int(schedule.device[c]), int(chunk[c])) for c, *_ in of_stage)
@@ -170,7 +177,7 @@ def lower(
         num_in_column=num_in_column,
         num_versions=_num_versions(schedule),
         newest=newest[columns],
-        num_batches=_num_batches(schedule, recompute),
+        num_batches=_num_batches(schedule, recompute or "embed_backward" in together),
         drain_rounds=last_tick // schedule.num_ticks,
         guard=guard,
     )
@@ -204,10 +211,15 @@ def _num_versions(schedule: Schedule) -> int:
     return V
 
 
-def _num_batches(schedule: Schedule, recompute: bool) -> int:
-    """How many of the latest minibatches the first and the last stage read, with this round's."""
+def _num_batches(schedule: Schedule, backwards: bool) -> int:
+    """How many of the latest minibatches the first and the last stage read, with this round's.
+
+    Args:
+      schedule: the table.
+      backwards: whether backwards read the minibatch too.
+    """
     ends, oldest = np.isin(schedule.stage, (0, schedule.num_stages - 1)), 0
-    readers = [schedule.forward, schedule.backward] if recompute else [schedule.forward]
+    readers = [schedule.forward, schedule.backward] if backwards else [schedule.forward]
     for cells in readers:
         read = cells[:, ends]
         oldest = min(oldest, int(read[read != IDLE].min(initial=0)))

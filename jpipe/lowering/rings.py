@@ -25,6 +25,9 @@ from jpipe.schedule import IDLE, Schedule
 STASHES = ("input_stash", "weight_stash", "split_residuals")
 """Rings that keep a stage's values from one of its operations to another."""
 
+HEAD_GRADIENT = "head_gradient"
+"""The ring of the gradient by the inputs of a head that all devices run together."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
@@ -70,6 +73,7 @@ def make_rings(
     num_in_column: np.ndarray,
     recompute: bool,
     routes: Sequence[Route],
+    head: bool = False,
 ) -> dict[str, Ring]:
     """The rings of a table, by name.
 
@@ -79,10 +83,13 @@ def make_rings(
       num_in_column: int `[C]`, microbatches of a minibatch that each column runs.
       recompute: keep only the inputs of a stage from its forward to its backward.
       routes: the messages; each has an inbox, which is a ring.
+      head: whether all devices run the head together.
     """
     names = [*(route.inbox for route in routes), *STASHES]
     rings = {name: Ring(0, [np.zeros(0, int)] * schedule.num_columns) for name in names}
     lifetimes = _lifetimes(schedule, recompute, routes)
+    if head and not schedule.forward_only:
+        lifetimes[HEAD_GRADIENT] = _of_last_stage(schedule)
     share = _shared_slots if schedule.synchronous else _slots_of_columns
     for name, (first, last) in lifetimes.items():
         used = (first != IDLE) & (last != IDLE)
@@ -173,6 +180,14 @@ def _lifetimes(
     if schedule.splits_backward:
         lifetimes["split_residuals"] = (backward, weight_grad)
     return lifetimes
+
+
+def _of_last_stage(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
+    """First and last tick `[N, C]` of what the last stage keeps from its forward to its backward."""
+    is_last = schedule.stage == schedule.num_stages - 1
+    ticks = schedule.forward_ticks(), schedule.backward_ticks()
+    first, last = (np.where(is_last, t, IDLE) for t in ticks)
+    return first, last
 
 
 def _least_modulus(

@@ -315,6 +315,11 @@ def _add_flags(table: ScalarTable, lowered: Lowered, operation: str) -> None:
         table.add_guarded(("copies", operation, s), np.where(now, 0, -1), first, last)
 
 
+def _of_minibatch(operation: str) -> bool:
+    """Whether an operation is one of a whole minibatch, not of a microbatch."""
+    return operation == "commit" or operation.startswith("update")
+
+
 def _add_lane(
     table: ScalarTable,
     lowered: Lowered,
@@ -336,11 +341,11 @@ def _add_lane(
             continue
         program = np.where(stage >= 0, values, -1)
         first, last = microbatch, microbatch
-        if operation in ("update", "commit"):  # of all microbatches of a minibatch
+        if _of_minibatch(operation):
             first, last = N * (version - 1), N * version - 1
         table.add_guarded((*lane_name, "program"), program, first, last)
     table.add_plain((*lane_name, "chunk"), chunk)
-    if operation in ("update", "commit"):
+    if _of_minibatch(operation):
         return
     table.add_plain((*lane_name, "number"), microbatch, rounds=N, started=1)
     if not lowered.schedule.has_copies:  # else a commit moves the mutable state

@@ -36,6 +36,7 @@ class Candidate:
       boundaries: the layer at which each stage after the first begins.
       prediction: seconds and bytes of a training step.
       fits: whether the predicted bytes are within the machine's limit.
+      shard_optimizer: whether replicas of a stage share its update.
       why: why the candidate is not the first of its ranking; empty for the first.
     """
 
@@ -49,6 +50,7 @@ class Candidate:
     boundaries: tuple[int, ...]
     prediction: Prediction
     fits: bool
+    shard_optimizer: bool = False
     why: str = ""
 
     def table(self) -> Schedule:
@@ -114,11 +116,12 @@ def choose(
     asynchronous: bool = False,
     recompute: str | Sequence[str] = _SAME_PROGRAMS,
     schedule_names: Sequence[str] | None = None,
+    shard_optimizer: bool | Sequence[bool] = False,
 ) -> Ranking:
     """Prices every plan that the profiles allow and ranks them.
 
-    The search covers schedules with their options, stages, replicas, recomputation and the
-    microbatch sizes of the profiles. Each stage count is cut in two ways: the slowest stage
+    The search covers schedules with their options, stages, replicas, recomputation, shared updates and
+    the microbatch sizes of the profiles. Each stage count is cut in two ways: the slowest stage
     takes the least time, and, where that cut does not fit the memory, the largest stage takes
     the fewest bytes. PipeDream's solver adds stages with copies, if the machine's bandwidth is
     known: schedules that take `replicas` are priced with what it finds for every number of
@@ -134,6 +137,7 @@ def choose(
         policy is priced with its policy alone.
       schedule_names: names of `jpipe.schedules` to consider; None: all of them.
         Asynchronous schedules among them still need `asynchronous`.
+      shard_optimizer: whether replicas of a stage share its update, as of `Pipeline`; both values try both.
 
     Returns:
       A `Ranking`: first the candidates that fit, the fastest first, then the others, the
@@ -153,15 +157,20 @@ def choose(
                 f'`recompute` must be "none" or "full", got {value!r}. To price a policy, make '
                 "the profile with it."
             )
+    sharing = (
+        [shard_optimizer]
+        if isinstance(shard_optimizer, bool)
+        else list(shard_optimizer)
+    )
     names = schedules.names() if schedule_names is None else list(schedule_names)
     names = [name for name in names if _is_wanted(name, asynchronous)]
     candidates: list[Candidate] = []
     skipped: list[Skipped] = []
     for profile in profiles:
         for plan in _plans(profile, machine, batch_size, names):
-            _price(plan, profile, machine, recompute, candidates, skipped)
+            _price(plan, profile, machine, recompute, sharing, candidates, skipped)
         for plan, cut in _plans_with_copies(profile, machine, batch_size, names):
-            _price(plan, profile, machine, recompute, candidates, skipped, cut)
+            _price(plan, profile, machine, recompute, sharing, candidates, skipped, cut)
     if not candidates:
         sizes = sorted({profile.microbatch_size for profile in profiles})
         raise ValueError(
@@ -346,12 +355,14 @@ def _price(
     profile: Profile,
     machine: Machine,
     recompute: Sequence[str],
+    sharing: Sequence[bool],
     candidates: list[Candidate],
     skipped: list[Skipped],
     cut: list[int] | None = None,
 ) -> None:
-    """Appends a plan's candidates, one per kind of recomputation, or the reason to skip it.
+    """Appends a plan's candidates, or the reason to skip it.
 
+    There is one per kind of recomputation and, with replicas, per value of `shard_optimizer` in `sharing`.
     `cut` are the boundaries; None: they are chosen.
     """
     counts = plan.num_stages, plan.num_microbatches
@@ -362,9 +373,11 @@ def _price(
     schedule = _build(plan.schedule, *counts, plan.options)
     if profile.recompute not in _SAME_PROGRAMS:
         recompute = [profile.recompute]
-    for value in recompute:
+    if plan.num_replicas == 1 and not schedule.has_copies:
+        sharing = [False]
+    for value, shard in itertools.product(recompute, dict.fromkeys(sharing)):
         profiled = dataclasses.replace(profile, recompute=value)
-        candidate = _best_cut(schedule, plan, profiled, machine, cut)
+        candidate = _best_cut(schedule, plan, profiled, machine, cut, shard)
         if candidate is None:
             skipped.append(Skipped(*plan, why=_tied(profile)))
             return
@@ -385,6 +398,7 @@ def _best_cut(
     profile: Profile,
     machine: Machine,
     cut: list[int] | None,
+    shard: bool,
 ) -> Candidate | None:
     """The cut with balanced times; or the one with balanced bytes, if only that fits or is smaller.
 
@@ -410,13 +424,16 @@ def _best_cut(
 
     candidates: list[Candidate] = []
     for boundaries in filter(trains, cuts()):
-        prediction = predict(schedule, profile, boundaries, machine, plan.num_replicas)
+        prediction = predict(
+            schedule, profile, boundaries, machine, plan.num_replicas, shard
+        )
         candidate = Candidate(
             **plan._asdict(),
             recompute=profile.recompute,
             boundaries=tuple(boundaries),
             prediction=prediction,
             fits=prediction.num_bytes <= machine.memory_limit,
+            shard_optimizer=shard,
         )
         candidates.append(candidate)
         if candidate.fits:

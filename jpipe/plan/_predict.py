@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -51,6 +52,7 @@ def predict(
     boundaries: Sequence[int],
     machine: Machine,
     num_replicas: int = 1,
+    shard_optimizer: bool = False,
 ) -> Prediction:
     """Predicts the cost of a table in lockstep. Each of its cells is one microbatch of the profile.
 
@@ -68,6 +70,9 @@ def predict(
       boundaries: the layer at which each stage after the first begins.
       machine: the machine. The devices of a replica are neighbours.
       num_replicas: the number of copies of the pipeline.
+      shard_optimizer: whether the replicas of a stage share its update, as of `Pipeline`. Each takes an
+        equal part of its time and of the optimizer's state, which is exact for updates that work element by
+        element.
 
     Returns:
       A `Prediction`. Its bytes are those of `Pipeline.memory`, except for the temporaries, which
@@ -87,12 +92,14 @@ def predict(
     S = schedule.num_stages
     starts = check_boundaries(list(boundaries), len(profile.layers), S)
     assert starts is not None  # as it is for a list of boundaries
-    costs = stage_costs(schedule, profile, starts, machine, num_replicas)
+    costs = stage_costs(
+        schedule, profile, starts, machine, num_replicas, shard_optimizer
+    )
     timing = simulate(schedule, costs)
     return Prediction(
         seconds=timing.makespan + machine.step,
         timing=timing,
-        memory=predict_memory(schedule, profile, starts, num_replicas),
+        memory=predict_memory(schedule, profile, starts, num_replicas, shard_optimizer),
         delay=int(schedule.facts().forward_delay.max()),
     )
 
@@ -103,12 +110,13 @@ def stage_costs(
     starts: Sequence[int],
     machine: Machine,
     num_replicas: int = 1,
+    shard_optimizer: bool = False,
 ) -> Costs:
     """The costs of each stage in the form of `jpipe.simulate`.
 
     Args:
       schedule: the table, for the devices of the stages and for split backwards.
-      profile, machine, num_replicas: as of `predict`.
+      profile, machine, num_replicas, shard_optimizer: as of `predict`.
       starts: the first layer of each stage, then the number of layers.
     """
     split = schedule.splits_backward
@@ -141,6 +149,9 @@ def stage_costs(
     for s, (start, stop) in enumerate(itertools.pairwise(starts)):
         weights = sum(layer.parameter_bytes for layer in profile.layers[start:stop])
         ring = [copies[s][0] + r * D for r in range(num_replicas)]
+        if shard_optimizer:
+            update[s] /= len(copies[s]) * num_replicas
+        # To scatter gradients and to gather weights takes as long as to add up gradients.
         update[s] += machine.reduce_seconds(weights, ring)
         update[s] += machine.reduce_seconds(weights, copies[s])
     return Costs(
@@ -171,11 +182,12 @@ def predict_memory(
     profile: Profile,
     starts: Sequence[int],
     num_replicas: int = 1,
+    shard_optimizer: bool = False,
 ) -> Memory:
     """Bytes per device, by use.
 
     Args:
-      schedule, profile, num_replicas: as of `predict`.
+      schedule, profile, num_replicas, shard_optimizer: as of `predict`.
       starts: the first layer of each stage, then the number of layers.
     """
     layers = profile.layers
@@ -187,7 +199,9 @@ def predict_memory(
         """The packing of the stages' leaves of one name, as in the engine."""
         loss = profile.loss.avals(name) if name == "input_stash" else ()
         return groups.pack(
-            lambda kind: map(Leaf, layer_of_kind[kind].avals(name)), [*map(Leaf, loss)]
+            lambda kind: map(Leaf, layer_of_kind[kind].avals(name)),
+            [*map(Leaf, loss)],
+            tight=name in ("parameters", "optimizer_state"),
         )
 
     routes = _routes(profile, starts)
@@ -196,6 +210,17 @@ def predict_memory(
     R, V = lowered.num_chunks, lowered.num_versions
     parameters, state = packed("parameters"), packed("state")
     weights, optimizer = parameters.num_bytes, packed("optimizer_state").num_bytes
+    of_stage = np.array(
+        [
+            sum(layer.optimizer_bytes for layer in layers[start:stop])
+            for start, stop in itertools.pairwise(starts)
+        ]
+    )
+    num_shares = np.ones(len(of_stage), int)
+    if shard_optimizer:
+        num_shares = num_replicas * np.array(schedule.replicas)
+        largest = (of_stage / num_shares).max() / max(of_stage.max(), 1)
+        optimizer = math.ceil(optimizer * largest)
     # The profile knows the bytes of a microbatch, and not its arrays.
     microbatch = jax.ShapeDtypeStruct((profile.microbatch_bytes,), np.uint8)
     in_flight = buffer_shapes(
@@ -219,6 +244,7 @@ def predict_memory(
         )
         for layer in layers[start:stop]
     )
+    used -= int(np.dot(schedule.replicas, of_stage - of_stage / num_shares))
     held = R * (versions * weights + weights + optimizer)
     return Memory(
         weights=R * versions * weights,

@@ -3,6 +3,7 @@
 `jpipe.entry_points` names these functions; `Pipeline` calls them.
 """
 
+import dataclasses
 import itertools
 import json
 import os
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jpipe.costs import inner_layers
 from jpipe.layers.trace import Traced
 from jpipe.plan._loops import PROGRAMS
 from jpipe.plan._profile import (
@@ -99,7 +101,9 @@ def boundaries_by_time(
         programs=sorted({*itertools.chain(*programs)}),
         **_options(settings, traced),
     )
-    return balance_by_time(measured, settings.schedule.num_stages, split=split)
+    inner = inner_layers(settings, traced, microbatch)
+    measured, num_stages = _only(measured, inner), settings.schedule.num_stages
+    return [inner.start + b for b in balance_by_time(measured, num_stages, split=split)]
 
 
 def boundaries_by_memory(
@@ -114,7 +118,17 @@ def boundaries_by_memory(
         **_options(settings, traced),
     )
     in_flight = int(settings.schedule.facts().in_flight.max())
-    return balance_by_memory(counted, settings.schedule.num_stages, in_flight=in_flight)
+    inner = inner_layers(settings, traced, microbatch)
+    cut = balance_by_memory(
+        _only(counted, inner), settings.schedule.num_stages, in_flight=in_flight
+    )
+    return [inner.start + b for b in cut]
+
+
+def _only(measured: Profile, layers: range) -> Profile:
+    """The profile of some layers."""
+    kept = measured.layers[layers.start : layers.stop]
+    return dataclasses.replace(measured, layers=kept)
 
 
 def _options(settings: Settings, traced: Traced) -> dict[str, Any]:

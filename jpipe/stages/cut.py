@@ -19,10 +19,12 @@ import jax
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.equations import Equations
 from jpipe.layers.layer import Layer
+from jpipe.layers.sharding import ValueSplit
 from jpipe.layers.trace import Mutable, Traced
 from jpipe.packing import Leaf, Packing
 from jpipe.solvers import min_max
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
+from jpipe.stages.vocabulary import NO_VOCABULARY, Vocabulary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,9 @@ class Stages:
         to stage s + 1.
       gradients: the same for their gradients.
       portals: the direct messages of skips between stages.
+      values: how the values that layers pass on are split over automatic axes of the mesh.
       ties: tied weights, each as `(layer, leaf)` pairs; the optimizer knows the first pair.
+      vocabulary: the layers that all stages run together, and that are of no stage.
     """
 
     layers: Sequence[Layer]
@@ -115,8 +119,10 @@ class Stages:
     split_residuals: Packing
     activations: Packing
     gradients: Packing
+    values: ValueSplit
     portals: Sequence[Portal] = ()
     ties: Sequence[Sequence[tuple[int, int]]] = ()
+    vocabulary: Vocabulary = NO_VOCABULARY
 
     @property
     def num_stages(self) -> int:
@@ -128,8 +134,12 @@ class Stages:
         return stage_of_layer(self.starts, layer)
 
     def layers_of(self, stage: int) -> range:
-        """The layers of a stage."""
-        return range(self.starts[stage], self.starts[stage + 1])
+        """The layers of a stage, without vocabulary layers."""
+        inner = self.vocabulary.inner(len(self.layers))
+        return range(
+            max(self.starts[stage], inner.start),
+            min(self.starts[stage + 1], inner.stop),
+        )
 
     def layer_runs(self, stage: int) -> list[tuple[int, LayerRun, int]]:
         """`(layer, run, row)` for each layer of a stage.
@@ -212,13 +222,17 @@ class Groups(NamedTuple):
     longest: list[tuple[int, ...]]
 
     def pack(
-        self, leaves_of: Callable[[Any], Iterable[Leaf]], last: Sequence[Leaf] = ()
+        self,
+        leaves_of: Callable[[Any], Iterable[Leaf]],
+        last: Sequence[Leaf] = (),
+        tight: bool = False,
     ) -> Packing:
         """Packs the leaves that layers have for one use, such as their parameters.
 
         Args:
           leaves_of: kind -> leaves of one layer.
           last: further leaves of the last stage.
+          tight: as in `Packing.of`.
 
         Returns:
           A packing with one owner per program.
@@ -233,7 +247,7 @@ class Groups(NamedTuple):
         ]
         owners[self.program_of_stage[-1]] += last
         num_stages = [len(stages) for stages in self.stages_of]
-        return Packing.of(owners, num_stages=num_stages)
+        return Packing.of(owners, num_stages=num_stages, tight=tight)
 
 
 def group(kinds: Sequence, starts: Sequence[int], ends_apart: bool = False) -> Groups:
@@ -248,7 +262,7 @@ def group(kinds: Sequence, starts: Sequence[int], ends_apart: bool = False) -> G
     for start, stop in itertools.pairwise(starts):
         runs = [(k, len(list(g))) for k, g in itertools.groupby(kinds[start:stop])]
         signature = tuple(k for k, _ in runs)
-        end = (start == 0, stop == starts[-1]) if ends_apart else None
+        end = (start == starts[0], stop == starts[-1]) if ends_apart else None
         program = signature, end
         if program not in programs:
             programs.append(program)
@@ -272,6 +286,7 @@ def cut(
     num_stages: int,
     ties: Sequence[Sequence[tuple[int, int]]] = (),
     ends_apart: bool = False,
+    vocabulary_layers: Vocabulary = NO_VOCABULARY,
 ) -> Stages:
     """Cuts traced layers into stages.
 
@@ -281,6 +296,7 @@ def cut(
       num_stages: S.
       ties: as in `Stages`.
       ends_apart: as in `group`.
+      vocabulary_layers: the layers that all stages run together.
     """
     layers = traced.layers
     if starts is None:
@@ -289,15 +305,24 @@ def cut(
         _Signature(k, layer.stash, layer.pop)
         for k, layer in zip(traced.kind_of_layer, layers)
     ]
-    groups = group(signature_of_layer, starts, ends_apart)
+    inner = vocabulary_layers.inner(len(layers))
+    check_inner(starts, inner)
+    firsts = [inner.start, *starts[1:-1], inner.stop]
+    groups = group(signature_of_layer, firsts, ends_apart)
     packings = {}
     for name in _LEAVES_OF:
-        loss = traced.loss.stash if name == "input_stash" and traced.loss else ()
+        loss: tuple = ()
+        if name == "input_stash" and traced.loss and vocabulary_layers.head is None:
+            loss = traced.loss.stash
 
         def leaves_of(signature: _Signature, name: str = name) -> list[Leaf]:
             return _leaves(traced, name, signature.kind)
 
-        packings[name] = groups.pack(leaves_of, [traced.of_microbatch(a) for a in loss])
+        packings[name] = groups.pack(
+            leaves_of,
+            [traced.of_microbatch(a) for a in loss],
+            tight=name == "parameters",
+        )
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     messages = [[traced.of_microbatch(a) for a in leaves] for leaves in outputs]
     activations, gradients = pack_messages(messages)
@@ -320,9 +345,26 @@ def cut(
         **packings,
         activations=activations,
         gradients=gradients,
+        values=traced.values,
         ties=ties,
         portals=find_portals(traced.skips, starts, traced.of_microbatch),
+        vocabulary=vocabulary_layers,
     )
+
+
+def check_inner(starts: Sequence[int], inner: range) -> None:
+    """Raises `ValueError` if a stage has no layer but those that all stages run.
+
+    Args:
+      starts: first layer of each stage, and the number of layers at the end.
+      inner: the layers that belong to one stage each.
+    """
+    for s, (start, stop) in enumerate(itertools.pairwise(starts)):
+        if max(start, inner.start) >= min(stop, inner.stop):
+            raise ValueError(
+                f"stage {s} would hold layer {start} alone, which is split over all stages. Choose `boundaries` within "
+                f"{inner.start + 1}..{inner.stop - 1}, got {list(starts[1:-1])}."
+            )
 
 
 class _Signature(NamedTuple):

@@ -9,8 +9,9 @@ share it.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -30,7 +31,22 @@ from jpipe.stages.flat_update import (
     norm_dtype_of,
     with_hooks,
 )
-from jpipe.stages.vector_blocks import PackedLeaf, PackedPart, in_blocks
+from jpipe.stages.shares import Replicas
+from jpipe.stages.update_groups import (
+    Draft,
+    Grouped,
+    LeafSlots,
+    Piece,
+    UpdateGroup,
+    group_updates,
+)
+from jpipe.stages.vector_blocks import (
+    PackedLeaf,
+    PackedPart,
+    in_blocks,
+    is_elementwise,
+)
+from jpipe.stages.vocabulary import Unit
 
 __all__ = [
     "EXTRA_ARGS",
@@ -41,37 +57,10 @@ __all__ = [
     "UpdateGroup",
     "make_updates",
     "read_delays",
+    "seen_by_optimizer",
     "stage_tree",
+    "unit_tree",
 ]
-
-
-class LeafSlots(NamedTuple):
-    """Where the parts of a group have one of their inputs or outputs.
-
-    Attributes:
-      arrays: "parameters", "gradients", "optimizer_state", or a pass whose weights a hook gives.
-      copies: for each copy of the leaf (several if tied) its place, and int32 `[parts]`, the first
-        index of each part's leaf in that array.
-    """
-
-    arrays: str
-    copies: Sequence[tuple[Place, np.ndarray]]
-
-
-class UpdateGroup(NamedTuple):
-    """Parts of an update that are one program on different leaves.
-
-    Attributes:
-      run: `(*inputs, *shared, *extra) -> outputs`.
-      inputs: where the inputs are.
-      outputs: where the outputs go.
-      num_parts: how many parts there are.
-    """
-
-    run: Equations
-    inputs: Sequence[LeafSlots]
-    outputs: Sequence[LeafSlots]
-    num_parts: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,20 +72,23 @@ class StageUpdate:
 
     Attributes:
       groups: the program, in groups of equal parts.
-      shared: inputs of every part: scalars among parameters, gradients and state. They are followed
+      shared: inputs of every part: scalars among parameters, gradients and state, and what the
+        optimizer keeps in its state and does not change. They are followed
         by the values of `EXTRA_ARGS`, and with hooks by the delays of `PASSES`.
       param_hooks: pass -> the function `(parameters, optimizer_state, delay) -> parameters`, of
         flat lists.
       parameters: for each parameter leaf, `(place, row)` of all its copies on the stage; several if
         tied.
-      state: the place of each leaf of the optimizer's state.
+      state: for each leaf of the optimizer's state the pieces in which it is placed.
+      replicas: of the stage, if they share the update; else one.
     """
 
     groups: Sequence[UpdateGroup]
     shared: Sequence[LeafSlots]
     param_hooks: Mapping[str, Callable]
     parameters: Sequence[Sequence[tuple[Place, int]]]
-    state: Sequence[Place]
+    state: Sequence[Sequence[Piece]]
+    replicas: Replicas
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,29 +98,33 @@ class StageUpdates:
     Attributes:
       programs: distinct updates.
       program_of_stage: `[S]`, position in `programs`.
-      state: how the optimizer's state is packed, one owner per program.
+      state: how the optimizer's state is packed, one owner for each program and share.
       norm_dtype: dtype of the gradient's norm, at least float32.
+      of_units: for each unit of vocabulary layers its update, and how its state is packed.
     """
 
     programs: Sequence[StageUpdate]
     program_of_stage: Sequence[int]
     state: Packing
     norm_dtype: np.dtype
+    of_units: Sequence[tuple[StageUpdate, Packing]] = ()
 
 
 # -- What the optimizer sees of a stage
 
 
 def stage_tree(stages: Stages, stage: int, per_layer: Sequence) -> list:
-    """What the optimizer sees on a stage: `per_layer`, with None for layers of other stages.
+    """What the optimizer sees on a stage: see `seen_by_optimizer`."""
+    return seen_by_optimizer(stages, stages.layers_of(stage), per_layer)
+
+
+def seen_by_optimizer(
+    stages: Stages, layers: Sequence[int], per_layer: Sequence
+) -> list:
+    """What the optimizer sees of some layers: `per_layer`, with None for others.
 
     A tied weight appears once, in the first of its layers.
     """
-    return _seen(stages, stages.layers_of(stage), per_layer)
-
-
-def _seen(stages: Stages, layers: Sequence[int], per_layer: Sequence) -> list:
-    """`per_layer` with None for layers outside of `layers`, and for copies of tied weights."""
     tied_copies = {copy for copies in stages.ties for copy in copies[1:]}
     trees: list = [None] * len(stages.layers)
     for i in layers:
@@ -141,7 +137,7 @@ def _seen(stages: Stages, layers: Sequence[int], per_layer: Sequence) -> list:
 def _leaf_copies(
     stages: Stages, stage: int
 ) -> tuple[tuple[tuple[Place, int], ...], ...]:
-    """For each leaf of `stage_tree`, `(place, row)` of its copies on the stage."""
+    """For each leaf of `seen_by_optimizer`, `(place, row)` of its copies on the stage."""
     places = {
         (layer, j): (place, row)
         for layer, run, row in stages.layer_runs(stage)
@@ -182,33 +178,59 @@ def _state_leaves(flat: FlatUpdate, parameters: Sequence) -> list[Leaf]:
     ]
 
 
-def _stage_update(
-    equations: Equations,
-    param_hooks: Mapping[str, Callable],
-    parameters: Sequence,
-    state: Sequence[Place],
-) -> StageUpdate:
-    """The update `equations` on packed arrays.
+# -- All stages
 
-    Args:
+
+class _Draft(NamedTuple):
+    """An update of a stage before the optimizer's state is packed, which needs all stages.
+
+    Attributes:
       equations: as `with_hooks` returns them.
       param_hooks: pass -> hook.
       parameters: for each parameter leaf, `(place, row)` of its copies.
-      state: for each leaf of the optimizer's state, its place.
+      state_leaves: of the optimizer.
+      replicas: that share the update.
     """
+
+    equations: Equations
+    param_hooks: Mapping[str, Callable]
+    parameters: Sequence
+    state_leaves: Sequence[Leaf]
+    replicas: Replicas
+
+
+def _in_parts(draft: _Draft, state: Sequence[Place], num_stages: int) -> Draft:
+    """An update on packed arrays, in parts that can each run alone.
+
+    Args:
+      draft: the update.
+      state: for each leaf of the optimizer's state, its place if nobody shares it.
+      num_stages: how many stages have this update.
+    """
+    equations, parameters = draft.equations, draft.parameters
     state_leaves = [PackedLeaf("optimizer_state", [(place, 0)]) for place in state]
     weights = [PackedLeaf("parameters", copies) for copies in parameters]
     gradients = [PackedLeaf("gradients", copies[:1]) for copies in parameters]
-    hooked = [PackedLeaf(name, copies) for name in param_hooks for copies in parameters]
+    hooked = [
+        PackedLeaf(name, copies) for name in draft.param_hooks for copies in parameters
+    ]
     inputs, outputs = (
         weights + gradients + state_leaves,
         weights + state_leaves + hooked,
     )
-    # Every part may read scalars and extra arguments.
+    # Every part may read scalars, constants of the optimizer, and extra arguments.
+    shapes = {place.shape for ((place, _), *_) in parameters}
+    constants = {
+        v
+        for v, after in zip(
+            equations.inputs[2 * len(weights) :], equations.outputs[len(weights) :]
+        )
+        if v is after and v.aval.shape not in shapes
+    }
     common = [
         i
         for i, v in enumerate(equations.inputs)
-        if v.aval.size == 1 or i >= len(inputs)
+        if v.aval.size == 1 or v in constants or i >= len(inputs)
     ]
     parts = [
         PackedPart(
@@ -218,53 +240,16 @@ def _stage_update(
         )
         for part in equations.parts(common)
     ]
-    groups = _grouped(in_blocks(parts))
-    shared = [_slots([inputs[i]]) for i in common if i < len(inputs)]
-    return StageUpdate(groups, shared, param_hooks, parameters, state)
-
-
-def _grouped(parts: Sequence[PackedPart]) -> list[UpdateGroup]:
-    """Groups parts that are one program on leaves of the same arrays."""
-    alike: dict[tuple, list[PackedPart]] = {}
-    for part in parts:
-        alike.setdefault((part.equations.text(), part.layout()), []).append(part)
-    return [
-        UpdateGroup(
-            run=members[0].equations,
-            inputs=[_slots(leaves) for leaves in zip(*(p.inputs for p in members))],
-            outputs=[_slots(leaves) for leaves in zip(*(p.outputs for p in members))],
-            num_parts=len(members),
-        )
-        for members in alike.values()
-    ]
-
-
-def _slots(leaves: Sequence[PackedLeaf]) -> LeafSlots:
-    """Where a group's parts have one input or output; `leaves` has one leaf per part."""
-    first = leaves[0]
-    copies = []
-    for c, (place, _) in enumerate(first.copies):
-        starts = [leaf.starts()[c] for leaf in leaves]
-        copies.append((place, np.array(starts, np.int32)))
-    return LeafSlots(first.arrays, copies)
-
-
-# -- All stages
-
-
-class _Draft(NamedTuple):
-    """An update of a stage before the optimizer's state is packed, which needs all stages."""
-
-    equations: Equations
-    param_hooks: Mapping[str, Callable]
-    parameters: Sequence
-    state_leaves: Sequence[Leaf]
+    of_all = [inputs[i] for i in common if i < len(inputs)]
+    return Draft(in_blocks(parts), of_all, state, draft.replicas, num_stages)
 
 
 def make_updates(
     stages: Stages,
     optimizer: optax.GradientTransformation,
     hooks: Mapping[str, Callable] | None = None,
+    replicas: Sequence[Replicas] | None = None,
+    axis_sizes: Mapping[str, int] | None = None,
 ) -> StageUpdates:
     """Traces the optimizer on every stage.
 
@@ -273,6 +258,8 @@ def make_updates(
       optimizer: any Optax chain.
       hooks: of `PASSES`: functions of trees that give the weights of the pass, see
         `StageUpdate.param_hooks`.
+      replicas: those that share the update of each stage; None: every replica updates all weights.
+      axis_sizes: sizes of the axes of the mesh that leaves may be split over.
 
     Returns:
       The updates of all stages.
@@ -284,7 +271,7 @@ def make_updates(
     """
     optimizer = optax.with_extra_args_support(optimizer)
     parameters = [layer.parameters for layer in stages.layers]
-    tree = _seen(stages, range(len(stages.layers)), parameters)
+    tree = seen_by_optimizer(stages, range(len(stages.layers)), parameters)
     norm_dtype = norm_dtype_of(tree)
     whole = flat_update(optimizer, tree, norm_dtype, "the model")
     trees = [stage_tree(stages, s, parameters) for s in range(stages.num_stages)]
@@ -292,8 +279,19 @@ def make_updates(
         flat_update(optimizer, tree, norm_dtype, f"stage {s} by itself")
         for s, tree in enumerate(trees)
     ]
+    units = [
+        flat_update(
+            optimizer,
+            seen_by_optimizer(
+                stages, [layer.index for layer in unit.layers], parameters
+            ),
+            norm_dtype,
+            f"the {unit.name} by itself",
+        )
+        for unit in stages.vocabulary.units
+    ]
     if stages.num_stages > 1:
-        check_layers_apart(whole, on_stages)
+        check_layers_apart(whole, [*on_stages, *units])
     check_global_norm(optimizer, tree, norm_dtype, whole)
 
     drafts: dict[tuple, _Draft] = {}
@@ -305,17 +303,106 @@ def make_updates(
             for name, hook in (hooks or {}).items()
         }
         equations, copies = with_hooks(flat, flat_hooks), _leaf_copies(stages, s)
-        key = stages.program_of_stage[s], copies, equations.text()
+        sharing = Replicas(1, 1) if replicas is None else replicas[s]
+        key = stages.program_of_stage[s], copies, equations.text(), sharing
         if key not in drafts:
             state_leaves = _state_leaves(flat, copies)
-            drafts[key] = _Draft(equations, flat_hooks, copies, state_leaves)
+            drafts[key] = _Draft(equations, flat_hooks, copies, state_leaves, sharing)
         program_of_stage.append(list(drafts).index(key))
-    packing = Packing.of(
-        [draft.state_leaves for draft in drafts.values()],
-        num_stages=[program_of_stage.count(u) for u in range(len(drafts))],
+    num_stages = [program_of_stage.count(u) for u in range(len(drafts))]
+    whole_state = Packing.of(
+        [d.state_leaves for d in drafts.values()], num_stages=num_stages, tight=True
     )
-    programs = [
-        _stage_update(draft.equations, draft.param_hooks, draft.parameters, places)
-        for draft, places in zip(drafts.values(), packing.places)
+    in_parts = [
+        _in_parts(draft, places, number)
+        for draft, places, number in zip(
+            drafts.values(), whole_state.places, num_stages, strict=True
+        )
     ]
-    return StageUpdates(programs, program_of_stage, packing, norm_dtype)
+    grouped, packing = group_updates(in_parts, whole_state, axis_sizes or {})
+    programs = [
+        _stage_update(draft, of_program)
+        for draft, of_program in zip(drafts.values(), grouped, strict=True)
+    ]
+    of_units = [
+        _unit_update(stages, unit, optimizer, norm_dtype, hooks or {})
+        for unit in stages.vocabulary.units
+    ]
+    return StageUpdates(programs, program_of_stage, packing, norm_dtype, of_units)
+
+
+def _stage_update(draft: _Draft, grouped: Grouped) -> StageUpdate:
+    return StageUpdate(
+        grouped.groups,
+        grouped.common,
+        draft.param_hooks,
+        draft.parameters,
+        grouped.pieces,
+        draft.replicas,
+    )
+
+
+# -- Vocabulary layers
+
+
+def unit_tree(stages: Stages, unit: Unit, parts: Mapping[tuple[int, int], Any]) -> list:
+    """What the optimizer sees of a unit: one entry per layer of the model, None for layers of others.
+
+    Args:
+      stages: the model.
+      unit: the unit.
+      parts: `(layer, leaf)` -> the part of a parameter.
+    """
+    trees: list = [None] * len(stages.layers)
+    for layer in unit.layers:
+        tree = jax.tree.structure(layer.layer.parameters)
+        leaves = [parts[layer.index, j] for j in range(len(layer.leaves))]
+        trees[layer.index] = tree.unflatten(leaves)
+    return seen_by_optimizer(stages, [layer.index for layer in unit.layers], trees)
+
+
+def _unit_update(
+    stages: Stages,
+    unit: Unit,
+    optimizer: optax.GradientTransformationExtraArgs,
+    norm_dtype: np.dtype,
+    hooks: Mapping[str, Callable],
+) -> tuple[StageUpdate, Packing]:
+    """The update of a device's parts of the layers of a unit, and how its state is packed.
+
+    The devices of a pipeline share the unit, and its replicas along "data" all update the same.
+    """
+    parts = {key: leaf.part for key, leaf in unit.leaf_of().items()}
+    tree = unit_tree(stages, unit, parts)
+    flat = flat_update(optimizer, tree, norm_dtype, f"a part of the {unit.name}")
+    check_state_dtypes(flat)
+    flat_hooks = {
+        name: flat_hook(name, hook, optimizer, tree) for name, hook in hooks.items()
+    }
+    tied_copies = {copy for copies in stages.ties for copy in copies[1:]}
+    places = [
+        [(place, 0)]
+        for i in unit.places
+        for j, place in enumerate(unit.places[i])
+        if (i, j) not in tied_copies
+    ]
+    leaves = [Leaf(aval) for aval in flat.state_avals]
+    packing = Packing.of([leaves]).named(unit.name)
+    equations = with_hooks(flat, flat_hooks)
+    draft = _Draft(equations, flat_hooks, places, leaves, Replicas(1, 1))
+    in_parts = _in_parts(draft, packing.places[0], 1)
+    _check_elementwise(unit.name, in_parts.parts)
+    (grouped,), packing = group_updates([in_parts], packing, {})
+    return _stage_update(draft, grouped), packing
+
+
+def _check_elementwise(name: str, parts: Sequence[PackedPart]) -> None:
+    """Raises `ValueError` if the update of a part of a parameter is no part of the parameter's update."""
+    for part in parts:
+        sizes = {math.prod(p.shape) for leaf in part.leaves for p, _ in leaf.copies}
+        if sizes != {1} and not is_elementwise(part):
+            raise ValueError(
+                f"`optimizer` does not update the {name} element by element, and every device updates a part of it, "
+                'because a parameter names the axis "stage". Choose an optimizer such as Adam for these layers, or '
+                "leave the axis out of the parameter's partition."
+            )

@@ -84,8 +84,8 @@ def in_blocks(parts: Sequence[PackedPart]) -> list[PackedPart]:
     for part in parts:
         text = part.equations.text()
         if text not in texts:
-            works = _is_elementwise(part)
-            texts[text] = _on_vectors(part, 2).text() if works else None
+            works = is_elementwise(part)
+            texts[text] = on_shape(part, (2,)).text() if works else None
         flat = all(place.flat for leaf in part.leaves for place, _ in leaf.copies)
         if flat and texts[text] is not None:
             alike.setdefault((texts[text], part.layout()), []).append(part)
@@ -101,15 +101,14 @@ def _size(part: PackedPart) -> int:
     return math.prod(part.outputs[0].copies[0][0].shape)
 
 
-def _is_elementwise(part: PackedPart) -> bool:
+def is_elementwise(part: PackedPart) -> bool:
     """Whether every number of the outputs depends on the same number of each input, and on scalars."""
     inputs = part.equations.inputs[: len(part.inputs)]
     if not inputs:
         return False
     shape = inputs[0].aval.shape
-    scalars = set(part.equations.inputs[len(part.inputs) :]) | {
-        *part.equations.constants
-    }
+    scalars = set(part.equations.inputs[len(part.inputs) :]) & part.equations.read()
+    scalars |= {*part.equations.constants}
     values = [v for eqn in part.equations.equations for v in eqn.outvars]
     return (
         all(v.aval.shape == shape for v in (*inputs, *part.equations.outputs))
@@ -122,14 +121,14 @@ def _is_elementwise(part: PackedPart) -> bool:
 def _works_element_by_element(eqn: Any) -> bool:
     if eqn.primitive.name == "broadcast_in_dim":
         return eqn.invars[0].aval.size == 1
-    if eqn.primitive.name == "sharding_constraint":  # of the shape that the leaf has
+    if eqn.primitive.name == "constrain":  # of the shape that the leaf has
         return False
     scalar = all(v.aval.size == 1 for v in (*eqn.invars, *eqn.outvars))
     return scalar or eqn.primitive.name in ELEMENTWISE
 
 
-def _on_vectors(part: PackedPart, size: int) -> Equations:
-    """The equations of a part that works element by element, on vectors of `size` numbers."""
+def on_shape(part: PackedPart, shape: tuple[int, ...]) -> Equations:
+    """The equations of a part that works element by element, on leaves of another shape."""
     equations, num_inputs = part.equations, len(part.inputs)
 
     def run(*args: jax.Array) -> list:
@@ -140,14 +139,14 @@ def _on_vectors(part: PackedPart, size: int) -> Equations:
                 eqn.primitive.name == "broadcast_in_dim"
                 and eqn.outvars[0].aval.size > 1
             ):
-                results = [jnp.broadcast_to(jnp.reshape(values[0], ()), (size,))]
+                results = [jnp.broadcast_to(jnp.reshape(values[0], ()), shape)]
             else:
                 results = bind(eqn, values)
             env.update(zip(eqn.outvars, results))
         return [value_of(env, v) for v in equations.outputs]
 
     avals = [
-        jax.ShapeDtypeStruct((size,) if i < num_inputs else v.aval.shape, v.aval.dtype)
+        jax.ShapeDtypeStruct(shape if i < num_inputs else v.aval.shape, v.aval.dtype)
         for i, v in enumerate(equations.inputs)
     ]
     return Equations.trace(run, *avals)
@@ -177,7 +176,7 @@ def _blocks(first: PackedPart, size: int) -> Iterator[PackedPart]:
     """Blocks of `size` numbers that begin where the part `first` begins."""
     bounds = [*range(0, size, BLOCK), size]
     programs = {
-        n: _on_vectors(first, n) for n in {b - a for a, b in itertools.pairwise(bounds)}
+        n: on_shape(first, (n,)) for n in {b - a for a, b in itertools.pairwise(bounds)}
     }
     for start, end in itertools.pairwise(bounds):
         n = end - start

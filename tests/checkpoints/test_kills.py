@@ -96,6 +96,6 @@ def test_every_listed_step_is_right_and_the_training_ends_as_if_not_killed(
     )
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
-        {**got.replicated(), **got.per_device(), **got.counters()},
-        {**want.replicated(), **want.per_device(), **want.counters()},
+        {**got.kept(), **got.in_flight(), **got.counters()},
+        {**want.kept(), **want.in_flight(), **want.counters()},
     )

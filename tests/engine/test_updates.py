@@ -9,7 +9,7 @@ import optax
 from flax import nnx
 
 import jpipe
-from jpipe.engine import updates
+from jpipe.engine import apply
 from jpipe.stages import extra_args, flat_update
 from jpipe.stages.extra_args import EXTRA_ARGS, ExtraArg
 
@@ -20,7 +20,7 @@ def test_a_new_extra_argument_is_one_entry(monkeypatch):
     """
     value = lambda facts: jnp.stack([facts.global_norm, 3.0]).astype(jnp.float16)  # noqa: E731
     entry = ExtraArg("pair", value, shape=(2,), dtype=np.float16)
-    for module in (extra_args, flat_update, updates):
+    for module in (extra_args, flat_update, apply):
         monkeypatch.setattr(module, "EXTRA_ARGS", (*EXTRA_ARGS, entry))
     seen = []
 

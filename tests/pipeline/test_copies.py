@@ -17,7 +17,7 @@ from jpipe.lowering.lower import mixes_minibatches
 
 def assert_copies_equal(state, table):
     """All copies of a stage hold the same bits."""
-    groups = state.replicated()
+    groups = state.kept()
     lowered = state.program.engine.lowered
     compared = 0
     for copies in lowered.copies:
@@ -446,8 +446,8 @@ def test_a_state_goes_from_copies_to_none_and_back(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, without.get_params(there), params)
     jax.tree.map(
         lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)),
-        back.replicated(),
-        state.replicated(),
+        back.kept(),
+        state.kept(),
     )
     with jpipe.Checkpoints(tmp_path / "run") as checkpoints:
         checkpoints.save(1, state)

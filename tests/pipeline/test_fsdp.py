@@ -15,26 +15,16 @@ from helpers import assert_close, refused
 from jax.sharding import PartitionSpec
 
 import jpipe
-from models import Transformer
 
 KEY = jax.random.key(7)
 ADAM = optax.adam(0.1, eps=1e-2)
 B, N = 8, 2
 SLOW = pytest.mark.slow
 
-SPLIT = Transformer(
-    vocab_size=11, seq_len=6, dim=8, num_heads=2, num_blocks=4, model_axis="model"
-)
-
-
-def layers_of(family, mesh):
-    split = "model" in mesh.shape
-    return SPLIT.layers() if split else FAMILIES[family].layers
-
 
 def pipeline(family, mesh, schedule="one_f_one_b", **options):
     return jpipe.Pipeline(
-        layers_of(family, mesh),
+        FAMILIES[family].layers,
         loss=cross_entropy,
         optimizer=ADAM,
         schedule=schedule_named(schedule, 2, N),
@@ -218,6 +208,30 @@ def test_the_compiled_step_gathers_weights_and_no_activations():
     assert not [shape for shape, kind in found if kind == "all-to-all"]
     # The gradients of a layer's two weights: sums over the rows of both halves.
     assert re.search(r"f32\[(10,6|6,10)\]\S*.* all-reduce\(", text)
+
+
+def test_weights_are_cast_before_they_are_gathered():
+    """XLA for CPUs would gather them in float32 all the same, so this reads the program that it gets."""
+    batch = {"inputs": np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)}
+    found = []
+    for fsdp in (1, 2):
+        pipe = jpipe.Pipeline(
+            [Wide] * 4,
+            loss=lambda outputs, batch: jnp.mean(jnp.square(outputs)),
+            optimizer=optax.sgd(0.1),
+            schedule=jpipe.schedules.gpipe(2, N),
+            mesh=jpipe.make_mesh(stage=2, fsdp=fsdp),
+            compute_dtype=jnp.bfloat16,
+        )
+        state = pipe.init(KEY, batch)
+        state, _ = pipe.step(state, batch)
+        found.append(pipe.get_params(state))
+    text = pipe.lower(batch).as_text()
+    for shape in ("6x10", "10x6"):
+        assert re.search(
+            rf"sharding_constraint .*\[{{}}, {{}}\].*tensor<{shape}xbf16>", text
+        )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), *found)
 
 
 @pytest.mark.exhaustive

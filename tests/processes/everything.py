@@ -32,9 +32,12 @@ def mesh_of(axes: tuple[str, str], order: Any) -> Mesh:
     return Mesh(devices, axes, axis_types=(AxisType.Auto,) * 2)
 
 
+SHARED = "replicas that share updates"
+
 LAYOUTS = {
     "stages": lambda: jpipe.make_mesh(stage=4, devices=jax.devices()[:4]),
     "replicas": lambda: mesh_of(("data", "stage"), "C"),
+    SHARED: lambda: mesh_of(("data", "stage"), "C"),
     "stages of replicas": lambda: mesh_of(("data", "stage"), "F"),
     "parts of layers": lambda: mesh_of(("stage", "model"), "F"),
     "stages of parts": lambda: mesh_of(("stage", "model"), "C"),
@@ -61,7 +64,7 @@ def model(mesh: Mesh) -> tuple[list, list[dict]]:
     if "model" in mesh.shape:
         family = FAMILIES["transformer"]
         size = dict(vocab_size=11, seq_len=6, dim=8, num_heads=2, num_blocks=2)
-        return Transformer(**size, model_axis="model").layers(), family.batches(3, 16)
+        return Transformer(**size).layers(), family.batches(3, 16)
     family = FAMILIES["mlp"]
     layers = [*family.layers[:-1], Normed, *family.layers[-1:]]
     return layers, family.batches(3, 16)
@@ -107,7 +110,8 @@ def main(layout: str, schedule: str, folder: str) -> None:
         )
 
     found: dict[str, Any] = {}
-    pipe = pipeline(mesh, schedule, N)
+    sharing = {"shard_optimizer": layout == SHARED}
+    pipe = pipeline(mesh, schedule, N, **sharing)
     found["memory"] = tuple(pipe.memory(own(batches[0])))
     state = pipe.init(jax.random.key(3), own(batches[0]))
     found["initial"] = pipe.get_params(state)
@@ -143,7 +147,7 @@ def main(layout: str, schedule: str, folder: str) -> None:
     adopted, metrics = other.step(other.adopt(state), batches[1])
     found["adopt"], found["params of adopt"] = host(metrics), other.get_params(adopted)
     measured = pipe.profile(own(batches[0]), programs=["forward"], min_seconds=0.01)
-    by_time = pipeline(mesh, schedule, N, boundaries="time")
+    by_time = pipeline(mesh, schedule, N, boundaries="time", **sharing)
     by_time.init(jax.random.key(3), own(batches[0]))
     found["measured"] = measured.text(), by_time.partition(own(batches[0]))
     path = pathlib.Path(folder) / f"{jax.process_index()} of {jax.process_count()}"

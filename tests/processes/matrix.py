@@ -67,7 +67,7 @@ def name_of(layout):
 
 def arrays_of(state):
     """Name -> array, the counters included."""
-    tree = {**state.replicated(), **state.per_device(), **state.counters()}
+    tree = {**state.kept(), **state.in_flight(), **state.counters()}
     leaves = jax.tree.leaves_with_path(tree)
     return {jax.tree_util.keystr(path): a for path, a in leaves}
 

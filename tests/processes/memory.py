@@ -86,9 +86,9 @@ def sizes_of(state, memory):
     """Bytes that the peaks are made of."""
     return {
         "weights": sum(a.nbytes for a in state.parameters.values()),
-        "state": sum(a.nbytes for a in jax.tree.leaves(state.replicated())),
-        "own": bytes_here(state.replicated()),
-        "private": bytes_here(state.per_device()),
+        "state": sum(a.nbytes for a in jax.tree.leaves(state.kept())),
+        "own": bytes_here(state.kept()),
+        "private": bytes_here(state.in_flight()),
         "part": max(
             shard.data.nbytes
             for a in state.parameters.values()
@@ -114,14 +114,14 @@ def main(folder):
     peaks.of("save", lambda s: [checkpoints.save(1, s), checkpoints.wait()], state)
     other.adopt(state)
     adopted = peaks.of("adopt", other.adopt, state)
-    assert bytes_here(adopted.replicated()) < 1.01 * sizes["own"]
+    assert bytes_here(adopted.kept()) < 1.01 * sizes["own"]
     del adopted
     gather = functools.partial(multihost_utils.process_allgather, tiled=True)
     peaks.of("control", gather, state.parameters)
     del state
     for name, each in (("restore", pipe), ("restore elsewhere", other)):
         restored = peaks.of(name, checkpoints.restore, each, batch)
-        assert bytes_here(restored.state.replicated()) < 1.01 * sizes["own"]
+        assert bytes_here(restored.state.kept()) < 1.01 * sizes["own"]
         del restored
     print(json.dumps({"sizes": sizes, "peaks": peaks.found}), flush=True)
 

@@ -138,6 +138,7 @@ LAYOUTS = [
     ("replicas", "pipemare", 2),
     ("replicas", "one_f_one_b", 4),
     ("stages of replicas", "one_f_one_b", 2),
+    (everything.SHARED, "one_f_one_b", 2),
     ("parts of layers", "one_f_one_b", 2),
     ("stages of parts", "one_f_one_b", 2),
     ("shards of layers", "one_f_one_b", 2),

@@ -77,7 +77,7 @@ def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
         def at(slot, i, arrays=arrays):
             """The views of a leaf, one a copy."""
             return [
-                arrays[slot.arrays][place.array][starts[i] :][: place.block[0]]
+                arrays[slot.arrays][place.array][starts[i, 0] :][: place.block[0]]
                 for place, starts in slot.copies
             ]
 
@@ -96,13 +96,14 @@ def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
             for ((place, row),) in update.parameters
         ]
         fill("parameters", places, jax.tree.leaves(seen))
-        fill("optimizer_state", update.state, jax.tree.leaves(optimizer.init(seen)))
+        whole = [piece.place for (piece,) in update.state]
+        fill("optimizer_state", whole, jax.tree.leaves(optimizer.init(seen)))
         for gradient in gradients:
             gradient = jax.tree.leaves(stage_tree(stages, s, gradient))
             fill("gradients", places, gradient)
             shared = [np.array(load(slot, 0)) for slot in update.shared]
             for group in update.groups:
-                for i in range(group.num_parts):
+                for i in range(group.num_turns):
                     inputs = [load(slot, i) for slot in group.inputs]
                     values = group.run(*inputs, *shared, *given)
                     for slot, value in zip(group.outputs, values, strict=True):
@@ -193,7 +194,7 @@ def test_groups_do_not_grow_with_the_shapes(name, monkeypatch):
             for slots in group.outputs
             if slots.arrays == "parameters"
             for place, starts in slots.copies
-            for start in starts
+            for start in starts.ravel()
             for index in range(start, start + place.block[0])
         ]
         assert sorted(written) == list(range(stages.parameters.used_bytes[s] // 4))

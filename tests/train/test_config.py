@@ -12,7 +12,7 @@ import pytest
 import jpipe
 from models import MLP, ResNet, Transformer
 from train import flags
-from train.config import OptimizerConfig, PipelineConfig, TrainConfig
+from train.config import MeshConfig, OptimizerConfig, PipelineConfig, TrainConfig
 from train.mnist import MNIST
 from train.text import Text
 
@@ -316,17 +316,11 @@ def test_json_that_is_no_configuration(tmp_path, change, message):
             lambda: PipelineConfig(num_stages=0),
             "`num_stages` must be at least 1, got 0",
         ),
-        (lambda: PipelineConfig(data=0), "`data` must be at least 1, got 0."),
-        (lambda: PipelineConfig(model=0), "`model` must be at least 1, got 0."),
+        (lambda: MeshConfig(data=0), "`data` must be at least 1, got 0."),
+        (lambda: MeshConfig(model=0), "`model` must be at least 1, got 0."),
         (
-            lambda: TrainConfig(MLP(), MNIST(), PipelineConfig(model=2)),
-            "got 2 for MLP, which has no option `model_axis`. Use `pipeline.model=1`",
-        ),
-        (
-            lambda: TrainConfig(
-                Transformer(model_axis="x"), Text(), PipelineConfig(model=2)
-            ),
-            '`model.model_axis` must be "model", the axis that `pipeline.model` adds',
+            lambda: MeshConfig(rules={"mlp": "modle"}),
+            "`rules.mlp` must be stage, data, fsdp or model, several of them separated by commas, or none, got 'modle'.",
         ),
         (lambda: OptimizerConfig(learning_rate=0.0), "`learning_rate` must be above 0"),
         (lambda: OptimizerConfig(learning_rate=float("nan")), "above 0, got nan"),
@@ -461,12 +455,25 @@ def test_a_warm_up_is_synchronous_and_what_follows_is_not():
         TrainConfig(MLP(), MNIST(), pipemare, num_steps=5)
 
 
-def test_a_model_axis_is_named_to_the_model():
-    config = TrainConfig(Transformer(), Text(), PipelineConfig(model=2))
-    assert config.model == Transformer(model_axis="model")
-    same = dataclasses.replace(config, seed=1)
-    assert same.model == config.model
-    assert TrainConfig(Transformer(), Text()).model.model_axis is None
+def test_rules_come_before_the_usual_ones():
+    config = TrainConfig(MLP(), MNIST())
+    assert config.mesh.axis_rules() == jpipe.AXIS_RULES
+    rules = {"length": "model", "embed": "fsdp, model", "mlp": "none"}
+    changed = flags.override(config, {"mesh": {"fsdp": "2", "rules": rules}})
+    assert changed.mesh.sizes == {"data": 1, "fsdp": 2, "model": 1}
+    own = (("length", ("model",)), ("embed", ("fsdp", "model")), ("mlp", None))
+    assert changed.mesh.axis_rules() == (*own, *jpipe.AXIS_RULES)
+
+
+def test_an_option_of_another_section_is_named():
+    config = TrainConfig(MLP(), MNIST())
+    with pytest.raises(
+        ValueError,
+        match="`--config.pipeline.fsdp`. Did you mean `--config.mesh.fsdp`[?]",
+    ):
+        flags.override(config, {"pipeline": {"fsdp": "2"}})
+    with pytest.raises(ValueError, match="Did you mean `--config.mesh.data`[?]"):
+        flags.override(config, {"pipeline": {"data": "2"}})
 
 
 def test_models_in_place_of_each_other():

@@ -146,6 +146,10 @@ def test_published_configuration(capsys):
             "--config configs/quickstart.py --devices 2 --asynchronous --config.pipeline.loss_scale=dynamic",
             "Leave out `--asynchronous`",
         ),
+        (
+            "--config configs/quickstart.py --devices 2 --config.mesh.fsdp=2",
+            "a plan gives each stage whole devices, got `--config.mesh.fsdp=2`",
+        ),
     ],
 )
 def test_wrong_words(capsys, chain, monkeypatch, words, message):
@@ -350,7 +354,7 @@ def test_two_processes_plan_and_train(tmp_path):
 
     train = ["-m", "jpipe.launch", "-n", "2", "--devices", "2", "train/train.py"]
     options = ["--config", str(saved), f"--config.run_dir={tmp_path / 'run'}"]
-    options += ["--config.pipeline.num_stages=2", "--config.pipeline.data=1"]
+    options += ["--config.pipeline.num_stages=2", "--config.mesh.data=1"]
     options += ["--config.pipeline.boundaries=none"]
     result = subprocess.run(
         [sys.executable, *train, *options],

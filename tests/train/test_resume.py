@@ -93,7 +93,7 @@ def test_the_log_and_the_weights_are_those_of_the_whole_run(
 CHANGES = [
     ("pipeline.num_stages=1",),
     ("pipeline.schedule=one_f_one_b",),
-    ("pipeline.data=2",),
+    ("mesh.data=2",),
     ("pipeline.schedule=pipedream", "pipeline.num_stages=2"),
 ]
 
@@ -105,7 +105,7 @@ def test_stages_replicas_and_schedule_may_change(whole, words, tmp_path):
     assert main(["--resume", str(folder), *options(*words)]) == 0
     got, want = records(folder), records(whole)
     assert [line["step"] for line in got] == [line["step"] for line in want]
-    assert json.loads((folder / "config-1.json").read_text())["pipeline"]["data"] == 1
+    assert json.loads((folder / "config-1.json").read_text())["mesh"]["data"] == 1
     if "pipedream" in words[0]:
         return  # another training from here on
     for a, b in zip(got, want):

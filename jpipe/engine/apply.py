@@ -1,0 +1,289 @@
+"""The optimizer of one column: its turns, each of one leaf, or of one replica's share."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jpipe import packing
+from jpipe.engine.arrays import Packed, TickArrays
+from jpipe.engine.context import Device
+from jpipe.engine.shares import (
+    Rank,
+    places,
+    rank_of,
+    read_turn,
+    share_of,
+    with_share,
+    write_turn,
+)
+from jpipe.engine.units import own_arrays, row_of, unit_of
+from jpipe.lowering.scalars import LaneScalars
+from jpipe.packing import Place
+from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, UpdateFacts
+from jpipe.stages.optimizer import LeafSlots, StageUpdate, UpdateGroup
+from jpipe.stages.shares import Division, WholeLeaves
+
+Record = TypeVar("Record", bound=TickArrays)
+
+APPLY_WRITES = (
+    "gradients",
+    "optimizer_state",
+    "parameters",
+    "read_parameters",
+    "skipped",
+)
+"""The arrays of `TickArrays` that `Apply` reads and writes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Apply:
+    """The optimizer's update of one column by one program, turn by turn.
+
+    Under the policy "cond", two tricks keep all arrays in place on CPUs and TPUs. A loop over the
+    turns of a group has a dynamic length, so that XLA does not unroll it (and copy). A turn
+    computes inside of a `cond`, so that XLA does not read its inputs again after they were
+    overwritten. On GPUs both would wait for the host. Under the policy "switch" a column that does
+    not update therefore leaves out all loops together, their lengths are static, and a barrier
+    stands where the `cond` is.
+
+    Attributes:
+      device: the device.
+      program: the update.
+      scalars: of the lane.
+      now: bool `[]`, whether the column updates by this program in this tick.
+      skip: bool `[]`, whether the update is skipped.
+      global_norm: `[]`, norm of the gradient over all stages.
+      scale: `[]`, the loss scale of the gradients, or None.
+    """
+
+    device: Device
+    program: StageUpdate
+    scalars: LaneScalars
+    now: jax.Array
+    skip: jax.Array
+    global_norm: jax.Array
+    scale: jax.Array | None
+
+    def run(self, arrays: Record, num_updates: jax.Array | int) -> Record:
+        """The arrays after 0 or 1 updates, which leave gradients of zero in the column."""
+        forward_delay, backward_lead = (
+            self.scalars.delay(name).astype(jnp.float32) for name in PASSES
+        )
+        facts = UpdateFacts(forward_delay, backward_lead, self.global_norm)
+        extra = [arg.value(facts) for arg in EXTRA_ARGS]
+        extra += [forward_delay, backward_lead] if self.program.param_hooks else []
+        num_versions = self.device.spec.num_versions
+        previous = jnp.mod(self.scalars.absolute_version - 1, num_versions)
+
+        updated: dict[str, Packed] = {
+            "parameters": arrays.parameters,
+            "optimizer_state": arrays.optimizer_state,
+            **arrays.read_parameters,
+        }
+        rank = None
+        if self.program.replicas.number > 1:
+            rank = rank_of(self.device, self.scalars.chunk)
+        turn = _Turn(self, rank, arrays.gradients, previous)
+        num_done = jnp.int32(0)
+        shared = turn.unscaled(
+            self.program.shared,
+            [turn.load(slots, 0, None, updated) for slots in self.program.shared],
+        )
+        for group in self.program.groups:
+            run = functools.partial(turn.run, group, [*shared, *extra])
+            num_turns = num_updates * group.num_turns
+            updated, num_done = lax.fori_loop(0, num_turns, run, (updated, num_done))
+        skipped = arrays.skipped
+        if unit_of(self.device, self.scalars) is None:  # a unit skips with its home
+            skips = (self.now & self.skip).astype(jnp.int32)
+            skipped = skipped.at[self.scalars.chunk].add(skips)
+        return arrays.replace(
+            parameters=updated["parameters"],
+            optimizer_state=updated["optimizer_state"],
+            read_parameters={name: updated[name] for name in arrays.read_parameters},
+            gradients=self._emptied(arrays.gradients, updated, num_done),
+            skipped=skipped,
+        )
+
+    def _emptied(
+        self, gradients: Packed, updated: dict[str, Packed], num_done: jax.Array
+    ) -> Packed:
+        """Gradients whose column is zero if any turn is done.
+
+        Reading `num_done`, or a barrier, delays this until all turns have read the gradients. Emptied
+        earlier, the gradients would have to be copied.
+        """
+        chunk = row_of(self.device, self.scalars)
+        own = own_arrays(self.device, self.scalars, gradients)
+        if self.device.spec.lowered.guard == "cond":
+            return {**gradients, **_emptied_by_rows(own, chunk, num_done > 0)}
+        own, _ = lax.optimization_barrier((own, updated))
+
+        # XLA writes a selection in place, and would make a new array of zeros.
+        def emptied(array: jax.Array) -> jax.Array:
+            column = lax.dynamic_index_in_dim(
+                array, chunk, allow_negative_indices=False
+            )
+            column = jnp.where(self.now, jnp.zeros_like(column), column)
+            return lax.dynamic_update_index_in_dim(
+                array, column, chunk, 0, allow_negative_indices=False
+            )
+
+        return {**gradients, **{name: emptied(a) for name, a in own.items()}}
+
+
+class _Turn(NamedTuple):
+    """The turns of an update.
+
+    Attributes:
+      update: the update.
+      rank: of this device among the replicas that share the update; None if none do.
+      gradients: packed gradients.
+      previous: int32 `[]`, the slot of the version before the update.
+    """
+
+    update: Apply
+    rank: Rank | None
+    gradients: Packed
+    previous: jax.Array
+
+    def run(
+        self,
+        group: UpdateGroup,
+        shared_and_extra: Sequence[jax.Array],
+        i: jax.Array,
+        state: tuple[dict[str, Packed], jax.Array],
+    ) -> tuple[dict[str, Packed], jax.Array]:
+        """Turn i of a group; `state` has the updated arrays and the number of turns done."""
+        updated, num_done = state
+        kept = [j for j, slots in enumerate(group.outputs) if slots.arrays in updated]
+        outputs = [group.outputs[j] for j in kept]
+        inputs, before = (
+            [self.load(slots, i, group.division, updated) for slots in side]
+            for side in (group.inputs, outputs)
+        )
+
+        def compute() -> list[jax.Array]:
+            unscaled = self.unscaled(group.inputs, inputs)
+            values = group.run(*unscaled, *shared_and_extra)
+            return [values[j] for j in kept]
+
+        keeps = self._keeps(group.division)
+        if self.update.device.spec.lowered.guard == "cond":
+            values = lax.cond(keeps, lambda: before, compute)
+        else:
+            inputs, before = lax.optimization_barrier((inputs, before))
+            values = [
+                jnp.where(keeps, a, b) for a, b in zip(before, compute(), strict=True)
+            ]
+        for slots, value in zip(outputs, values, strict=True):
+            packed = self._stored(slots, i, group.division, updated, value)
+            updated = {**updated, slots.arrays: packed}
+        return updated, num_done + 1
+
+    def load(
+        self,
+        slots: LeafSlots,
+        i: jax.Array | int,
+        division: Division | None,
+        updated: dict[str, Packed],
+    ) -> jax.Array:
+        """What turn i works on: a leaf, or this replica's share, as it was before the update."""
+        arrays = {"gradients": self.gradients, **updated}[slots.arrays]
+        lead = self._lead(slots, self.previous)
+        if slots.arrays == "optimizer_state":
+            return packing.read(arrays, self._place_of_state(slots, i, division), lead)
+        leaves = read_turn(arrays, slots, i, lead)
+        if division is None:
+            (leaf,) = leaves
+            return leaf
+        assert self.rank is not None
+        return share_of(division, leaves, self.rank)
+
+    def _stored(
+        self,
+        slots: LeafSlots,
+        i: jax.Array,
+        division: Division | None,
+        updated: dict[str, Packed],
+        value: jax.Array,
+    ) -> Packed:
+        """The packed arrays with what turn i has computed; weights go to all replicas along "data"."""
+        arrays, lead = (
+            updated[slots.arrays],
+            self._lead(slots, self.update.scalars.version),
+        )
+        if slots.arrays == "optimizer_state":
+            place = self._place_of_state(slots, i, division)
+            return packing.write(arrays, place, lead, value)
+        leaves = [value]
+        if division is not None:
+            assert self.rank is not None
+            before = read_turn(arrays, slots, i, lead)
+            place, _ = slots.copies[0]
+            leaves = with_share(division, value, self.rank, before, place.spec)
+        return write_turn(arrays, slots, i, lead, leaves)
+
+    def _keeps(self, division: Division | None) -> jax.Array:
+        """Whether the turn leaves everything as it is: it is skipped, or the replica has no leaf of it."""
+        keeps = self.update.skip
+        if isinstance(division, WholeLeaves) and None in division.leaf_of_share:
+            assert self.rank is not None
+            idle = np.array([leaf is None for leaf in division.leaf_of_share])
+            keeps |= jnp.asarray(idle)[self.rank.share(division.replicas)]
+        return keeps
+
+    def _place_of_state(
+        self, slots: LeafSlots, i: jax.Array | int, division: Division | None
+    ) -> Place:
+        of_turn = places(slots, i)
+        if len(of_turn) == 1:
+            return of_turn[0]
+        assert division is not None and self.rank is not None
+        bases = jnp.stack([place.base for place in of_turn])
+        base: Any = bases[self.rank.share(division.replicas)]
+        return dataclasses.replace(of_turn[0], base=base)
+
+    def _lead(self, slots: LeafSlots, version: jax.Array) -> list[jax.Array]:
+        """Leading indices of a leaf in its packed arrays."""
+        chunk = row_of(self.update.device, self.update.scalars)
+        if slots.arrays in ("gradients", "optimizer_state"):
+            return [chunk]
+        return [version, chunk]
+
+    def unscaled(
+        self, all_slots: Sequence[LeafSlots], values: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """Values whose gradients are divided by the loss scale."""
+        scale = self.update.scale
+        return [
+            value / scale.astype(value.dtype)
+            if slots.arrays == "gradients" and scale is not None
+            else value
+            for slots, value in zip(all_slots, values, strict=True)
+        ]
+
+
+def _emptied_by_rows(gradients: Packed, chunk: jax.Array, now: jax.Array) -> Packed:
+    """Gradients whose column `chunk` is zero if `now`; row by row, so that they stay in place."""
+
+    def emptied(array: jax.Array) -> jax.Array:
+        num_rows = array.shape[1] if array.ndim > 2 else 1  # of a pool, or a vector
+        row_shape = (1, array.shape[1] // num_rows, *array.shape[2:])
+        zeros = jnp.zeros(row_shape, array.dtype)
+
+        def row(i: jax.Array, array: jax.Array) -> jax.Array:
+            start = [chunk, i, *[jnp.int32(0)] * (array.ndim - 2)]
+            return lax.dynamic_update_slice(
+                array, zeros, start, allow_negative_indices=False
+            )
+
+        return lax.fori_loop(0, now.astype(jnp.int32) * num_rows, row, array)
+
+    return {name: emptied(array) for name, array in gradients.items()}

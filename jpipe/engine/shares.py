@@ -1,0 +1,370 @@
+"""Replicas that share the update of their stage: what they exchange. See `jpipe.stages.shares`.
+
+    gradients   each replica gets the sum of its share, and has zeros elsewhere    scatter
+    weights     each replica gets the shares of all                                gather
+
+Copies of a stage on different devices exchange in a ring, and first. The replicas along the axis "data" then
+exchange what one copy has. So the gradients of a stage travel once, and so do its weights.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jpipe import packing
+from jpipe.engine.arrays import Packed
+from jpipe.engine.context import Device
+from jpipe.engine.copies import Ring
+from jpipe.engine.guard import guarded
+from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.mesh import DATA
+from jpipe.packing import Place
+from jpipe.stages.optimizer import StageUpdate
+from jpipe.stages.shares import Division, Replicas
+from jpipe.stages.update_groups import LeafSlots
+
+
+class Rank(NamedTuple):
+    """Which of the replicas of a stage a device is.
+
+    Attributes:
+      copy: int32 `[]`, number of the copy.
+      data: int32 `[]`, position along the axis "data".
+    """
+
+    copy: jax.Array
+    data: jax.Array | int
+
+    def share(self, replicas: Replicas) -> jax.Array:
+        """int32 `[]`, number of the share of this replica."""
+        return self.copy * replicas.data + self.data
+
+
+def rank_of(device: Device, chunk: jax.Array) -> Rank:
+    """The rank of a device among the replicas of the stage at position `chunk` of the device."""
+    lowered = device.spec.lowered
+    numbers = np.zeros((lowered.schedule.num_devices, lowered.num_chunks), np.int32)
+    for copies in lowered.copies:
+        for c, place in enumerate(copies):
+            numbers[place] = c
+    return Rank(jnp.asarray(numbers)[device.position, chunk], device.replica)
+
+
+# -- Leaves of a turn
+
+
+def places(slots: LeafSlots, i: jax.Array | int, copy: int = 0) -> list[Place]:
+    """The places of the leaves of turn i, each of a copy of the leaf."""
+    place, starts = slots.copies[copy]
+    of_leaves: Any = [jnp.asarray(of_leaf)[i] for of_leaf in starts.T]
+    return [dataclasses.replace(place, base=start) for start in of_leaves]
+
+
+def read_turn(
+    arrays: Packed, slots: LeafSlots, i: jax.Array | int, lead: Sequence
+) -> list[jax.Array]:
+    """The leaves of turn i."""
+    return [packing.read(arrays, place, lead) for place in places(slots, i)]
+
+
+def write_turn(
+    arrays: Packed,
+    slots: LeafSlots,
+    i: jax.Array | int,
+    lead: Sequence,
+    leaves: Sequence[jax.Array],
+) -> Packed:
+    """The arrays with the leaves of turn i replaced, in all copies of tied leaves."""
+    for c in range(len(slots.copies)):
+        for place, leaf in zip(places(slots, i, c), leaves, strict=True):
+            arrays = packing.write(arrays, place, lead, leaf)
+    return arrays
+
+
+# -- Shares
+
+
+def share_of(division: Division, leaves: Sequence[jax.Array], rank: Rank) -> jax.Array:
+    """The share that a replica has of the leaves of a turn."""
+    stacked = division.stacked(leaves)
+    part = _part(_part(stacked, division.axis, rank.copy), division.axis, rank.data)
+    return division.to_share(part)
+
+
+def with_share(
+    division: Division,
+    share: jax.Array,
+    rank: Rank,
+    leaves: Sequence[jax.Array],
+    spec: tuple,
+) -> list[jax.Array]:
+    """The leaves of a turn with the shares of one copy of the stage, from all its replicas along "data".
+
+    Args:
+      division: of the turn.
+      share: of this replica.
+      rank: of this replica.
+      leaves: as they were. Where the stage has several copies, the shares of others stay.
+      spec: how the compiler splits each leaf.
+    """
+    axis, replicas = division.axis, division.replicas
+    part = division.from_share(share)
+    if replicas.data > 1:
+        alone = division.part_spec(spec)
+        gather = functools.partial(lax.all_gather, axis_name=DATA, axis=axis)
+        part = _on_blocks(gather, part, alone, _inserted(alone, axis))
+    else:
+        part = jnp.expand_dims(part, axis)
+    if replicas.copies == 1:
+        return division.leaves(jnp.expand_dims(part, axis))
+    stacked = division.stacked(leaves)
+    stacked = lax.dynamic_update_index_in_dim(stacked, part, rank.copy, axis)
+    return division.leaves(stacked)
+
+
+def _on_blocks(
+    exchange: Callable[[jax.Array], jax.Array],
+    value: jax.Array,
+    before: tuple,
+    after: tuple,
+) -> jax.Array:
+    """An exchange along "data", by each device of the automatic axes for its own block of a value.
+
+    XLA would gather a value that these axes split, and exchange all of it.
+
+    Args:
+      exchange: value -> value.
+      value: the value.
+      before, after: how the compiler splits it before and after the exchange.
+    """
+    automatic = set(packing.axes(before))
+    if not automatic:
+        return exchange(value)
+    on_block = jax.shard_map(
+        exchange,
+        in_specs=PartitionSpec(*before),
+        out_specs=PartitionSpec(*after),
+        axis_names=automatic,
+        check_vma=False,
+    )
+    return on_block(value)
+
+
+def _inserted(spec: tuple, axis: int) -> tuple:
+    """A spec with one dim more, which is not split."""
+    return (*spec[:axis], None, *spec[axis:]) if spec else ()
+
+
+def _part(stacked: jax.Array, axis: int, number: jax.Array | int) -> jax.Array:
+    return lax.dynamic_index_in_dim(stacked, number, axis, keepdims=False)
+
+
+def _alone(part: jax.Array, axis: int, number: jax.Array | int, size: int) -> jax.Array:
+    """`size` parts along a new axis: one is given, the others are zero."""
+    shape = (*part.shape[:axis], size, *part.shape[axis:])
+    zeros = jnp.zeros(shape, part.dtype)
+    return lax.dynamic_update_index_in_dim(zeros, part, number, axis)
+
+
+# -- Gradients
+
+
+def scatter_over_data(
+    device: Device,
+    program: StageUpdate,
+    lane: LaneScalars,
+    gradients: Packed,
+    num_updates: jax.Array | int,
+) -> Packed:
+    """The gradients of a column with the means over "data" in the share of each replica, and zeros elsewhere.
+
+    Single numbers have their means on all replicas.
+
+    Args:
+      device: the device.
+      program: the update of the column.
+      lane: of the tick.
+      gradients: packed gradients; copies of the stage have exchanged theirs.
+      num_updates: 0 or 1.
+    """
+    rank, lead, size = (
+        rank_of(device, lane.chunk),
+        [lane.chunk],
+        device.spec.num_replicas,
+    )
+
+    def scattered(
+        division: Division, leaves: Sequence[jax.Array], spec: tuple
+    ) -> list[jax.Array]:
+        axis = division.axis
+        part = _part(division.stacked(leaves), axis, rank.copy)
+        if size > 1:
+            alone = division.part_spec(spec)
+            scatter = functools.partial(
+                lax.psum_scatter, axis_name=DATA, scatter_dimension=axis
+            )
+            part = _on_blocks(scatter, part, _inserted(alone, axis), alone) / size
+        else:
+            part = _part(part, axis, 0)
+        own = _alone(part.astype(leaves[0].dtype), axis, rank.data, size)
+        own = _alone(own, axis, rank.copy, division.replicas.copies)
+        return division.leaves(own)
+
+    for slots in program.shared:
+        if slots.arrays == "gradients" and size > 1:
+            (number,) = read_turn(gradients, slots, 0, lead)
+            mean = jnp.where(num_updates > 0, device.mean_over_replicas(number), number)
+            gradients = write_turn(gradients, slots, 0, lead, [mean])
+    return _each_turn(
+        program, "inputs", ("gradients",), num_updates, gradients, lead, scattered
+    )
+
+
+def scatter_over_copies(
+    device: Device, scalars: TickScalars, gradients: Packed
+) -> Packed:
+    """The gradients of stages with copies: each copy has the sum of its part, and zeros elsewhere.
+
+    Single numbers have their sums on all copies. All devices call this.
+    """
+
+    def scatter(ring: Ring, program: StageUpdate, gradients: Packed, n: Any) -> Packed:
+        lead = [ring.chunk]
+
+        def scattered(division: Division, leaves: Sequence, _: tuple) -> list:
+            axis, size = division.axis, division.replicas.copies
+            stacked = division.stacked(leaves)
+            part = ring.scatter(lambda number: _part(stacked, axis, number))
+            sums = division.leaves(_alone(part, axis, ring.rank, size))
+            return ring.on_members(sums, leaves)
+
+        for slots in program.shared:
+            if slots.arrays == "gradients":
+                numbers = read_turn(gradients, slots, 0, lead)
+                sums = [jnp.where(n > 0, ring.sum(a), a) for a in numbers]
+                gradients = write_turn(gradients, slots, 0, lead, sums)
+        return _each_turn(
+            program, "inputs", ("gradients",), n, gradients, lead, scattered
+        )
+
+    return _each_stage_with_copies(device, scalars, scatter, gradients)
+
+
+def _each_turn(
+    program: StageUpdate,
+    side: str,
+    names: Sequence[str],
+    num_updates: jax.Array | int,
+    arrays: Packed,
+    lead: Sequence,
+    change: Callable[[Division, list[jax.Array], tuple], list[jax.Array]],
+) -> Packed:
+    """Packed arrays with the leaves of every turn changed.
+
+    Args:
+      program: the update.
+      side: "inputs" or "outputs" of its groups.
+      names: of the packed arrays, in the words of `LeafSlots`.
+      num_updates: 0 or 1.
+      arrays: the packed arrays.
+      lead: indices of their leading axes.
+      change: `(division, leaves, how the compiler splits each) -> leaves`.
+    """
+    for group in program.groups:
+        division = group.division
+        of_group = [s for s in getattr(group, side) if s.arrays in names]
+        if division is None or not of_group:
+            continue
+
+        def turn(
+            i: Any, arrays: Packed, of_group=of_group, division=division
+        ) -> Packed:
+            for slots in of_group:
+                place, _ = slots.copies[0]
+                leaves = read_turn(arrays, slots, i, lead)
+                leaves = change(division, leaves, place.spec)
+                arrays = write_turn(arrays, slots, i, lead, leaves)
+            return arrays
+
+        arrays = lax.fori_loop(0, num_updates * group.num_turns, turn, arrays)
+    return arrays
+
+
+# -- Weights
+
+
+def gather_over_copies(
+    device: Device,
+    scalars: TickScalars,
+    lanes: Sequence[LaneScalars],
+    name: str,
+    weights: Packed,
+) -> Packed:
+    """The weights of stages with copies, in all copies. All devices call this.
+
+    Args:
+      device: the device.
+      scalars: of the tick.
+      lanes: of its updates.
+      name: "parameters", or a pass whose weights a hook gives.
+      weights: packed; each copy has its part of those that are updated in this tick.
+    """
+
+    def gather(ring: Ring, program: StageUpdate, weights: Packed, n: Any) -> Packed:
+        version = sum(
+            jnp.where((lane.chunk == ring.chunk) & (lane.program >= 0), lane.version, 0)
+            for lane in lanes
+        )
+
+        def gathered(division: Division, leaves: Sequence, _: tuple) -> list:
+            stacked = division.stacked(leaves)
+            parts = ring.gather(_part(stacked, division.axis, ring.rank))
+            whole = division.leaves(jnp.moveaxis(parts, 0, division.axis))
+            return ring.on_members(whole, leaves)
+
+        lead = [version, ring.chunk]
+        return _each_turn(program, "outputs", (name,), n, weights, lead, gathered)
+
+    return _each_stage_with_copies(device, scalars, gather, weights)
+
+
+def _each_stage_with_copies(
+    device: Device,
+    scalars: TickScalars,
+    exchange: Callable[[Ring, StageUpdate, Packed, Any], Packed],
+    arrays: Packed,
+) -> Packed:
+    """Arrays after the exchange between the copies of every stage that updates in this tick.
+
+    Args:
+      device: the device.
+      scalars: of the tick.
+      exchange: `(ring, program, arrays, number of updates) -> arrays`.
+      arrays: packed.
+    """
+    spec = device.spec
+    for s, copies in enumerate(spec.lowered.copies):
+        if len(copies) == 1:
+            continue
+        now = scalars.get("copies", "update", s) >= 0
+        ring = Ring.of(device, copies)
+        program = spec.updates.programs[spec.updates.program_of_stage[s]]
+        if spec.lowered.guard == "cond":
+            arrays = exchange(ring, program, arrays, now.astype(jnp.int32))
+        else:
+            run = functools.partial(_once, exchange, ring, program)
+            arrays = guarded(spec.lowered.guard, now, run, arrays, None)
+    return arrays
+
+
+def _once(
+    exchange: Callable, ring: Ring, program: StageUpdate, arrays: Packed, _: None
+) -> Packed:
+    return exchange(ring, program, arrays, 1)

@@ -1,0 +1,41 @@
+"""What a lane of an update changes: a column, or a unit of vocabulary layers."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.engine.arrays import Packed
+from jpipe.engine.context import Device
+from jpipe.lowering.scalars import LaneScalars
+from jpipe.stages.optimizer import StageUpdate
+
+
+def programs_of(device: Device, lane: LaneScalars) -> Sequence[StageUpdate]:
+    """The updates of which a lane runs one."""
+    updates, unit = device.spec.updates, unit_of(device, lane)
+    return updates.programs if unit is None else [updates.of_units[unit][0]]
+
+
+def unit_of(device: Device, lane: LaneScalars) -> int | None:
+    """The number of the unit that a lane updates; None: it updates a column."""
+    names = [unit.update for unit in device.spec.stages.vocabulary.units]
+    return names.index(lane.operation) if lane.operation in names else None
+
+
+def row_of(device: Device, lane: LaneScalars) -> jax.Array:
+    """The row of the arrays `[R, ...]`, or `[1, ...]`, that a lane updates."""
+    return lane.chunk if unit_of(device, lane) is None else jnp.int32(0)
+
+
+def own_arrays(device: Device, lane: LaneScalars, arrays: Packed) -> Packed:
+    """Those of packed arrays in which a lane updates its weights."""
+    return arrays_of(device, unit_of(device, lane), arrays)
+
+
+def arrays_of(device: Device, unit: int | None, arrays: Packed) -> Packed:
+    """Those of packed arrays that a unit has; None: those of columns."""
+    stages = device.spec.stages
+    packings = [u.packing for u in stages.vocabulary.units]
+    names = (stages.parameters if unit is None else packings[unit]).arrays
+    return {name: a for name, a in arrays.items() if name in names}

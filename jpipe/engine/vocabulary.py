@@ -1,0 +1,287 @@
+"""The operations of an embedding and a head that all devices run together.
+
+    embed            weights, batch       -> embedded, which the forward of the first stage reads
+    head             weights, head_input  -> loss, head_gradient, gradients
+    embed_backward   embedded_gradient    -> gradients
+
+All devices enter such an operation in the same tick, because the table is the same on all of them. So it may communicate:
+the first stage has no copy of the embedding, and the last stage none of the head. The head takes its gradient in its
+forward. From forward to backward the last stage keeps the gradient by the head's inputs, which is smaller than logits.
+
+The backward of the embedding runs its forward again, with the weights that the backward of the first stage reads. Of a
+sum of looked up rows nothing is left of that in the compiled program.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpipe import packing, vocabulary
+from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
+from jpipe.engine.context import Device
+from jpipe.engine.guard import Branch, run_one_of
+from jpipe.engine.operations import (
+    loss_gradient,
+    loss_key,
+    microbatch_of,
+)
+from jpipe.engine.transport import put_row
+from jpipe.layers.avals import is_inexact
+from jpipe.lowering.rings import HEAD_GRADIENT
+from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.mesh import STAGE
+from jpipe.stages.vocabulary import PartedLeaf, VocabularyLayer
+
+_COLUMN = 0
+"""A device has one part of a vocabulary layer, whatever the number of its stages."""
+
+
+def embed(
+    device: Device, scalars: TickScalars, arrays: TickArrays, *, again: bool = False
+) -> TickArrays:
+    """The embedding of the microbatch that the first stage runs in this tick.
+
+    Args:
+      device: the device.
+      scalars: of the tick.
+      arrays: all arrays.
+      again: whether it is the microbatch that the first stage runs backward, and its forward again.
+    """
+    layer = device.spec.stages.vocabulary.embedding
+    if layer is None:
+        return arrays
+    lane = scalars.lane("embed_backward" if again else "embed", 0)
+
+    def run(written: Written, read: ReadOnly) -> Written:
+        weights = _weights(
+            device, layer, read, lane, "backward" if again else "forward"
+        )
+        outputs = _embedded(device, layer, lane, weights)
+        return written.replace(embedded=outputs, op_count=written.op_count + 1)
+
+    return _run(device, "embed", lane, ["embedded", "op_count"], run, arrays)
+
+
+def embed_backward(
+    device: Device, scalars: TickScalars, arrays: TickArrays
+) -> TickArrays:
+    """The gradient of the embedding for the microbatch that the first stage runs backward in this tick."""
+    layer = device.spec.stages.vocabulary.embedding
+    if layer is None:
+        return arrays
+    lane, home = scalars.lane("embed_backward", 0), _device_of(device, 0)
+
+    def run(written: Written, read: ReadOnly) -> Written:
+        def inexact_outputs(weights: list) -> list:
+            return [a for a in _embedded(device, layer, lane, weights) if is_inexact(a)]
+
+        gradient = _from_device(device, home, read.embedded_gradient)
+        weights = _weights(device, layer, read, lane, "backward")
+        _, backward = jax.vjp(inexact_outputs, weights)
+        (of_weights,) = backward(gradient)
+        gradients = _add_gradients(device, layer, written.gradients, of_weights)
+        return written.replace(gradients=gradients, op_count=written.op_count + 1)
+
+    writes = ["gradients", "op_count"]
+    return _run(device, "embed_backward", lane, writes, run, arrays)
+
+
+def head(device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArrays:
+    """The head and the loss of the microbatch whose forward the last stage has run in this tick."""
+    layer = device.spec.stages.vocabulary.head
+    if layer is None:
+        return arrays
+    lane = scalars.lane("head", 0)
+    home = _device_of(device, device.spec.stages.num_stages - 1)
+    collects = device.spec.schedule.forward_only
+
+    def collect(written: Written, read: ReadOnly) -> Written:
+        weights = _weights(device, layer, read, lane, "forward")
+        inputs = _head_inputs(device, home, read)
+        outputs = _head_outputs(device, lane, weights, inputs, train=False)
+        values = zip(written.outputs, jax.tree.leaves(_gathered_logits(outputs)))
+        return written.replace(
+            outputs=[put_row(a, y, lane.microbatch) for a, y in values],
+            op_count=written.op_count + 1,
+        )
+
+    def run(written: Written, read: ReadOnly) -> Written:
+        weights = _weights(device, layer, read, lane, "forward")
+        inputs = _head_inputs(device, home, read)
+        is_home = device.position == home
+        loss, aux, of_weights, of_inputs = _loss_and_gradients(
+            device, lane, read, weights, inputs
+        )
+        slot = lane.slot(HEAD_GRADIENT)
+        return written.replace(
+            loss=written.loss + jnp.where(is_home, loss, 0)[None],
+            aux=[
+                a + jnp.where(is_home, b, 0)[None]
+                for a, b in zip(written.aux, aux, strict=True)
+            ],
+            count=written.count + is_home.astype(jnp.int32),
+            head_gradient=[
+                put_row(ring, a, slot)
+                for ring, a in zip(written.head_gradient, of_inputs, strict=True)
+            ],
+            gradients=_add_gradients(device, layer, written.gradients, of_weights),
+            op_count=written.op_count + 1,
+        )
+
+    if collects:
+        return _run(device, "head", lane, ["outputs", "op_count"], collect, arrays)
+    writes = ["loss", "aux", "count", HEAD_GRADIENT, "gradients", "op_count"]
+    return _run(device, "head", lane, writes, run, arrays)
+
+
+def _run(
+    device: Device,
+    name: str,
+    lane: LaneScalars,
+    writes: Sequence[str],
+    run: Any,
+    arrays: TickArrays,
+) -> TickArrays:
+    """Runs an operation on all devices, or on none of them."""
+    guard = device.spec.lowered.guard
+    return run_one_of(guard, lane.program, [Branch(name, writes, run)], arrays)
+
+
+def _device_of(device: Device, stage: int) -> int:
+    return device.spec.lowered.placement[stage][0]
+
+
+# -- Weights and their gradients
+
+
+def _weights(
+    device: Device,
+    layer: VocabularyLayer,
+    read: TickArrays,
+    lane: LaneScalars,
+    weight_pass: str,
+) -> list[jax.Array]:
+    """What the layer reads of its parameters: this device's part, or the whole."""
+    arrays = read.read_parameters.get(weight_pass, read.parameters)
+    places = device.spec.stages.vocabulary.unit_of(layer).places[layer.index]
+    parts = packing.read_all(arrays, places, [lane.version, _COLUMN])
+    return [
+        part if leaf.is_split else _gathered(leaf, part)
+        for leaf, part in zip(layer.leaves, parts, strict=True)
+    ]
+
+
+def _gathered(leaf: PartedLeaf, part: jax.Array) -> jax.Array:
+    """The whole of a parameter."""
+    whole = lax.all_gather(part, STAGE, axis=leaf.dim, tiled=True)
+    return lax.slice_in_dim(whole, 0, leaf.aval.shape[leaf.dim], axis=leaf.dim)
+
+
+def _add_gradients(
+    device: Device, layer: VocabularyLayer, gradients: Packed, values: Sequence
+) -> Packed:
+    """Adds the gradients of what the layer has read to this device's accumulators."""
+    places = device.spec.stages.vocabulary.unit_of(layer).places[layer.index]
+    parts = [
+        value if leaf.is_split else _own_part(device, leaf, value)
+        for leaf, value in zip(layer.leaves, values, strict=True)
+    ]
+    return packing.add_all(gradients, places, [_COLUMN], parts)
+
+
+def _own_part(device: Device, leaf: PartedLeaf, whole: jax.Array) -> jax.Array:
+    """This device's part of a value that is equal on all devices."""
+    padded = jnp.pad(whole, leaf.padding())
+    start = device.position * leaf.num_rows
+    return lax.dynamic_slice_in_dim(padded, start, leaf.num_rows, leaf.dim)
+
+
+# -- Forwards
+
+
+def _from_device(device: Device, home: int, values: Sequence) -> list[jax.Array]:
+    """The values of one device, on all devices."""
+
+    def sent(value: jax.Array) -> jax.Array:
+        zero = jnp.zeros_like(value)
+        value = jnp.where(device.position == home, value, zero)
+        if value.dtype == bool:
+            return lax.psum(value.astype(jnp.int32), STAGE).astype(bool)
+        return lax.psum(value, STAGE)
+
+    return [sent(value) for value in values]
+
+
+def _embedded(
+    device: Device, layer: VocabularyLayer, lane: LaneScalars, weights: Sequence
+) -> list[jax.Array]:
+    """The outputs of the embedding."""
+    train = not device.spec.schedule.forward_only
+    inputs = microbatch_of(lane, device.inputs)
+    key = device.random_key(layer.index, lane.microbatch_number)
+    outputs = device.spec.stages.vocabulary.embedding_outputs(
+        weights, jax.random.key_data(key), inputs, train
+    )
+    return jax.tree.leaves(outputs)
+
+
+def _head_inputs(device: Device, home: int, read: ReadOnly) -> list[jax.Array]:
+    """The inputs of the head, from the last stage; zeros for those that it does not read."""
+    reads = device.spec.stages.vocabulary.head_reads
+    wanted = [a for a, is_read in zip(read.head_input, reads, strict=True) if is_read]
+    sent = iter(_from_device(device, home, wanted))
+    return [
+        next(sent) if is_read else jnp.zeros_like(a)
+        for a, is_read in zip(read.head_input, reads, strict=True)
+    ]
+
+
+def _head_outputs(
+    device: Device, lane: LaneScalars, weights: Sequence, inputs: Sequence, train: bool
+) -> Any:
+    found = device.spec.stages.vocabulary
+    assert found.head is not None
+    key = device.random_key(found.head.index, lane.microbatch_number)
+    return found.head_outputs(weights, jax.random.key_data(key), inputs, train)
+
+
+def _gathered_logits(outputs: Any) -> Any:
+    """Outputs with whole logits in place of split ones."""
+
+    def is_split(a: Any) -> bool:
+        return isinstance(a, vocabulary.SplitLogits)
+
+    return jax.tree.map(
+        lambda a: a.gathered() if is_split(a) else a, outputs, is_leaf=is_split
+    )
+
+
+def _loss_and_gradients(
+    device: Device,
+    lane: LaneScalars,
+    read: ReadOnly,
+    weights: list[jax.Array],
+    inputs: list[jax.Array],
+) -> tuple[jax.Array, list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """The loss of a microbatch, its aux, and the gradients by what the head reads and by its inputs."""
+    stages = device.spec.stages
+    batch = microbatch_of(lane, device.batch)
+    key = loss_key(device, lane)
+    exact = [None if is_inexact(a) else a for a in inputs]
+
+    def loss(weights: list, inexact: list) -> tuple[jax.Array, list]:
+        rest = iter(inexact)
+        merged = [next(rest) if a is None else a for a in exact]
+        outputs = _head_outputs(device, lane, weights, merged, train=True)
+        value = stages.vocabulary.loss_value(outputs, batch, key)
+        aux = (value.aux,) if value.weight is None else (value.aux, value.weight)
+        return value.total, jax.tree.leaves(aux)
+
+    inexact = [a for a in inputs if is_inexact(a)]
+    total, backward, aux = jax.vjp(loss, weights, inexact, has_aux=True)
+    gradient = loss_gradient(device, lane, read)
+    of_weights, of_inputs = backward(gradient)
+    return total, aux, of_weights, of_inputs

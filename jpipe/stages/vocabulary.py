@@ -1,0 +1,484 @@
+"""The first and the last layer, where all stages compute them together, each with a part of the vocabulary.
+
+A layer with a parameter that is split over the axis "stage", by its own metadata or by a rule such as
+`("vocab", "stage")`, is a *vocabulary layer*: an embedding if it
+is the first layer, a head if it is the last. It belongs to no device alone. In the table it runs with its *home*,
+the first or the last stage: all devices run it in the ticks in which its home runs, read the version of the weights
+that its home reads, and update it when its home updates. `jpipe.vocabulary` says what each device computes.
+
+A device keeps a part of every parameter of the layer. What is not split by the vocabulary, such as a norm's scale, is
+split along its first dim and gathered before the layer reads it.
+
+Letters: P parts, one for each device of the axis "stage"; V versions.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jpipe import vocabulary
+from jpipe.layers.avals import cast
+from jpipe.layers.axis_rules import AxisRules, constraints_on
+from jpipe.layers.layer import Layer
+from jpipe.layers.loss import Loss, LossValue
+from jpipe.layers.trace import Traced
+from jpipe.lowering.everywhere import Follows
+from jpipe.mesh import STAGE
+from jpipe.packing import Leaf, Packing, Place, axes, axes_by_dim
+from jpipe.schedule import Schedule
+
+EMBEDDING, HEAD = "embedding", "head"
+
+
+class PartedLeaf(NamedTuple):
+    """A parameter of a vocabulary layer.
+
+    Attributes:
+      aval: the whole parameter.
+      dim: the dim along which the parts follow each other. The last part ends with zeros if P does not divide it.
+      is_split: whether the layer reads the part; else it reads the whole parameter.
+      num_parts: P.
+    """
+
+    aval: jax.ShapeDtypeStruct
+    dim: int
+    is_split: bool
+    num_parts: int
+
+    @property
+    def num_rows(self) -> int:
+        """Length of a part along `dim`."""
+        return -(-self.aval.shape[self.dim] // self.num_parts)
+
+    @property
+    def part(self) -> jax.ShapeDtypeStruct:
+        """A part."""
+        shape = list(self.aval.shape)
+        shape[self.dim] = self.num_rows
+        return jax.ShapeDtypeStruct(tuple(shape), self.aval.dtype)
+
+    def padding(self) -> list[tuple[int, int]]:
+        """What `pad` adds to the whole parameter, so that it has equal parts."""
+        widths = [(0, 0)] * len(self.aval.shape)
+        missing = self.num_rows * self.num_parts - self.aval.shape[self.dim]
+        widths[self.dim] = (0, missing)
+        return widths
+
+    def parts_of(self, whole: Any) -> list[np.ndarray]:
+        """The parts of a whole host array."""
+        padded = np.pad(np.asarray(whole), self.padding())
+        return np.split(padded, self.num_parts, axis=self.dim)
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyLayer:
+    """A layer that all devices run together.
+
+    Attributes:
+      index: its number in the model.
+      layer: the layer.
+      leaves: its parameters.
+      compute_dtype: as in `Pipeline`.
+      key_impl: implementation of its random key.
+    """
+
+    index: int
+    layer: Layer
+    leaves: tuple[PartedLeaf, ...]
+    compute_dtype: Any
+    key_impl: Any
+
+    def outputs(
+        self, parameters: Sequence, key_data: Any, inputs: Any, train: bool
+    ) -> Any:
+        """The layer's outputs, on every device.
+
+        Args:
+          parameters: for each leaf this device's part, or the whole if the layer reads the whole.
+          key_data: data of its random key.
+          inputs: its inputs, equal on all devices.
+          train: whether it runs as in training.
+        """
+        tree = jax.tree.structure(self.layer.parameters)
+        values, args = cast((tree.unflatten(parameters), (inputs,)), self.compute_dtype)
+        rows = {
+            leaf.num_rows: leaf.aval.shape[leaf.dim]
+            for leaf in self.leaves
+            if leaf.is_split
+        }
+        num_parts = self.leaves[0].num_parts
+        with (
+            constraints_on(None, ()),
+            vocabulary.splitting(STAGE, num_parts, rows) as splitting,
+        ):
+            if train:
+                key = jax.random.wrap_key_data(key_data, impl=self.key_impl)
+                outputs, _ = self.layer.train(values, self.layer.state, key, args)
+            else:
+                outputs = self.layer.evaluate(values, self.layer.state, args)
+        if not splitting.used:
+            raise ValueError(
+                f'layer {self.index} ({self.layer.name}) splits a parameter over the axis "{STAGE}" and gives no part of '
+                "it to `jpipe.vocabulary.lookup` or `jpipe.vocabulary.logits`. Use one of them, or leave the axis out of "
+                "the parameter's partition."
+            )
+        return outputs
+
+
+class Unit(NamedTuple):
+    """Vocabulary layers that are updated together.
+
+    Attributes:
+      name: `EMBEDDING` or `HEAD`; tied layers are one unit, `EMBEDDING`.
+      home: the stage whose updates it follows.
+      layers: the layers.
+      packing: how a device's parts are packed, in arrays of their own.
+      places: layer -> place of each of its leaves; tied leaves have one place.
+    """
+
+    name: str
+    home: int
+    layers: tuple[VocabularyLayer, ...]
+    packing: Packing
+    places: Mapping[int, tuple[Place, ...]]
+
+    def stored(self) -> dict[Place, PartedLeaf]:
+        """The place of each leaf that is stored, once for tied leaves, and the leaf."""
+        leaves = self.leaf_of()
+        return {self.places[i][j]: leaf for (i, j), leaf in leaves.items()}
+
+    @property
+    def update(self) -> str:
+        """Name of its update among the operations of a table."""
+        return f"update_{self.name}"
+
+    def leaf_of(self) -> dict[tuple[int, int], PartedLeaf]:
+        """`(layer, leaf)` -> the leaf, of all its layers."""
+        return {
+            (layer.index, j): leaf
+            for layer in self.layers
+            for j, leaf in enumerate(layer.leaves)
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocabulary:
+    """The vocabulary layers of a model; without any, all is None or empty.
+
+    Attributes:
+      embedding: the first layer, or None.
+      head: the last layer, or None.
+      units: what is updated together.
+      loss: the loss of the pipeline.
+      output_dtype: the dtype of the head's outputs; None: as they are.
+      embedded: abstract leaves of the outputs of the embedding.
+      head_inputs: tree of the abstract inputs of the head.
+      head_reads: of its leaves, whether the head reads them.
+      microbatch: tree of an abstract microbatch.
+    """
+
+    embedding: VocabularyLayer | None = None
+    head: VocabularyLayer | None = None
+    units: tuple[Unit, ...] = ()
+    loss: Loss | None = None
+    output_dtype: Any = None
+    embedded: tuple = ()
+    head_inputs: Any = None
+    head_reads: tuple[bool, ...] = ()
+    microbatch: Any = None
+
+    @property
+    def layers(self) -> list[VocabularyLayer]:
+        """Its layers."""
+        return [layer for layer in (self.embedding, self.head) if layer is not None]
+
+    def inner(self, num_layers: int) -> range:
+        """The layers of the model that belong to one stage each."""
+        return range(self.embedding is not None, num_layers - (self.head is not None))
+
+    def together(self, num_stages: int) -> dict[str, Follows]:
+        """The operations that all devices run together, and what each follows."""
+        found = {}
+        if self.embedding is not None:
+            found["embed"] = Follows("forward", 0)
+            found["embed_backward"] = Follows("backward", 0)
+        if self.head is not None:
+            found["head"] = Follows("forward", num_stages - 1)
+        for unit in self.units:
+            found[unit.update] = Follows("update", unit.home)
+        return found
+
+    def unit_of(self, layer: VocabularyLayer) -> Unit:
+        """The unit of one of its layers."""
+        return next(unit for unit in self.units if layer.index in unit.places)
+
+    def embedding_outputs(
+        self, parameters: Sequence, key_data: Any, inputs: Sequence, train: bool
+    ) -> Any:
+        """The embedding's outputs for a list of its inputs, equal on all devices."""
+        assert self.embedding is not None
+        inputs = jax.tree.structure(self.microbatch["inputs"]).unflatten(inputs)
+        outputs = self.embedding.outputs(parameters, key_data, inputs, train)
+        return cast(outputs, self.embedding.compute_dtype)
+
+    def head_outputs(
+        self, parameters: Sequence, key_data: Any, inputs: Sequence, train: bool
+    ) -> Any:
+        """The head's outputs for a list of its inputs, with `SplitLogits` in it."""
+        assert self.head is not None
+        inputs = jax.tree.structure(self.head_inputs).unflatten(inputs)
+        outputs = self.head.outputs(parameters, key_data, inputs, train)
+        return cast(outputs, self.output_dtype)
+
+    def loss_value(
+        self, outputs: Any, batch: Sequence[jax.Array], loss_key: Any
+    ) -> LossValue:
+        """The loss of a microbatch, equal on all devices."""
+        assert self.loss is not None and self.head is not None
+        batch = jax.tree.structure(self.microbatch).unflatten(batch)
+        key = None
+        if "key" in self.loss.asks:
+            key = jax.random.wrap_key_data(loss_key, impl=self.head.key_impl)
+        return self.loss(outputs, batch, {}, key)
+
+
+NO_VOCABULARY = Vocabulary()
+
+
+def find(
+    traced: Traced,
+    num_parts: int,
+    loss: Loss,
+    microbatch: Any,
+    ties: Sequence[Sequence[tuple[int, int]]],
+    *,
+    compute_dtype: Any,
+    key_impl: Any,
+    num_stages: int,
+    axis_rules: AxisRules,
+) -> Vocabulary:
+    """The vocabulary layers of a traced model.
+
+    Args:
+      traced: the layers, traced as whole layers.
+      num_parts: P, devices of the axis "stage"; 1: every layer is whole.
+      loss: the loss.
+      microbatch: tree of an abstract microbatch.
+      ties: as in `jpipe.stages.cut.Stages`.
+      compute_dtype: as in `Pipeline`.
+      key_impl: implementation of the random keys.
+      num_stages: S.
+      axis_rules: from the logical names of dims to axes.
+
+    Raises:
+      ValueError: if another layer than the first or the last names the axis "stage", or a layer cannot be split.
+    """
+    layers = traced.layers
+    if num_parts == 1:
+        return NO_VOCABULARY
+    found: dict[int, VocabularyLayer] = {}
+    for i, layer in enumerate(layers):
+        leaves = _parted(layer, i, num_parts, axis_rules)
+        if not any(leaf.is_split for leaf in leaves):
+            continue
+        _check_layer(layer, i, len(layers), leaves)
+        found[i] = VocabularyLayer(i, layer, leaves, compute_dtype, key_impl)
+    if not found:
+        return NO_VOCABULARY
+    if traced.values.sizes:
+        names = ", ".join(map(repr, traced.values.sizes))
+        raise ValueError(
+            f'layer {min(found)} names the axis "{STAGE}", and the mesh has axes that the compiler splits ({names}). '
+            f'Both at once are not supported: leave "{STAGE}" out of the parameter\'s partition, or choose a mesh '
+            f"without {names}."
+        )
+    if traced.reported:
+        raise ValueError(
+            f'layer {min(found)} names the axis "{STAGE}", and the loss takes what layers report. Both at once are not '
+            f'supported: leave "{STAGE}" out of the parameter\'s partition.'
+        )
+    embedding, head = found.get(0), found.get(len(layers) - 1)
+    head_inputs: Any = None
+    head_reads: tuple[bool, ...] = ()
+    if head is not None:
+        head_inputs, head_reads = _inputs_of_last(traced)
+    return Vocabulary(
+        embedding,
+        head,
+        tuple(_units(found, ties, num_stages)),
+        loss,
+        _output_dtype(layers, compute_dtype),
+        () if embedding is None else tuple(traced.outputs[0]),
+        head_inputs,
+        head_reads,
+        microbatch,
+    )
+
+
+def _parted(
+    layer: Layer, index: int, num_parts: int, rules: AxisRules
+) -> tuple[PartedLeaf, ...]:
+    """The parameters of a layer, as they would be split."""
+    leaves, tree = jax.tree.flatten(layer.parameters)
+    specs = tree.flatten_up_to(layer.specs) if layer.specs else [()] * len(leaves)
+    result = []
+    for aval, spec in zip(leaves, specs, strict=True):
+        dims = [
+            d
+            for d, names in enumerate(axes_by_dim(spec))
+            if any(_is_over_stages(name, rules) for name in names)
+        ]
+        if len(dims) > 1 or (dims and dims[0] >= len(aval.shape)):
+            raise ValueError(
+                f"layer {index} ({layer.name}): a parameter of shape {list(aval.shape)} cannot be split as {spec}. Name "
+                f'"{STAGE}" for one of its dims.'
+            )
+        dim = dims[0] if dims else 0
+        result.append(PartedLeaf(aval, dim, bool(dims), num_parts))
+    return tuple(result)
+
+
+def _is_over_stages(name: str, rules: AxisRules) -> bool:
+    """Whether a dim of this name is split over the axis "stage": by the first rule for the name, or as the axis itself."""
+    targets = [target for known, target in rules if known == name]
+    return STAGE in axes((targets[0],)) if targets else name == STAGE
+
+
+def _check_layer(
+    layer: Layer, index: int, num_layers: int, leaves: Sequence[PartedLeaf]
+) -> None:
+    """Raises `ValueError` if a layer cannot be a vocabulary layer."""
+    name = f'layer {index} ({layer.name}) names the axis "{STAGE}"'
+    remedy = "leave the axis out of the parameter's partition"
+    if index not in (0, num_layers - 1):
+        raise ValueError(
+            f"{name}, and only the first and the last layer can be split over it, got layer {index} of {num_layers}: "
+            f"{remedy}."
+        )
+    problems = {
+        "has mutable state": jax.tree.leaves(layer.state),
+        "has skips": layer.stash or layer.pop,
+        "has a parameter without dims": any(not leaf.aval.shape for leaf in leaves),
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ValueError(
+                f"{name} and {problem}, which all stages cannot share. Move that into a layer of its own, or {remedy}."
+            )
+    sizes: dict[int, int] = {}
+    for leaf in leaves:
+        size = leaf.aval.shape[leaf.dim] if leaf.is_split else None
+        if size is not None and sizes.setdefault(leaf.num_rows, size) != size:
+            raise ValueError(
+                f"{name} for vocabularies of {sizes[leaf.num_rows]} and {size} tokens, whose parts have equally many rows "
+                f"({leaf.num_rows}) and cannot be told apart. Pad one vocabulary to the size of the other."
+            )
+
+
+def _inputs_of_last(traced: Traced) -> tuple[Any, tuple[bool, ...]]:
+    """The abstract inputs of the last layer, and which of their leaves it reads."""
+    before = traced.layer_kinds[traced.kind_of_layer[-2]]
+    inputs, *_ = before.output_tree.unflatten(before.outputs)
+    kind = traced.layer_kinds[traced.kind_of_layer[-1]]
+    equations = kind.forward_equations
+    outputs = equations.outputs[: len(kind.outputs)]
+    read = equations.slice(equations.inputs, outputs).read()
+    first = len(kind.parameters)
+    variables = equations.inputs[first : first + len(kind.inputs)]
+    return inputs, tuple(v in read for v in variables)
+
+
+def _output_dtype(layers: Sequence[Layer], compute_dtype: Any) -> Any:
+    """The dtype of the model's outputs: of its weights, and at least float32; see `trace_layers`."""
+    if compute_dtype is None:
+        return None
+    weights = jax.tree.leaves([layer.parameters for layer in layers])
+    return np.result_type(np.float32, *(a.dtype for a in weights))
+
+
+def _units(
+    found: Mapping[int, VocabularyLayer],
+    ties: Sequence[Sequence[tuple[int, int]]],
+    num_stages: int,
+) -> Iterable[Unit]:
+    """The units of vocabulary layers: tied layers are one unit."""
+    owner_of: dict[tuple[int, int], tuple[int, int]] = {}
+    for tie in ties:
+        inside = [(i, j) for i, j in tie if i in found]
+        if not inside:
+            continue
+        ways = {
+            (found[i].leaves[j].is_split, found[i].leaves[j].dim) for i, j in inside
+        }
+        if len(inside) < len(tie) or len(ways) > 1:
+            raise ValueError(
+                f"tied parameters of layers {', '.join(str(i) for i, _ in tie)} must all be split over the axis "
+                f'"{STAGE}", along one dim, or none of them. Name the axis in the same way in each.'
+            )
+        owner_of |= dict.fromkeys(inside, inside[0])
+    tied = any(len({i for i, _ in tie if i in found}) > 1 for tie in ties)
+    numbers = sorted(found)
+    groups = [numbers] if tied else [[i] for i in numbers]
+    for group in groups:
+        is_embedding = group[0] == 0
+        name = EMBEDDING if is_embedding else HEAD
+        owners = [
+            (i, j)
+            for i in group
+            for j in range(len(found[i].leaves))
+            if owner_of.get((i, j), (i, j)) == (i, j)
+        ]
+        packing = Packing.of([[Leaf(found[i].leaves[j].part) for i, j in owners]])
+        packing = packing.named(name)
+        place_of = dict(zip(owners, packing.places[0], strict=True))
+        places = {
+            i: tuple(
+                place_of[owner_of.get((i, j), (i, j))]
+                for j in range(len(found[i].leaves))
+            )
+            for i in group
+        }
+        home = 0 if is_embedding else num_stages - 1
+        yield Unit(name, home, tuple(found[i] for i in group), packing, places)
+
+
+# -- Checks of the table
+
+
+def check_table(
+    found: Vocabulary, schedule: Schedule, delays: Mapping[str, np.ndarray]
+) -> None:
+    """Raises `ValueError` if a table cannot run the vocabulary layers.
+
+    Args:
+      found: the layers.
+      schedule: the table.
+      delays: pass with a parameter hook -> `[S]`, its delays.
+    """
+    if not found.layers:
+        return
+    remedy = f'leave "{STAGE}" out of the parameter\'s partition'
+    if schedule.has_copies:
+        raise ValueError(
+            f"layer {found.layers[0].index} is split over all stages, and `schedule` runs stages with copies, got "
+            f"{schedule.name!r}. Choose a schedule without copies, or {remedy}."
+        )
+    if found.head is None:
+        return
+    last = schedule.by_stage(schedule.forward_versions())[:, -1]
+    if (last != schedule.by_stage(schedule.backward_versions())[:, -1]).any():
+        raise ValueError(
+            f"the head (layer {found.head.index}) is split over all stages, which takes its gradient in its forward, and "
+            f"the last stage of {schedule.name!r} reads newer weights in its backward. Choose another schedule, or "
+            f"{remedy}."
+        )
+    for name, delay in delays.items():
+        if delay[-1]:
+            raise ValueError(
+                f"the head (layer {found.head.index}) is split over all stages, which takes its gradient in its forward, "
+                f"and `{name}_params` changes the weights of the last stage in {schedule.name!r}. Leave out "
+                f"`{name}_params`, or {remedy}."
+            )

@@ -1,0 +1,59 @@
+"""The collective operations of a compiled program, read from its text."""
+
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "s32": 4, "u32": 4, "f64": 8}
+_KINDS = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+
+
+class Collective(NamedTuple):
+    """One collective operation.
+
+    Attributes:
+      kind: such as "all-gather".
+      shapes: of its results, on a device.
+      num_bytes: of its results.
+      groups: the devices that exchange, as their positions in the mesh; None of a permutation.
+      name: the operation of JAX that it comes from.
+    """
+
+    kind: str
+    shapes: tuple[tuple[int, ...], ...]
+    num_bytes: int
+    groups: list[list[int]] | None
+    name: str
+
+
+def collectives(text: str) -> list[Collective]:
+    """All collectives of a program, once for each place where its text has one."""
+    found = []
+    pattern = rf"= (\(?[^=]*?) ({_KINDS})(?:-start)?\((.*)"
+    for result, kind, rest in re.findall(pattern, text):
+        arrays = re.findall(r"(\w+)\[([\d,]*)\]", result)
+        shapes = tuple(tuple(map(int, filter(None, d.split(",")))) for _, d in arrays)
+        num_bytes = sum(_BYTES[t] * math.prod(s) for (t, _), s in zip(arrays, shapes))
+        name = re.search(r'op_name="([^"]*)"', rest)
+        found.append(
+            Collective(kind, shapes, num_bytes, _groups(rest), name[1] if name else "")
+        )
+    return found
+
+
+def _groups(text: str) -> list[list[int]] | None:
+    listed = re.search(r"replica_groups=\{(\{[\d,{}]*\})\}", text)
+    if listed:
+        groups = re.findall(r"\{([\d,]+)\}", listed[1])
+        return [[*map(int, group.split(","))] for group in groups]
+    pattern = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
+    iota = re.search(pattern, text)
+    if iota is None:
+        return None
+    shape, dims, order = (
+        [*map(int, p.split(","))] if p else None for p in iota.groups()
+    )
+    devices = np.arange(math.prod(dims)).reshape(dims)
+    return devices.transpose(order).reshape(shape).tolist()

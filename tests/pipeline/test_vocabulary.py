@@ -1,0 +1,411 @@
+"""An embedding and a head that all stages run together: the plain model's numbers, from equal parts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+from families import schedule_named
+from flax import nnx
+from helpers import assert_close, refused, with_nan_buffers
+
+import jpipe
+from jpipe import vocabulary
+from jpipe.optim import (
+    correct_discrepancy,
+    corrected_params,
+    predict_weights,
+    predicted_params,
+)
+from models import Transformer
+
+KEY = jax.random.key(7)
+V, D, T, B, N = 11, 4, 3, 8, 4
+SLOW = pytest.mark.slow
+NORMAL = nnx.initializers.normal(0.5)
+SGD = optax.sgd(0.1, momentum=0.5)
+
+
+def init_of(axis, *dims):
+    if axis is None:
+        return NORMAL
+    return nnx.with_partitioning(NORMAL, dims, eager_sharding=False)
+
+
+class Embedding(nnx.Module):
+    """Tokens, positions (which are gathered), and dropout if asked for."""
+
+    def __init__(self, axis=None, rate=0.0, *, rngs):
+        table = init_of(axis, axis, None)
+        self.token = nnx.Param(table(rngs.params(), (V, D), jnp.float32))
+        self.position = nnx.Param(NORMAL(rngs.params(), (T, D), jnp.float32))
+        self.dropout = nnx.Dropout(rate, rngs=rngs) if rate else lambda x: x
+
+    def __call__(self, tokens):  # [M, T] -> [M, T, D]
+        x = vocabulary.lookup(self.token[...], tokens)
+        return self.dropout(x + self.position[...][None])
+
+
+class Block(nnx.Module):
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(D, D, kernel_init=NORMAL, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jnp.tanh(self.linear(x))
+
+
+class Head(nnx.Module):
+    """A scale (which is gathered), and a matrix as in `nnx.Linear`."""
+
+    def __init__(self, axis=None, *, rngs):
+        self.norm = nnx.LayerNorm(D, rngs=rngs)
+        kernel = init_of(axis, None, axis)
+        self.linear = nnx.Linear(D, V, use_bias=False, kernel_init=kernel, rngs=rngs)
+
+    def __call__(self, x):  # [M, T, D] -> [M, T, V]
+        return vocabulary.logits(self.norm(x), self.linear.kernel[...].T)
+
+
+class TiedHead(nnx.Module):
+    def __init__(self, axis=None, *, rngs):
+        table = init_of(axis, axis, None)
+        self.token = nnx.Param(table(rngs.params(), (V, D), jnp.float32))
+
+    def __call__(self, x):
+        return vocabulary.logits(x, self.token[...])
+
+
+def layers_of(embedding="stage", head="stage", tied=False, num_blocks=4, rate=0.0):
+    last = TiedHead if tied else Head
+    return [
+        functools.partial(Embedding, embedding, rate),
+        *[Block] * num_blocks,
+        functools.partial(last, head),
+    ]
+
+
+TIES = [[(0, "token"), (-1, "token")]]
+
+
+def mean_loss(outputs, batch):
+    return vocabulary.cross_entropy(outputs, batch["labels"]).mean()
+
+
+def masked_loss(outputs, batch):
+    """A sum and its weight; microbatches have unlike numbers of labels that count."""
+    losses = vocabulary.cross_entropy(outputs, batch["labels"])
+    right = vocabulary.argmax(outputs) == batch["labels"]
+    weights = batch["weights"]
+    aux = {"right": jnp.sum(weights * right)}
+    return (jnp.sum(weights * losses), weights.sum()), aux
+
+
+def batches(count):
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, V, (2, count, B, T), dtype=np.int32)
+    weights = rng.integers(0, 2, (count, B, T)).astype(np.float32)
+    return [
+        {"inputs": x, "labels": y, "weights": w} for x, y, w in zip(*tokens, weights)
+    ]
+
+
+def pipeline(layers, schedule, optimizer=SGD, loss=mean_loss, **options):
+    return jpipe.Pipeline(
+        layers, loss=loss, optimizer=optimizer, schedule=schedule, **options
+    )
+
+
+def run(pipe, num_steps=3):
+    """Metrics of the steps, the weights, outputs and evaluation in the end. Idle slots hold NaN."""
+    state, metrics = pipe.init(KEY, batches(1)[0]), []
+    if pipe.schedule.synchronous:
+        state = with_nan_buffers(state)
+    for batch in batches(num_steps):
+        state, of_step = pipe.step(state, batch)
+        metrics.append(of_step)
+    state, _ = pipe.flush(state)
+    batch = jax.tree.map(lambda a: a[:-1], batches(1)[0])  # not a multiple of N
+    return (
+        [jax.tree.map(np.asarray, m) for m in metrics],
+        pipe.get_params(state),
+        pipe.predict(state, batch),
+        pipe.evaluate(state, batch),
+    )
+
+
+@functools.cache
+def plain():
+    model = oracles.PlainModel(layers_of(None, None), KEY)
+    return model, oracles.train(model, model.params, mean_loss, SGD, batches(3))
+
+
+@pytest.mark.parametrize(
+    "name,stages,options",
+    [
+        ("one_f_one_b", 4, {}),
+        ("interleaved", 4, {}),
+        pytest.param("one_f_one_b", 2, {"data": 2}, marks=SLOW),
+        pytest.param("gpipe", 4, {"recompute": "full"}, marks=SLOW),
+        pytest.param("zero_bubble_h1", 4, {}, marks=SLOW),
+        pytest.param("zero_bubble_v", 4, {}, marks=SLOW),
+        pytest.param("one_f_one_b", 3, {}, marks=SLOW),
+        pytest.param("one_f_one_b", 4, {"embedding": None}, marks=SLOW),
+        pytest.param("one_f_one_b", 4, {"head": None}, marks=SLOW),
+    ],
+)
+def test_synchronous_tables_equal_the_plain_model(name, stages, options):
+    model, (losses, _, params) = plain()
+    options = dict(options)
+    schedule = schedule_named(name, stages, N)
+    if "data" in options:
+        mesh = jpipe.make_mesh(stage=stages, data=options.pop("data"))
+        options["mesh"] = mesh
+    axes = {n: options.pop(n) for n in ("embedding", "head") if n in options}
+    pipe = pipeline(layers_of(**axes), schedule, **options)
+    metrics, got, outputs, evaluated = run(pipe)
+    assert_close(
+        [m["loss"] for m in metrics], [np.asarray(a) for a in losses], "float32"
+    )
+    assert_close(got, params, "float32")
+    batch = jax.tree.map(lambda a: a[:-1], batches(1)[0])
+    want = model(params, batch["inputs"])
+    assert_close(outputs, np.asarray(want), "float32")
+    assert_close(evaluated["loss"], np.asarray(mean_loss(want, batch)), "float32")
+
+
+def assert_same(layers, whole, schedule, **options):
+    """A pipeline whose layers are split does what the one does whose layers are whole."""
+    metrics, params, outputs, evaluated = run(pipeline(layers, schedule, **options))
+    want = run(pipeline(whole, schedule, **options))
+    for got_step, want_step in zip(metrics, want[0], strict=True):
+        np.testing.assert_array_equal(
+            got_step.pop("skipped_updates"), want_step.pop("skipped_updates")
+        )
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5),
+            got_step,
+            want_step,
+        )
+    assert_close((params, outputs), (want[1], want[2]), "float32")
+    assert_close(evaluated, jax.tree.map(np.asarray, want[3]), "float32")
+
+
+# Hooks that leave the last stage alone: it has no delay.
+PIPEMARE = dict(
+    optimizer=optax.chain(optax.sgd(0.1), correct_discrepancy(0.5)),
+    backward_params=corrected_params,
+)
+ADAM = optax.chain(jpipe.optim.clip_by_global_norm(0.3), optax.adamw(0.05, eps=1e-2))
+
+
+@pytest.mark.parametrize(
+    "name,num_microbatches,options",
+    [
+        ("pipemare", 2, PIPEMARE),
+        ("pipedream_2bw", 4, {"optimizer": ADAM}),
+        pytest.param("pipedream", 2, {}, marks=SLOW),
+        pytest.param("pipedream", 4, {"recompute": "full"}, marks=SLOW),
+    ],
+)
+def test_asynchronous_tables_keep_versions_and_delays(name, num_microbatches, options):
+    """The layers follow the first and the last stage: reads, updates, delays and clipping are theirs."""
+    schedule = schedule_named(name, 4, num_microbatches)
+    cut = {"boundaries": [2, 3, 4]}  # by FLOPs, whole layers are cut elsewhere
+    assert_same(layers_of(), layers_of(None, None), schedule, **options, **cut)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": masked_loss, "has_aux": True, "optimizer": ADAM},
+        pytest.param({"loss_scale": jpipe.LossScale(initial=4.0)}, marks=SLOW),
+        pytest.param({"rate": 0.5}, marks=SLOW),
+    ],
+)
+def test_masks_clipping_loss_scale_and_dropout(options):
+    options = dict(options)
+    rate = options.pop("rate", 0.0)
+    whole = layers_of(None, None, rate=rate)
+    schedule = jpipe.schedules.gpipe(2, N)
+    assert_same(layers_of(rate=rate), whole, schedule, boundaries=[3], **options)
+
+
+def test_tied_matrices_are_kept_once():
+    schedule, options = jpipe.schedules.one_f_one_b(4, N), {"ties": TIES}
+    layers, whole = layers_of(tied=True), layers_of(None, None, tied=True)
+    assert_same(layers, whole, schedule, boundaries=[2, 3, 4], **options)
+    pipe = pipeline(layers, schedule, **options)
+    state = pipe.init(KEY, batches(1)[0])
+    rows = -(-V // 4)
+    vocabularies = [n for n in state.parameters if n.startswith("embedding ")]
+    sizes = sum(state.parameters[n].size for n in vocabularies) // 4
+    assert sizes == rows * D + D  # a part of the matrix, and one row of the positions
+
+
+def test_a_half_precision_head_is_close():
+    """Embedding and head compute in bfloat16, the loss in float32, and the kept weights are float32."""
+    schedule = jpipe.schedules.one_f_one_b(2, 2)
+    results = [
+        run(pipeline(layers, schedule, compute_dtype=jnp.bfloat16, boundaries=[3]), 1)
+        for layers in (layers_of(), layers_of(None, None))
+    ]
+    (metrics, params, outputs, _), (want, _, want_outputs, _) = results
+    assert outputs.dtype == np.float32
+    np.testing.assert_allclose(outputs, want_outputs, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(metrics[0]["loss"], want[0]["loss"], rtol=1e-2)
+    assert all(a.dtype == np.float32 for a in jax.tree.leaves(params))
+
+
+def test_a_state_goes_to_other_layouts_and_back(tmp_path):
+    """To whole layers, to another number of stages, and through a checkpoint; Adam's moments with it."""
+    adam = optax.adam(0.05, eps=1e-2)
+    split = pipeline(layers_of(), jpipe.schedules.one_f_one_b(4, N), adam)
+    state = split.init(KEY, batches(1)[0])
+    state, _ = split.step(state, batches(2)[0])
+    whole = pipeline(layers_of(None, None), jpipe.schedules.gpipe(2, N), adam)
+    thirds = pipeline(layers_of(), jpipe.schedules.gpipe(3, N), adam)
+    by_way = thirds.adopt(whole.adopt(state))
+    again = split.adopt(by_way)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (again.parameters, again.optimizer_state),
+        (state.parameters, state.optimizer_state),
+    )
+    checkpoints = jpipe.Checkpoints(tmp_path)
+    checkpoints.save(1, state)
+    checkpoints.wait()
+    restored = checkpoints.restore(thirds, batches(1)[0]).state
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (restored.parameters, restored.optimizer_state),
+        (by_way.parameters, by_way.optimizer_state),
+    )
+
+
+def test_no_stage_is_larger_or_slower_than_the_others():
+    """4 equal stages of a transformer whose embedding and head are larger than its blocks."""
+    sizes = dict(vocab_size=1000, seq_len=4, dim=8, num_heads=2, num_blocks=4)
+    tokens = np.zeros((4, 4), np.int32)
+    batch = {"inputs": tokens, "labels": tokens}
+    shares = {}
+    for axis in (None, "stage"):  # of the rule for "vocab"
+        model = Transformer(**sizes)
+        pipe = pipeline(
+            model.layers(),
+            jpipe.schedules.one_f_one_b(4, 2),
+            optax.adam(1e-3),
+            model.loss(),
+            has_aux=True,
+            axis_rules=(("vocab", axis),),
+        )
+        records = pipe.partition(batch)
+        flops = [r.flops for r in records]
+        memory = pipe.memory(batch)
+        of_state = memory.weights + memory.optimizer + memory.gradients
+        shares[axis] = memory.padding / of_state, max(flops) / np.mean(flops)
+        total = sum(r.num_parameters for r in records)
+        assert total == 8 * 1000 * 2 + 4 * 8 + 2 * 8 + 4 * (12 * 8 * 8 + 13 * 8)
+    assert shares["stage"][0] < 0.01 and shares["stage"][1] < 1.01
+    assert shares[None][0] > 0.5 and shares[None][1] > 2
+
+
+# -- Refusals
+
+
+def test_layers_between_cannot_be_split():
+    class Inner(nnx.Module):
+        def __init__(self, *, rngs):
+            kernel = init_of("stage", None, "stage")
+            self.linear = nnx.Linear(D, D, kernel_init=kernel, rngs=rngs)
+
+        def __call__(self, x):
+            return self.linear(x)
+
+    layers = [*layers_of(None, None)[:-1], Inner, functools.partial(Head, None)]
+    with refused(r"layer 5 \(Inner\) names the axis .stage., and only the first"):
+        pipeline(layers, jpipe.schedules.gpipe(2, N)).init(KEY, batches(1)[0])
+
+
+def test_a_part_must_be_used():
+    class Unaware(Embedding):
+        def __call__(self, tokens):
+            return jnp.take(self.token[...], tokens, axis=0)
+
+    layers = [functools.partial(Unaware, "stage"), *layers_of(None)[1:]]
+    with refused("gives no part of it to `jpipe.vocabulary.lookup`"):
+        pipe = pipeline(layers, jpipe.schedules.gpipe(2, N))
+        pipe.lower(batches(1)[0])
+
+
+def test_an_unaware_loss_is_refused():
+    def loss(outputs, batch):
+        return optax.softmax_cross_entropy_with_integer_labels(
+            outputs, batch["labels"]
+        ).mean()
+
+    with pytest.raises(TypeError, match="jpipe.vocabulary.cross_entropy"):
+        pipe = pipeline(layers_of(), jpipe.schedules.gpipe(2, N), loss=loss)
+        pipe.lower(batches(1)[0])
+
+
+def test_a_stage_needs_a_layer_of_its_own():
+    schedule = jpipe.schedules.gpipe(2, N)
+    with refused("stage 0 would hold layer 0 alone"):
+        pipe = pipeline(layers_of(), schedule, boundaries=[1])
+        pipe.init(KEY, batches(1)[0])
+    with refused("need at least as many layers beside those"):
+        pipe = pipeline(layers_of(num_blocks=2), jpipe.schedules.gpipe(3, N))
+        pipe.init(KEY, batches(1)[0])
+
+
+def test_an_optimizer_works_element_by_element():
+    adafactor = optax.adafactor(1e-2, min_dim_size_to_factor=2)
+    with refused("does not update the embedding element by element"):
+        pipe = pipeline(layers_of(), jpipe.schedules.gpipe(2, N), adafactor)
+        pipe.init(KEY, batches(1)[0])
+
+
+def test_tables_that_cannot_run_the_head():
+    copies = jpipe.schedules.gpipe(2, N, replicas=(2, 1))
+    with refused("without copies"):
+        pipeline(layers_of(), copies).init(KEY, batches(1)[0])
+    with refused("`forward_params` changes the weights of the last stage"):
+        pipeline(
+            layers_of(),
+            jpipe.schedules.pipedream_2bw(2, N),
+            optax.chain(optax.sgd(0.1), predict_weights()),
+            forward_params=predicted_params,
+        ).init(KEY, batches(1)[0])
+
+
+def test_tied_matrices_are_split_alike():
+    with refused("must all be split over the axis"):
+        layers = layers_of("stage", None, tied=True)
+        pipeline(layers, jpipe.schedules.gpipe(2, N), ties=TIES).init(
+            KEY, batches(1)[0]
+        )
+
+
+def test_axes_that_the_compiler_splits():
+    with pytest.raises(ValueError, match="the mesh has axes that the compiler splits"):
+        mesh = jpipe.make_mesh(stage=2, fsdp=2)
+        pipeline(layers_of(), jpipe.schedules.gpipe(2, 2), mesh=mesh).init(
+            KEY, batches(1)[0]
+        )
+
+
+def test_replicas_share_the_updates_of_the_stages():
+    """Each replica updates all of its part of the vocabulary, and a share of the stages' weights."""
+    assert_same(
+        layers_of(),
+        layers_of(None, None),
+        jpipe.schedules.gpipe(2, 2),
+        mesh=jpipe.make_mesh(stage=2, data=2),
+        optimizer=optax.chain(
+            jpipe.optim.clip_by_global_norm(0.1), optax.adam(0.1, eps=1e-2)
+        ),
+        shard_optimizer=True,
+    )
