@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from flax import linen, nnx
 
+from jpipe.layers.constraint import NO_MESH
 from jpipe.layers.factories import (
     factory_problem,
     function_problem,
@@ -168,7 +169,9 @@ def _from_factory(make: Callable[..., Any], index: int) -> Layer:
     if problem is not None:
         raise ValueError(f"layer {index}: {problem}")
     try:
-        module = nnx.eval_shape(lambda: make_module(make, jax.random.key(0)))
+        # Flax would look for the names of dims on a mesh of the user's.
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            module = nnx.eval_shape(lambda: make_module(make, jax.random.key(0)))
     except NotAModuleError as error:
         raise ValueError(f"layer {index}: {error}") from None
     except Exception as error:

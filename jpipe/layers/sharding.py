@@ -11,10 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.layers.axis_rules import AxisRules, axes_of_dims
 from jpipe.layers.backward import LayerProgram
-from jpipe.layers.constraint import on_mesh
 from jpipe.layers.equations import contains
 from jpipe.layers.layer import Layer
-from jpipe.mesh import FSDP
+from jpipe.mesh import DATA, FSDP, STAGE
 from jpipe.packing import axes_by_dim, divisible, without
 
 
@@ -221,10 +220,15 @@ def stash_specs(
     # Only the result of the partitioner is read, so the compiler need not optimise.
     on_cpu = mesh.devices.flat[0].platform == "cpu"
     options: Any = {"xla_backend_optimization_level": 0} if on_cpu else None
-    stash = jax.jit(lambda *args: program.forward_and_stash(*args)[1])
-    with on_mesh(mesh):  # for constraints
-        lowered = stash.lower(parameters, inputs, extra)
-    compiled = lowered.compile(options)
+    with jax.set_mesh(mesh):  # whatever mesh the user is on
+        stash = jax.shard_map(  # as the engine does, so that constraints in loops know the mesh
+            lambda *args: program.forward_and_stash(*args)[1],
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            axis_names={STAGE, DATA} & set(mesh.axis_names),
+            check_vma=False,
+        )
+        compiled = jax.jit(stash).lower(parameters, inputs, extra).compile(options)
     return [
         divisible(
             tuple(sharding.spec) if isinstance(sharding, NamedSharding) else (),

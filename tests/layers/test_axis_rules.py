@@ -174,8 +174,8 @@ def test_rules_of_a_parameter_come_first():
 def test_the_mesh_of_the_surroundings_does_not_matter():
     mesh = jpipe.make_mesh(stage=2, fsdp=2, model=2)
     found = []
-    for around in (contextlib.nullcontext(), jax.set_mesh(mesh)):
-        with around, nnx.use_eager_sharding(False):
+    for around in (contextlib.nullcontext, lambda: jax.set_mesh(mesh)):
+        with around(), nnx.use_eager_sharding(False):
             pipe = pipeline([Named] * 2, mesh)
             state = pipe.init(jax.random.key(0), BATCH)
             found.append(pipe.step(state, BATCH)[1]["loss"])
