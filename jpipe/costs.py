@@ -250,6 +250,7 @@ def inner_layers(settings: Settings, traced: Traced, microbatch: Any) -> range:
     if found.layers and len(inner) < num_stages:
         raise ValueError(
             f"{num_stages} stages need at least as many layers beside those that all stages run together, got "
-            f"{len(inner)}. Choose a schedule with fewer stages."
+            f"{len(inner)}. Choose a schedule with fewer stages, or leave out the rule that splits the "
+            "vocabulary over `stage`."
         )
     return inner

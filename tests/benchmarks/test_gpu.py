@@ -113,6 +113,7 @@ def test_a_schedule_that_does_not_fit_has_a_reason(monkeypatch):
     assert refused == {"gpipe": "never one stage. 2 stages take 2 devices."}
 
 
+@pytest.mark.exhaustive
 def test_both_programs_train_the_same_model(monkeypatch):
     """In float32, so that rounding hides no difference."""
     monkeypatch.setattr(timing.jnp, "bfloat16", jnp.float32)

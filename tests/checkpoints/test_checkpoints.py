@@ -53,7 +53,7 @@ SAME = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(len(SAME))
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_layout_goes_on_bit_for_bit(name, tmp_path):
     """Dropout, batch norm, Adam, a moving loss scale, and microbatches in flight."""
@@ -117,7 +117,7 @@ def assert_portable_equal(got, want):
     assert got.num_microbatches == want.num_microbatches
 
 
-@pytest.mark.sampled(101)
+@pytest.mark.sampled(307)
 @pytest.mark.parametrize("before,after", PAIRS, ids=str)
 def test_every_layout_restores_into_every_other(before, after, saved):
     restored = saved(before).restore(of_layout(after), batches(1)[0])

@@ -35,6 +35,8 @@ SET_UP = (
 )
 # Commands of hours, or of data or programs that the repository does not have.
 TOO_LONG = ("benchmarks/asynchronous.py", "benchmarks/race.py", "--graph")
+# Pages whose programs `make test` runs; `make test-all` runs those of all pages.
+FIRST = ("README.md", "docs/tutorial/first_model.md", "docs/how_to/weights.md")
 # Commands of seconds.
 QUICK = ("-m jpipe.draw", "--help")
 
@@ -67,7 +69,15 @@ def is_quick(text):
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if pages.has_program(page)], ids=pages.name
+    "page",
+    [
+        page
+        if pages.name(page) in FIRST
+        else pytest.param(page, marks=pytest.mark.exhaustive)
+        for page in PAGES
+        if pages.has_program(page)
+    ],
+    ids=pages.name,
 )
 def test_the_programs_of_a_page_run(page, tmp_path):
     result = pages.run_apart(page, tmp_path)

@@ -74,7 +74,7 @@ def test_one_of_two_branches_runs(policy, number):
         ("gpipe", 2),
     ],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_policies_train_the_same(name, replicas, monkeypatch):
     """The policy of GPUs, run on CPU devices."""
     table, results = schedule_named(name, 4, 8), []

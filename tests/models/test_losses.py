@@ -127,6 +127,7 @@ def test_labels_of_another_shape_are_refused(batch, message):
         CrossEntropy()(np.zeros((2, 3, 4), np.float32), batch)
 
 
+@pytest.mark.exhaustive
 def test_a_padded_batch_trains_the_masked_mean_in_a_pipeline():
     """Microbatches hold 1 to 5 labels that count; their plain mean would be another loss."""
     model = Translation(

@@ -24,7 +24,7 @@ def loss_fn(outputs, batch):
     "name",
     [slow(name) if name in SLOW_MODELS else name for name in MODELS],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 def test_stages_change_nothing(name):
     model, inputs = MODELS[name]
     batch = {"inputs": inputs(np.random.default_rng(0))}
@@ -52,6 +52,7 @@ def test_stages_change_nothing(name):
     assert_close(other_running, running, "float32")
 
 
+@pytest.mark.exhaustive
 def test_unet_equals_the_program_written_out():
     model = MODELS["unet"][0]
     batch = {"inputs": MODELS["unet"][1](np.random.default_rng(1))}

@@ -57,7 +57,7 @@ SYNCHRONOUS = [
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("family,schedule,S,N,recompute", SYNCHRONOUS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_synchronous_tables_equal_the_plain_model(family, schedule, S, N, recompute):
     with jax.enable_x64(True):
         family = FAMILIES[family].in_dtype("float64")
@@ -111,7 +111,7 @@ ROUNDS = 9
 
 
 @pytest.mark.parametrize("name,replicas,N,ticks,recompute", ASYNCHRONOUS, ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_asynchronous_tables_equal_the_definition(name, replicas, N, ticks, recompute):
     with jax.enable_x64(True):
         family, S = FAMILIES["mlp"].in_dtype("float64"), len(replicas)

@@ -205,7 +205,9 @@ ADAM = optax.chain(jpipe.optim.clip_by_global_norm(0.3), optax.adamw(0.05, eps=1
     "name,num_microbatches,options",
     [
         ("pipemare", 2, PIPEMARE),
-        ("pipedream_2bw", 4, {"optimizer": ADAM}),
+        pytest.param(
+            "pipedream_2bw", 4, {"optimizer": ADAM}, marks=pytest.mark.exhaustive
+        ),
         pytest.param("pipedream", 2, {}, marks=SLOW),
         pytest.param("pipedream", 4, {"recompute": "full"}, marks=SLOW),
     ],

@@ -260,6 +260,7 @@ def test_wrong_input():
             Machine(**({"num_devices": 2} | wrong))
 
 
+@pytest.mark.exhaustive
 def test_a_machine_is_measured():
     machine = jpipe.plan.measure_machine(2, num_cores=2, memory_limit=1e9)
     assert machine.num_devices == 2 and machine.memory_limit == 1e9

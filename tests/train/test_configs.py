@@ -23,13 +23,13 @@ SHRUNKEN = {
     "Transformer": [
         "model.dim=8",
         "model.num_heads=2",
-        "model.num_blocks=1",
+        "model.num_blocks=2",
         "data.seq_len=16",
     ],
     "BERT": [
         "model.dim=8",
         "model.num_heads=2",
-        "model.num_blocks=1",
+        "model.num_blocks=2",
         "data.seq_len=16",
     ],
     "Translation": [
@@ -71,7 +71,7 @@ def test_docstring_is_the_record_of_a_run(path):
     [slow(path) if path.stem in SLOW else path for path in CONFIGS],
     ids=lambda path: path.stem,
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 def test_one_shrunken_step(path, tmp_path, capsys, monkeypatch):
     # Restored afterwards: the run adds to it.
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))

@@ -158,6 +158,7 @@ def test_a_damaged_checkpoint_is_no_obstacle_to_new_ones(whole, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.sampled(3)
 def test_a_run_that_was_ended_from_outside_goes_on(number, tmp_path):
     """After a signal that can be caught there is a checkpoint of the last step."""
     folder = tmp_path / "run"
