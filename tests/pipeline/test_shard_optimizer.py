@@ -35,7 +35,8 @@ OPTIMIZERS = {
     # Whole leaves.
     "lamb": optax.lamb(0.01, eps=1e-2),
     "muon": optax.contrib.muon(0.01),
-    "adafactor": optax.adafactor(0.01, min_dim_size_to_factor=4),
+    # The gradient of an attention's key biases is zero, and would be rounding errors over their size.
+    "adafactor": optax.adafactor(0.01, min_dim_size_to_factor=4, eps=1e-8),
     # All leaves of a stage are one part.
     "accumulate": optax.MultiSteps(
         optax.adam(0.1, eps=1e-2), 2
