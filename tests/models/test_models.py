@@ -183,6 +183,8 @@ def at(layers, layer, path):
         (ResNet.of_depth(18), (1, 224, 224, 3), 10, 11_689_512, (1, 1000)),
         (ResNet.of_depth(34), (1, 224, 224, 3), 18, 21_797_672, (1, 1000)),
         (ResNet.of_depth(50), (1, 224, 224, 3), 18, 25_557_032, (1, 1000)),
+        (ResNet.of_depth(101), (1, 224, 224, 3), 35, 44_549_160, (1, 1000)),
+        (ResNet.of_depth(152), (1, 224, 224, 3), 52, 60_192_808, (1, 1000)),
         (VGG(), (1, 224, 224, 3), 16, 138_357_544, (1, 1000)),
         # 4,224 channels, each with a scale more; the biases are the norms'.
         (VGG(batch_norm=True), (1, 224, 224, 3), 16, 138_361_768, (1, 1000)),
@@ -806,7 +808,7 @@ def test_every_model_can_be_chosen_on_the_command_line():
         ),
         (
             lambda: ResNet.of_depth(20),
-            "must be 18, 34 or 50, got 20. For another depth,",
+            "must be 18, 34, 50, 101 or 152, got 20. For another depth,",
         ),
         (lambda: VGG(image_size=28), "must be at least 32, got 28: 5 groups halve it"),
         (lambda: VGG(num_convolutions=(1,)), "one entry for each of `widths`"),
