@@ -2,7 +2,12 @@
 
     python train/train.py --config configs/mnist_alexnet_1f1b.py
 
-RECORD
+98.10 % of the 2,000 held-out digits are right after 300 steps, 4.5 epochs of 8,572; their
+loss is 0.0578. That took 76 s, 30 s of it compilation, on a 2-core x86-64 CPU that was busy
+with other work (2026-11-24, JAX 0.10.2, Python 3.11).
+
+The usual things to change: --config.pipeline.num_stages=2, --config.data.dir=DIR for all
+60,000 digits. `AlexNet()` has the sizes for ImageNet. In a hurry: --config.num_steps=100.
 """
 
 from models import AlexNet

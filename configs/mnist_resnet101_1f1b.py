@@ -2,7 +2,14 @@
 
     python train/train.py --config configs/mnist_resnet101_1f1b.py
 
-RECORD
+56.45 % of the 2,000 held-out digits are right after 60 steps, 0.4 epochs of 8,572; their
+loss is 1.2950. That took 130 s, 89 s of it compilation, on a 2-core x86-64 CPU that was busy
+with other work (2026-11-24, JAX 0.10.2, Python 3.11). It shows that the depth trains, not how
+well.
+
+The usual things to change: --config.num_steps=600 for a useful model,
+--config.pipeline.num_stages=2. `ResNet.of_depth(101)` has the sizes for ImageNet. In a hurry:
+--config.num_steps=20.
 """
 
 from models import ResNet

@@ -2,7 +2,15 @@
 
     python train/train.py --config configs/recurrent_lm_1f1b.py
 
-RECORD
+3.810 bits per byte (34.50 % of the bytes right) on held-out bytes after 500 steps. That took
+125 s, 9 s of it compilation, on a 2-core x86-64 CPU that was busy with other work
+(2026-11-24, JAX 0.10.2, Python 3.11, whose reference is the text). The loss still falls.
+
+Both stages share the embedding and the head (`mesh.rules.vocab`).
+
+The usual things to change: --config.num_steps=3000 for a better model,
+--config.data.path=FILE for a text of your own, --config.model.dim=256. In a hurry:
+--config.num_steps=100.
 """
 
 from models import RecurrentLM

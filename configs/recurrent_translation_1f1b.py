@@ -2,7 +2,18 @@
 
     python train/train.py --config configs/recurrent_translation_1f1b.py --config.data.path=FILE.tsv
 
-RECORD
+`FILE.tsv` (or .tsv.gz) holds one pair per line: a sentence, a tab, its translation.
+
+3.437 nats per token (13.36 % of the tokens right, given those before) on held-out pairs after
+150 steps, of English and German software help with at most 63 bytes per sentence. That took
+58 s on a 2-core x86-64 CPU that was busy with other work (2026-11-24, JAX 0.10.2, Python
+3.11). So few steps show that the loss falls; useful translations need far longer training.
+
+Both stages share the embeddings and the head (`mesh.rules.vocab`).
+
+The usual things to change: --config.num_steps=5000, --config.model.dim=256,
+--config.data.test_path=FILE.tsv for held-out pairs of their own. In a hurry:
+--config.num_steps=50.
 """
 
 from models import RecurrentTranslation

@@ -163,19 +163,33 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
 
 
 def graph_of(config):
-    """The operator graph of a training step: the model, its loss and their gradients, of one batch."""
+    """The operator graph of a training step of a configuration: its model and a batch of its data."""
+    import jax
+
+    from train.data import shuffled
+
+    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    return graph_of_model(config.model, batch)
+
+
+def graph_of_model(model, batch, **options):
+    """The operator graph of a training step: a model, its loss and their gradients.
+
+    Args:
+      model: one of `models/`.
+      batch: its batch, as `jax.ShapeDtypeStruct`s.
+      options: of `soap.trace`.
+    """
     import jax
 
     from jpipe import soap
     from jpipe.layers.as_layers import as_layers
     from jpipe.layers.loss import Loss
-    from train.data import shuffled
 
-    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
-    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    layers = as_layers(config.model.layers())
-    loss = Loss.of(config.model.loss(), has_aux=True)
+    layers = as_layers(model.layers())
+    loss = Loss.of(model.loss(), has_aux=True)
     bound: list = []
 
     def bind(batch, key):
@@ -206,7 +220,7 @@ def graph_of(config):
 
     weights = [layer.parameters for layer in bound]
     states = [layer.state for layer in bound]
-    return soap.trace(function, weights, batch, states, key)
+    return soap.trace(function, weights, batch, states, key, **options)
 
 
 def table(graph, strategy) -> str:
