@@ -173,12 +173,14 @@ def graph_of(config):
     return graph_of_model(config.model, batch)
 
 
-def graph_of_model(model, batch, **options):
+def graph_of_model(model, batch, frozen=False, **options):
     """The operator graph of a training step: a model, its loss and their gradients.
 
     Args:
       model: one of `models/`.
       batch: its batch, as `jax.ShapeDtypeStruct`s.
+      frozen: whether nothing is dropped, and batch norm uses its running statistics. Otherwise it uses those of the whole
+        batch, which devices have to add up.
       options: of `soap.trace`.
     """
     import jax
@@ -213,7 +215,10 @@ def graph_of_model(model, batch, **options):
         outputs, kept = batch["inputs"], {}
         for layer, parameters, state in zip(bound, weights, states):
             args = (outputs, *(kept.pop(name) for name in layer.pop))
-            returned, _ = layer.train(parameters, state, key, args)
+            if frozen:
+                returned = layer.evaluate(parameters, state, args)
+            else:
+                returned, _ = layer.train(parameters, state, key, args)
             outputs, *stashed = layer.outputs(returned)
             kept |= dict(zip(layer.stash, stashed))
         return loss(outputs, batch, {}, key).mean()[0]

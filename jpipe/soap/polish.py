@@ -1,7 +1,9 @@
-"""Changes of a strategy that are kept only if they make it faster: of one operator, of two at an edge, and of a run of operators.
+"""Changes of a strategy that are kept only if they make it faster: of one operator, and of several together.
 
-A chain leaves a strategy in which several operators would have to change together only by chance. A run is an operator and those
-that follow it, or those that precede it: all of them get the configuration with which the least is sent between them.
+A chain leaves a strategy in which several operators would have to change together only by chance. Together change two operators
+at an edge; the readers of one weight, such as the turns of a recurrent layer, without and with those that follow them; and
+runs: an operator and those that follow it, or those that precede it. What follows gets the configuration with which the
+least is sent.
 """
 
 from collections.abc import Callable
@@ -47,6 +49,18 @@ class Polish:
         self._graph = simulator.tasks.graph
         self._best_seconds = simulator.seconds
         self._followers: dict[tuple, Config] = {}
+        tensors = self._graph.tensors
+        # Those with the largest weights first: a short budget is best spent on them.
+        self._order = sorted(
+            range(space.num_operators),
+            key=lambda i: (
+                -sum(
+                    tensors[each.tensor].num_bytes
+                    for each in self._graph.operators[i].inputs
+                    if tensors[each.tensor].weight is not None
+                )
+            ),
+        )
         self.is_local_optimum = False
 
     def run(self) -> None:
@@ -55,7 +69,7 @@ class Polish:
             if not self._singles():
                 return
             self.is_local_optimum = True
-            if not self._a_pair() and not self._a_run():
+            if not (self._a_pair() or self._a_group() or self._a_run()):
                 return
             self.is_local_optimum = False
 
@@ -80,12 +94,57 @@ class Polish:
         self._simulator.keep()
         return seconds
 
+    def _improve_together(self, changes: list[tuple[int, Config]]) -> bool:
+        """Changes several operators, and keeps that if it makes the best strategy faster."""
+        strategy = self._simulator.tasks.strategy
+        old = [(operator, strategy[operator]) for operator, _ in changes[:-1]]
+        for operator, config in changes[:-1]:
+            self._change(operator, config)
+        if self._improves(*changes[-1]):
+            return True
+        for operator, config in old:
+            self._change(operator, config)
+        return False
+
+    def _a_group(self) -> bool:
+        """Changes the readers of a weight together; says whether a change helped."""
+        readers: dict[tuple, list[int]] = {}
+        for i, operator in enumerate(self._graph.operators):
+            weights = tuple(self._graph.weights_of(i))
+            if weights:
+                readers.setdefault((weights, operator.loops), []).append(i)
+        first_edge = {
+            source: (number, target)
+            for number, (source, target, _) in reversed(
+                list(enumerate(self._graph.edges))
+            )
+        }
+        for group in readers.values():
+            if len(group) < 2:
+                continue
+            for config in self._space.configs(group[0]):
+                if self._is_over():
+                    return False
+                together = [(i, config) for i in group]
+                if self._improve_together(together):
+                    return True
+                following = {}
+                for i in group:
+                    if i in first_edge:
+                        number, target = first_edge[i]
+                        following[target] = self._follower(number, target, config, True)
+                if self._improve_together([*together, *following.items()]):
+                    return True
+        return False
+
     def _singles(self) -> bool:
         """Ends when no change of one operator helps, with True, or when the budget is over."""
         num_operators = self._space.num_operators
-        unchanged, operator = 0, 0
+        unchanged, turn = 0, 0
         while unchanged < num_operators:
             unchanged += 1
+            operator = self._order[turn % num_operators]
+            turn += 1
             for config in self._space.configs(operator):
                 if config == self._simulator.tasks.strategy[operator]:
                     continue
@@ -93,7 +152,6 @@ class Polish:
                     return False
                 if self._improves(operator, config):
                     unchanged = 0
-            operator = (operator + 1) % num_operators
         return True
 
     def _a_pair(self) -> bool:
