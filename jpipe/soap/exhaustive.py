@@ -4,11 +4,14 @@ Operators are decided in the order of the graph. For decided operators the bound
 weights. For the others it knows, from each configuration of a decided operator, the shortest way through later operators to the
 end of the forward and back, over all of their configurations and with the transfers between them. It takes no waiting for
 devices into account but the sum of each one's work.
+
+On a machine whose devices are all alike, one of the strategies that differ only in the names of devices is looked at. (Rings of at
+least three devices go in the order of the names, so another one may be faster by what waits for one of their links.)
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jpipe.soap.costs import Analytic, Costs
 from jpipe.soap.delta import Simulator
@@ -114,6 +117,13 @@ class _Branch:
         self._edges: list[list[int]] = [[] for _ in range(num)]
         for number, (_, target, _) in enumerate(graph.edges):
             self._edges[target].append(number)
+        machine = tasks.machine
+        levels = [each for each in machine.levels if each.size > 1]
+        self._equal_devices = (
+            len(levels) <= 1
+            and not machine.links
+            and not any(each.shared for each in levels)
+        )
         self._known_sums: dict[tuple[int, Config], tuple[list[float], list[float]]] = {}
         self._tails = self._shortest_tails()
         self._chosen: list[Config] = []
@@ -205,7 +215,7 @@ class _Branch:
             self._simulate()
             return
         bounds = []
-        for config in self._choices[operator]:
+        for config in self._different(operator):
             loads = self._decide(operator, config)
             bounds.append((self._bound(operator), config))
             self._take_back(loads)
@@ -217,6 +227,25 @@ class _Branch:
             loads = self._decide(operator, config)
             self.descend(operator + 1)
             self._take_back(loads)
+
+    def _different(self, operator: int) -> Iterator[Config]:
+        """Its configurations; of those that differ only in the names of equal devices that nothing uses yet, the first."""
+        used = {device for config in self._chosen for device in config.devices}
+        seen = set()
+        for config in self._choices[operator]:
+            if self._equal_devices:
+                names: dict[int, int] = {}
+                key = (
+                    config.degrees,
+                    tuple(
+                        d if d in used else -1 - names.setdefault(d, len(names))
+                        for d in config.devices
+                    ),
+                )
+                if key in seen:
+                    continue
+                seen.add(key)
+            yield config
 
     def _bound(self, operator: int) -> float:
         """Every strategy that begins so takes at least so many seconds."""

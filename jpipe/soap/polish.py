@@ -242,8 +242,10 @@ class Polish:
         key = number, config, forward
         if key not in self._followers:
             devices = set(config.devices)
+            every = self._space.configs(other)
+            here = [c for c in every if devices >= set(c.devices)]
             self._followers[key] = min(
-                (c for c in self._space.configs(other) if devices >= set(c.devices)),
+                here or every,
                 key=lambda c: (
                     self._sent_bytes(
                         number, *((config, c) if forward else (c, config))
