@@ -121,6 +121,20 @@ def test_search_finds_the_optimum_of_lenet():
     assert soap.simulate(graph, machine, best.strategy).seconds == best.seconds
 
 
+@pytest.mark.exhaustive
+def test_search_finds_the_optimum_of_a_recurrent_model():
+    """On four devices, against the best of the 65,536 strategies that split samples and weights over all devices."""
+    graph, machine = soap_graphs.next_word(64, 2, 512, 2048), soap.p100_cluster()
+    machine = machine.with_devices(4)
+    space = soap.Space(graph, 4, kinds="SP", whole=True)
+    assert space.size == 65_536
+    start = soap.random_strategy(space, np.random.default_rng(0))
+    options = dict(space=space, starts={"random": start}, seed=0)
+    found = soap.search(graph, machine, max_proposals=1000, **options)
+    best = soap.exhaustive(graph, machine, space=space, start=start)
+    assert found.seconds == best.seconds < found.starts["random"]
+
+
 @pytest.mark.slow
 def test_search_finds_the_optimum_in_95_of_100_seeds():
     """Random graphs of at most 6 operators; 8000 proposals each, and the polish."""
