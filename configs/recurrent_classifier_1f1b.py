@@ -3,9 +3,9 @@
     python train/train.py --config configs/recurrent_classifier_1f1b.py
 
 33.71 % of the held-out windows of 64 bytes are given the right one of eight packages after
-500 steps; the loss is 1.7878 nats. That took 187 s, 8 s of it compilation, on a 2-core x86-64
-CPU that was busy with other work (2026-11-24, JAX 0.10.2, Python 3.11, whose library is the
-text). The loss still falls.
+500 steps; the loss is 1.7878 nats. That took 187 s, 8 s of it compilation, on a
+2-core x86-64 CPU that was busy with other work (2026-11-24, JAX 0.10.2, Python 3.11, whose
+library is the text). The loss still falls.
 
 The usual things to change: --config.num_steps=3000 for a better classifier,
 --config.data.path=DIR for texts of your own, --config.data.seq_len=128 for longer windows. In
