@@ -235,11 +235,11 @@ def test_search_is_never_worse_than_its_starts_and_repeats_itself():
 def test_memory_limit():
     graph = soap_graphs.lenet(8)
     machine = soap_graphs.machine(4)
-    free = soap.search(graph, machine, max_proposals=200, seed=0)
+    options = dict(max_proposals=200, seed=0)
+    free = soap.search(graph, machine, max_polish_proposals=4000, **options)
     limit = 0.95 * max(free.simulated.memory_bytes)
-    found = soap.search(
-        graph, machine, max_proposals=200, seed=0, memory_limit=limit, polish=False
-    )
+    options["polish"] = False
+    found = soap.search(graph, machine, memory_limit=limit, **options)
     assert max(found.simulated.memory_bytes) <= limit
     assert found.seconds >= free.seconds
     with pytest.raises(ValueError, match="no strategy was found that fits into 1000 "):
