@@ -29,23 +29,45 @@ To add a model, write such a dataclass and add it to `Model` below. Configuratio
 the command line (`--config.model=ResNet`) then know it by its class name.
 """
 
+from models.alexnet import AlexNet
 from models.bert import BERT
+from models.inception import Inception
 from models.losses import CrossEntropy, Loss, Segmentation
 from models.mlp import MLP
+from models.recurrent import RecurrentClassifier, RecurrentLM
+from models.recurrent_translation import RecurrentTranslation
 from models.resnet import ResNet
 from models.transformer import Transformer
 from models.translation import Translation
 from models.unet import UNet
 from models.vgg import VGG
 
-Model = MLP | ResNet | VGG | UNet | Transformer | BERT | Translation
+Model = (
+    MLP
+    | AlexNet
+    | VGG
+    | ResNet
+    | Inception
+    | UNet
+    | RecurrentLM
+    | RecurrentClassifier
+    | RecurrentTranslation
+    | Transformer
+    | BERT
+    | Translation
+)
 
 __all__ = [
     "BERT",
     "MLP",
+    "AlexNet",
     "CrossEntropy",
+    "Inception",
     "Loss",
     "Model",
+    "RecurrentClassifier",
+    "RecurrentLM",
+    "RecurrentTranslation",
     "ResNet",
     "Segmentation",
     "Transformer",

@@ -1,6 +1,6 @@
 """Residual networks (He et al., CVPR 2016, arXiv:1512.03385) for images [B, H, W, C].
 
-Basic blocks (ResNet-18 and 34) or bottlenecks (50), after the stem for CIFAR (one 3x3
+Basic blocks (ResNet-18 and 34) or bottlenecks (50, 101 and 152), after the stem for CIFAR (one 3x3
 convolution, no pooling) or the stem for ImageNet. The paper uses batch norm, which mixes
 the examples of a microbatch, so the result depends on the number of microbatches. Group
 norm (Wu and He, ECCV 2018, arXiv:1803.08494) does not mix examples.
@@ -230,13 +230,13 @@ class ResNet:
 
     @classmethod
     def of_depth(cls, depth: int, **fields: Any) -> "ResNet":
-        """ResNet-18, 34 or 50 as in the paper: batch norm, 1000 classes of ImageNet.
+        """ResNet-18, 34, 50, 101 or 152 as in the paper: batch norm, 1000 classes of ImageNet.
 
         Convolutions and pooling of stride 2 use XLA's "SAME" padding: for an image of even
         size, one pixel further right and down than in torchvision.
 
         Args:
-          depth: 18, 34 or 50.
+          depth: 18, 34, 50, 101 or 152.
           **fields: values of other fields, such as `stem="small"`.
 
         Raises:
@@ -246,10 +246,12 @@ class ResNet:
             18: ("basic", (2, 2, 2, 2)),
             34: ("basic", (3, 4, 6, 3)),
             50: ("bottleneck", (3, 4, 6, 3)),
+            101: ("bottleneck", (3, 4, 23, 3)),
+            152: ("bottleneck", (3, 8, 36, 3)),
         }
         if depth not in known:
             raise ValueError(
-                f"`depth` must be 18, 34 or 50, got {depth}. For another depth, set "
+                f"`depth` must be 18, 34, 50, 101 or 152, got {depth}. For another depth, set "
                 "`block` and `num_blocks` of `ResNet`."
             )
         block, num_blocks = known[depth]

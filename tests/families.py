@@ -11,7 +11,20 @@ import pytest
 from flax import nnx
 
 import jpipe
-from models import BERT, MLP, VGG, ResNet, Transformer, Translation, UNet
+from models import (
+    BERT,
+    MLP,
+    VGG,
+    AlexNet,
+    Inception,
+    RecurrentClassifier,
+    RecurrentLM,
+    RecurrentTranslation,
+    ResNet,
+    Transformer,
+    Translation,
+    UNet,
+)
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 """Marks a case that only `make test-all` runs."""
@@ -109,6 +122,26 @@ MODELS = {
         VGG(image_size=8, num_channels=1, widths=(4, 4), num_convolutions=(1, 2), hidden_width=8, num_classes=3, batch_norm=True),
         lambda rng: images(rng, B, 8, 8, 1),
     ),
+    "alexnet": (
+        AlexNet(image_size=16, num_channels=1, widths=(4,) * 5, stem_size=5, stem_stride=1, hidden_width=8, num_classes=3),
+        lambda rng: images(rng, B, 16, 16, 1),
+    ),
+    "inception": (
+        Inception(num_channels=1, width=2, num_blocks=(1, 1, 1), stem="small", num_classes=3),
+        lambda rng: images(rng, B, 8, 8, 1),
+    ),
+    "recurrent lm": (
+        RecurrentLM(vocab_size=7, embed_dim=4, dim=8, num_layers=3, dropout=0.1),
+        lambda rng: tokens(rng, B, T),
+    ),
+    "recurrent classifier": (
+        RecurrentClassifier(vocab_size=7, embed_dim=8, dim=8, num_layers=2, num_classes=3),
+        lambda rng: tokens(rng, B, T),
+    ),
+    "recurrent translation": (
+        RecurrentTranslation(vocab_size=7, dim=8, num_layers=2, dropout=0.0),
+        lambda rng: {"source": tokens(rng, B, T), "target": tokens(rng, B, T - 1)},
+    ),
     "unet": (
         UNet(num_channels=1, width=4, num_levels=2, num_classes=2),
         lambda rng: images(rng, B, 8, 8, 1),
@@ -134,7 +167,7 @@ MODELS = {
 
 # Other tests cover these: `test_unet_equals_the_program_written_out` the U-Net, and `test_losses.py`
 # dicts and masks between layers.
-SLOW_MODELS = ("bert", "resnet50", "translation", "unet", "vgg")
+SLOW_MODELS = ("alexnet", "bert", "inception", "resnet50", "translation", "unet", "vgg")
 
 ASYNCHRONOUS = ("pipemare", "pipedream", "pipedream_2bw")
 """The names of the asynchronous schedules."""

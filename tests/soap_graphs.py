@@ -1,7 +1,9 @@
 """Graphs for the tests of `jpipe.soap`, and an oracle that simulates by the definition alone."""
 
 import functools
+import importlib.util
 import itertools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +134,44 @@ def recurrent(batch=8, length=4, dim=16, words=32):
         "state": weight(dim, dim),
     }
     return soap.trace(loss, weights, Array((batch, length), jnp.int32))
+
+
+@functools.cache
+def next_word(batch=64, length=2, dim=64, words=256):
+    """A small recurrent language model that predicts the word after `length` words."""
+
+    def loss(w, tokens, y):
+        def turn(h, x):
+            return jnp.tanh(x @ w["in"] + h @ w["state"]), None
+
+        xs = w["embedding"][tokens].swapaxes(0, 1)
+        h, _ = jax.lax.scan(turn, jnp.zeros((tokens.shape[0], dim)), xs)
+        return -(jax.nn.log_softmax(h @ w["out"]) * y).sum(-1).mean()
+
+    weights = {
+        "embedding": weight(words, dim),
+        "in": weight(dim, dim),
+        "state": weight(dim, dim),
+        "out": weight(dim, words),
+    }
+    return soap.trace(
+        loss, weights, Array((batch, length), jnp.int32), weight(batch, words)
+    )
+
+
+@functools.cache
+def flexflow(name, batch=64):
+    """One of FlexFlow's six models at its size, as `benchmarks/flexflow.py` traces it."""
+    return _flexflow().graph_of(name, batch)
+
+
+@functools.cache
+def _flexflow():
+    path = pathlib.Path(__file__).parents[1] / "benchmarks" / "flexflow.py"
+    spec = importlib.util.spec_from_file_location("flexflow", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def random_graph(rng, num_operators):

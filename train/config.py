@@ -18,9 +18,9 @@ import jpipe
 from models import Model
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import Pairs
-from train.text import MaskedText, Text
+from train.text import LabeledText, MaskedText, Text
 
-Data = MNIST | MNISTPixels | Text | MaskedText | Pairs
+Data = MNIST | MNISTPixels | Text | MaskedText | LabeledText | Pairs
 
 
 def _decays(params: Any) -> Any:

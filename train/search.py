@@ -163,19 +163,35 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
 
 
 def graph_of(config):
-    """The operator graph of a training step: the model, its loss and their gradients, of one batch."""
+    """The operator graph of a training step of a configuration: its model and a batch of its data."""
+    import jax
+
+    from train.data import shuffled
+
+    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
+    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    return graph_of_model(config.model, batch)
+
+
+def graph_of_model(model, batch, frozen=False, **options):
+    """The operator graph of a training step: a model, its loss and their gradients.
+
+    Args:
+      model: one of `models/`.
+      batch: its batch, as `jax.ShapeDtypeStruct`s.
+      frozen: whether nothing is dropped, and batch norm uses its running statistics. Otherwise it uses those of the whole
+        batch, which devices have to add up.
+      options: of `soap.trace`.
+    """
     import jax
 
     from jpipe import soap
     from jpipe.layers.as_layers import as_layers
     from jpipe.layers.loss import Loss
-    from train.data import shuffled
 
-    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
-    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
     key = jax.eval_shape(lambda: jax.random.key(0))
-    layers = as_layers(config.model.layers())
-    loss = Loss.of(config.model.loss(), has_aux=True)
+    layers = as_layers(model.layers())
+    loss = Loss.of(model.loss(), has_aux=True)
     bound: list = []
 
     def bind(batch, key):
@@ -199,14 +215,17 @@ def graph_of(config):
         outputs, kept = batch["inputs"], {}
         for layer, parameters, state in zip(bound, weights, states):
             args = (outputs, *(kept.pop(name) for name in layer.pop))
-            returned, _ = layer.train(parameters, state, key, args)
+            if frozen:
+                returned = layer.evaluate(parameters, state, args)
+            else:
+                returned, _ = layer.train(parameters, state, key, args)
             outputs, *stashed = layer.outputs(returned)
             kept |= dict(zip(layer.stash, stashed))
         return loss(outputs, batch, {}, key).mean()[0]
 
     weights = [layer.parameters for layer in bound]
     states = [layer.state for layer in bound]
-    return soap.trace(function, weights, batch, states, key)
+    return soap.trace(function, weights, batch, states, key, **options)
 
 
 def table(graph, strategy) -> str:

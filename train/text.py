@@ -1,11 +1,12 @@
 """Text as bytes: each byte is a token.
 
-A model predicts each byte from the bytes before it (`Text`), or bytes that are masked
-from the bytes on both sides (`MaskedText`).
+A model predicts each byte from the bytes before it (`Text`), bytes that are masked from the
+bytes on both sides (`MaskedText`), or the kind of a text (`LabeledText`).
 """
 
 import dataclasses
 import pathlib
+import sysconfig
 
 import numpy as np
 
@@ -109,6 +110,62 @@ class MaskedText(Text):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class LabeledText:
+    """Windows of texts of several classes; the label of a window is the class of its text."""
+
+    path: str | None = None
+    """A directory with a .txt or .txt.gz file for each class, or a directory of such files; the
+    classes are in the order of their names. None: the source code of eight packages of
+    Python's standard library."""
+    test_fraction: float = 0.1
+    """Fraction at the end of each text that is held out."""
+    seq_len: int = 128
+    """Number of bytes T of a window."""
+
+    def __post_init__(self) -> None:
+        if self.seq_len < 1:
+            raise ValueError(f"`seq_len` must be at least 1, got {self.seq_len}.")
+        if not 0 < self.test_fraction < 1:
+            raise ValueError(
+                f"`test_fraction` must lie between 0 and 1, got {self.test_fraction}."
+            )
+
+    def load(self) -> Dataset:
+        """Reads the texts. Labels are int32 `[B]`.
+
+        Raises:
+          FileNotFoundError: if the directory or a file does not exist.
+          ValueError: if a file is damaged, there are fewer than two classes, or a text is too
+            short.
+        """
+        texts = _packages() if self.path is None else _classes(pathlib.Path(self.path))
+        place = "Python's standard library" if self.path is None else f"`{self.path}`"
+        if len(texts) < 2:
+            raise ValueError(
+                f"`data.path` must hold a text for each of at least 2 classes, got "
+                f"{len(texts)} in {place}. Add a .txt file for each class."
+            )
+        train, test = [], []
+        for name, text in texts.items():
+            start = len(text) - int(len(text) * self.test_fraction)
+            for windows, part in ((train, text[:start]), (test, text[start:])):
+                if len(part) <= self.seq_len:
+                    raise ValueError(
+                        f"both parts of each text must have more than `seq_len` = "
+                        f"{self.seq_len} bytes, got {len(part)} of {name!r} in {place}. Use "
+                        "longer texts, another `test_fraction` or a smaller `seq_len`."
+                    )
+                windows.append(Windows(part, self.seq_len))
+        return Dataset(
+            train=LabeledWindows(train),
+            test=LabeledWindows(test),
+            source=f"{len(texts)} kinds of text, {sum(map(len, train)):,} training and "
+            f"{sum(map(len, test)):,} held-out windows ({place}: {', '.join(texts)})",
+            unit="texts",
+        )
+
+
 class Windows:
     """A text in consecutive windows of T bytes; batches hold int32 `[B, T]`.
 
@@ -172,6 +229,26 @@ class MaskedWindows(Windows):
         }
 
 
+class LabeledWindows:
+    """Windows of several texts; batches hold int32 `[B, T]`, and their texts' numbers `[B]`."""
+
+    def __init__(self, texts: list[Windows]):
+        self.texts = texts
+        self.ends = np.cumsum([len(text) for text in texts])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def batch(self, indices: np.ndarray, rng: np.random.Generator | None) -> Batch:
+        labels = np.searchsorted(self.ends, indices, side="right")
+        inputs = np.zeros((len(indices), self.texts[0].seq_len), np.int32)
+        for label, text in enumerate(self.texts):
+            chosen = labels == label
+            first = self.ends[label] - len(text)
+            inputs[chosen] = text.batch(indices[chosen] - first, rng)["inputs"]
+        return {"inputs": inputs, "labels": labels.astype(np.int32)}
+
+
 def _read(path: pathlib.Path) -> bytes:
     if path.is_dir():
         paths = sorted([*path.glob("*.txt"), *path.glob("*.txt.gz")])
@@ -193,3 +270,46 @@ def _python_reference() -> bytes:
             "Name a text file as `data.path`."
         ) from error
     return "\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+_PACKAGES = (
+    "asyncio",
+    "ctypes",
+    "email",
+    "http",
+    "importlib",
+    "multiprocessing",
+    "unittest",
+    "xml",
+)
+
+
+def _packages() -> dict[str, bytes]:
+    """The source code of packages of Python's standard library, without tests."""
+    library = pathlib.Path(sysconfig.get_path("stdlib"))
+    texts = {}
+    for name in _PACKAGES:
+        paths = [
+            path
+            for path in sorted((library / name).rglob("*.py"))
+            if "test" not in path.parts
+        ]
+        if not paths:
+            raise FileNotFoundError(
+                f"this Python comes without the source code of `{name}`. Name a directory "
+                "of texts as `data.path`."
+            )
+        texts[name] = b"\n".join(path.read_bytes() for path in paths)
+    return texts
+
+
+def _classes(path: pathlib.Path) -> dict[str, bytes]:
+    """The text of each class in a directory, by its name."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no directory `{path}`. Name another one.")
+    entries = [
+        each
+        for each in sorted(path.iterdir())
+        if each.is_dir() or each.name.endswith((".txt", ".txt.gz"))
+    ]
+    return {each.name.partition(".")[0]: _read(each) for each in entries}

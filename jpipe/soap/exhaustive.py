@@ -1,12 +1,17 @@
 """The best strategy of all, by a search of the whole space that leaves out what cannot be better.
 
-Operators are decided in the order of the graph. For decided operators the bound knows shards, transfers and sums; the others are
-as fast as their best configuration alone. It takes no waiting for devices into account but the sum of each one's work.
+Operators are decided in the order of the graph. For decided operators the bound knows shards, transfers, sums and the updates of
+weights. For the others it knows, from each configuration of a decided operator, the shortest way through later operators to the
+end of the forward and back, over all of their configurations and with the transfers between them. It takes no waiting for
+devices into account but the sum of each one's work.
+
+On a machine whose devices are all alike, one of the strategies that differ only in the names of devices is looked at. (Rings of at
+least three devices go in the order of the names, so another one may be faster by what waits for one of their links.)
 """
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jpipe.soap.costs import Analytic, Costs
 from jpipe.soap.delta import Simulator
@@ -78,8 +83,8 @@ def exhaustive(
 class _Branch:
     """The strategies that begin with the configurations decided so far.
 
-    Of each decided operator two lists are kept, with a number per shard: `heads`, when its forward can have ended at the earliest, and
-    `ways`, seconds from the start of its backward to the end of the last backward that needs it.
+    Of each decided operator two lists are kept, with a number per shard: `heads`, when its result can be there at the earliest, and
+    `ways`, seconds from when the gradient of its result is there to the end of the last task that needs it.
     """
 
     def __init__(
@@ -94,81 +99,175 @@ class _Branch:
         if max(simulator.memory_bytes) <= limit:
             self.best, self.seconds = simulator.strategy, simulator.seconds
         self.simulations = self.left_out = 0
-        num = len(graph.operators)
-        self._choices = [self._sorted(i) for i in range(num)]
-        times = [
-            [(*tasks.shards.seconds(i, c.degrees), len(c.devices)) for c in choices]
+        num, num_devices = len(graph.operators), tasks.machine.num_devices
+        self._choices = [space.configs(i) for i in range(num)]
+        self._updates = [
+            {c: tasks.update_loads(i, c) for c in choices}
             for i, choices in enumerate(self._choices)
         ]
-        self._least = [
-            (min(f for f, _, _ in each), min(b for _, b, _ in each)) for each in times
+        work = [
+            min(
+                sum(tasks.shards.seconds(i, c.degrees)) * len(c.devices)
+                + sum(s for k, s in self._updates[i][c][0] if k < num_devices)
+                for c in choices
+            )
+            for i, choices in enumerate(self._choices)
         ]
-        work = [min((f + b) * n for f, b, n in each) for each in times]
         self._work_after = [sum(work[i:]) for i in range(num + 1)]
         self._edges: list[list[int]] = [[] for _ in range(num)]
         for number, (_, target, _) in enumerate(graph.edges):
             self._edges[target].append(number)
-        self._beyond = self._turns()
+        machine = tasks.machine
+        levels = [each for each in machine.levels if each.size > 1]
+        self._equal_devices = (
+            len(levels) <= 1
+            and not machine.links
+            and not any(each.shared for each in levels)
+        )
+        self._known_sums: dict[tuple[int, Config], tuple[list[float], list[float]]] = {}
+        self._tails = self._shortest_tails()
         self._chosen: list[Config] = []
         self._heads: list[list[float]] = []
         self._ways: list[list[float]] = []
+        self._own: list[float] = []  # of the forward and the backward of one shard
         self._load = [0.0] * tasks.num_resources
 
-    def _sorted(self, operator: int) -> list[Config]:
-        seconds = self._tasks.shards.seconds
-        configs = self._space.configs(operator)
-        return sorted(configs, key=lambda c: sum(seconds(operator, c.degrees)))
+    def _shortest_tails(self) -> list[dict[Config, float]]:
+        """Of each operator and configuration, seconds that pass at least from the end of any shard's forward to the start of some
+        shard's backward, or to the end of the step if the operator has no backward.
+        """
+        graph, tasks = self._graph, self._tasks
+        tails = [dict.fromkeys(choices, 0.0) for choices in self._choices]
+        for number in reversed(range(len(graph.edges))):
+            source, target, _ = graph.edges[number]
+            returns = tasks.shards.gradient_returns(number)
+            if graph.operators[source].has_backward and not returns:
+                continue  # the backward of the source does not wait for this reader
+            below = []
+            for config in self._choices[target]:
+                forward, backward = tasks.shards.seconds(target, config.degrees)
+                there, back = self._sums(target, config)
+                seconds = forward + min(there) + tails[target][config]
+                if returns:
+                    seconds += backward + min(back)
+                below.append((seconds, config))
+            below.sort(key=lambda each: each[0])
+            for above in self._choices[source]:
+                least = math.inf
+                for seconds, config in below:
+                    if seconds >= least:
+                        break
+                    seconds += self._least_transfers(number, above, config, returns)
+                    least = min(least, seconds)
+                tails[source][above] = max(tails[source][above], least)
+        return tails
 
-    def _turns(self) -> list[float]:
-        """Of each operator, seconds that pass at least between its forward and its backward, or after it without a backward."""
-        graph = self._graph
-        beyond = [0.0] * len(graph.operators)
-        for source, target, position in reversed(graph.edges):
-            forward, backward = self._least[target]
-            value = graph.tensors[graph.operators[target].inputs[position].tensor]
-            path = forward + beyond[target]
-            if graph.operators[source].has_backward:
-                returns = value.has_gradient and graph.operators[target].has_backward
-                path = path + backward if returns else 0.0
-            beyond[source] = max(beyond[source], path)
-        return beyond
+    def _least_transfers(
+        self, number: int, above: Config, below: Config, returns: bool
+    ) -> float:
+        """Of the shards above, the one whose results reach all of their readers first; and back the same for gradients."""
+        if above.devices == below.devices and above.degrees == below.degrees:
+            return 0.0
+        tasks = self._tasks
+        last = [0.0] * len(above.devices)
+        back = [0.0] * len(below.devices)
+        pairs = tasks.shards.edge_pairs(number, above.degrees, below.degrees)
+        for a, b, num_bytes in pairs:
+            start, end = above.devices[a], below.devices[b]
+            if start != end:
+                last[a] = max(last[a], tasks.message(start, end, num_bytes)[1])
+                if returns:
+                    back[b] = max(back[b], tasks.message(end, start, num_bytes)[1])
+        return min(last) + min(back)
+
+    def _sums(self, operator: int, config: Config) -> tuple[list[float], list[float]]:
+        """Per shard, seconds from the end of its forward to that of the last sum that needs it; and from the gradient of the sum
+        that it owns to the last shard that has it. Zero where an output is no sum.
+        """
+        key = operator, config
+        if key not in self._known_sums:
+            count, tasks = len(config.devices), self._tasks
+            of_all = []
+            for tensor in self._graph.operators[operator].outputs:
+                there, back = [0.0] * count, [0.0] * count
+                for owner, shards, num_bytes in tasks.shards.sums(
+                    operator, tensor, config.degrees
+                ):
+                    add = tasks.costs.add_seconds(num_bytes, len(shards))
+                    for shard in shards:
+                        ends = config.devices[shard], config.devices[owner]
+                        send = receive = 0.0
+                        if ends[0] != ends[1]:
+                            send = tasks.message(*ends, num_bytes)[1]
+                            receive = tasks.message(*ends[::-1], num_bytes)[1]
+                        there[shard] = max(there[shard], send + add)
+                        back[owner] = max(back[owner], receive)
+                of_all.append((there, back))
+            self._known_sums[key] = (
+                [min(each) for each in zip(*(there for there, _ in of_all))],
+                [min(each) for each in zip(*(back for _, back in of_all))],
+            )
+        return self._known_sums[key]
 
     def descend(self, operator: int) -> None:
-        """Decides `operator` and all after it."""
+        """Decides `operator` and all after it, the most promising configuration first."""
         if operator == len(self._graph.operators):
             self._simulate()
             return
-        for config in self._choices[operator]:
-            self._chosen.append(config)
+        bounds = []
+        for config in self._different(operator):
             loads = self._decide(operator, config)
-            if self._bound(operator) * (1 - _ROUNDING) >= self.seconds:
-                self.left_out += 1
-            else:
-                self.descend(operator + 1)
-            for resource, seconds in loads:
-                self._load[resource] -= seconds
-            self._heads.pop()
-            self._ways.pop()
-            self._chosen.pop()
+            bounds.append((self._bound(operator), config))
+            self._take_back(loads)
+        bounds.sort(key=lambda each: each[0])
+        for k, (bound, config) in enumerate(bounds):
+            if bound * (1 - _ROUNDING) >= self.seconds:
+                self.left_out += len(bounds) - k
+                break
+            loads = self._decide(operator, config)
+            self.descend(operator + 1)
+            self._take_back(loads)
+
+    def _different(self, operator: int) -> Iterator[Config]:
+        """Its configurations; of those that differ only in the names of equal devices that nothing uses yet, the first."""
+        used = {device for config in self._chosen for device in config.devices}
+        seen = set()
+        for config in self._choices[operator]:
+            if self._equal_devices:
+                names: dict[int, int] = {}
+                key = (
+                    config.degrees,
+                    tuple(
+                        d if d in used else -1 - names.setdefault(d, len(names))
+                        for d in config.devices
+                    ),
+                )
+                if key in seen:
+                    continue
+                seen.add(key)
+            yield config
 
     def _bound(self, operator: int) -> float:
         """Every strategy that begins so takes at least so many seconds."""
         heads, ways = self._heads[operator], self._ways[operator]
         num_devices = self._tasks.machine.num_devices
         work = sum(self._load[:num_devices]) + self._work_after[operator + 1]
+        tail = self._tails[operator][self._chosen[operator]]
         return max(
             max(self._load),
             work / num_devices,
-            max(map(sum, zip(heads, ways))),
-            min(heads) + self._beyond[operator] + min(ways),
+            self._own[operator],
+            max(heads) + tail + min(ways),
         )
 
     def _decide(self, operator: int, config: Config) -> list[tuple[int, float]]:
         """Extends heads and ways by one operator. Returns what it adds to the load of devices and links."""
         graph, tasks = self._graph, self._tasks
         forward, backward = tasks.shards.seconds(operator, config.degrees)
-        heads, ways = [0.0] * len(config.devices), [0.0] * len(config.devices)
-        loads = [(device, forward + backward) for device in config.devices]
+        heads = [0.0] * len(config.devices)
+        updates, after = self._updates[operator][config]
+        loads = [(device, forward + backward) for device in config.devices] + updates
+        ways = list(after)
         for number in self._edges[operator]:
             source, _, _ = graph.edges[number]
             above = self._chosen[source]
@@ -187,11 +286,48 @@ class _Branch:
                 heads[b] = max(heads[b], self._heads[source][a] + there)
                 if returns:
                     ways[b] = max(ways[b], self._ways[source][a] + back)
-        self._heads.append([head + forward for head in heads])
-        self._ways.append([way + backward for way in ways])
+        heads = [head + forward for head in heads]
+        ways = [way + backward for way in ways]
+        self._chosen.append(config)
+        self._own.append(max(map(sum, zip(heads, ways))))
+        self._heads.append(self._after_sums(operator, config, heads, False))
+        self._ways.append(self._after_sums(operator, config, ways, True))
         for resource, seconds in loads:
             self._load[resource] += seconds
         return loads
+
+    def _after_sums(
+        self, operator: int, config: Config, times: list[float], backward: bool
+    ) -> list[float]:
+        """When results are there, from when the forwards of shards have ended; or the same for gradients, in reverse."""
+        tasks, found = self._tasks, []
+        for tensor in self._graph.operators[operator].outputs:
+            result = list(times)
+            for owner, shards, num_bytes in tasks.shards.sums(
+                operator, tensor, config.degrees
+            ):
+                result[owner] = 0.0
+                for shard in shards:
+                    ends = config.devices[shard], config.devices[owner]
+                    if backward:
+                        ends = ends[::-1]
+                    send = 0.0
+                    if ends[0] != ends[1]:
+                        send = tasks.message(*ends, num_bytes)[1]
+                    result[owner] = max(result[owner], times[shard] + send)
+                if not backward:
+                    result[owner] += tasks.costs.add_seconds(num_bytes, len(shards))
+            found.append(result)
+        return [min(each) for each in zip(*found)]
+
+    def _take_back(self, loads: list[tuple[int, float]]) -> None:
+        """Undoes `_decide`, whose result is given."""
+        for resource, seconds in loads:
+            self._load[resource] -= seconds
+        self._own.pop()
+        self._heads.pop()
+        self._ways.pop()
+        self._chosen.pop()
 
     def _simulate(self) -> None:
         self.simulations += 1

@@ -46,7 +46,7 @@ class Equation:
     """One primitive of the program.
 
     Attributes:
-      primitive: its name; "view" and "stack" are ours.
+      primitive: its name; "view" and "stack_turns" are ours.
       inputs, outputs: what it reads and writes.
       params: of the primitive.
       repeats: how often it runs.
@@ -195,7 +195,9 @@ class _Walk:
         constant = all(value.constant for value in values)
         output = _value(aval, constant=constant)
         params = {"each": each}
-        self.equations.append(Equation("stack", values, [output], params, repeats))
+        self.equations.append(
+            Equation("stack_turns", values, [output], params, repeats)
+        )
         return output
 
 

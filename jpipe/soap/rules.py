@@ -271,6 +271,17 @@ def _concatenate(equation: Equation) -> Nest:
 
 
 def _stack(equation: Equation) -> Nest:
+    (output,), axis, reads = equation.outputs, equation.params["axis"], []
+    for i, value in enumerate(equation.inputs):
+        shape = (*value.shape[:axis], 1, *value.shape[axis:])
+        step = list(identity(shape))
+        step[axis] = DimMap(1, axis, offset=-i)
+        drop = identity(shape)
+        reads.append((tuple(step), (*drop[:axis], *drop[axis + 1 :])))
+    return _by_output(output.shape, tuple(reads))
+
+
+def _stack_turns(equation: Equation) -> Nest:
     (output,), each = equation.outputs, equation.params["each"]
     reads = tuple(
         stack_access(value.shape, i * each, each)
@@ -322,6 +333,7 @@ RULES: dict[str, Callable[[Equation], Nest]] = {
     "reduce_window_sum": _reduce_window,
     "sort": _along("dimension"),
     "stack": _stack,
+    "stack_turns": _stack_turns,
     "top_k": _top_k,
 }
 """Primitive -> its rule."""

@@ -16,6 +16,7 @@ from jpipe.soap.costs import Analytic, Costs
 from jpipe.soap.delta import Simulator
 from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.machine import Machine
+from jpipe.soap.polish import Polish
 from jpipe.soap.simulate import Simulated, describe
 from jpipe.soap.space import Space, random_strategy
 from jpipe.soap.strategy import (
@@ -28,10 +29,6 @@ from jpipe.soap.strategy import (
 
 _SHARPNESS = 300.0
 """Default of beta times the seconds of the best start: what is 1% slower is taken with probability exp(-3)."""
-
-
-_MOST_PAIRS = 2000
-"""The polish changes two operators together if they have at most so many pairs of configurations."""
 
 
 class Changeable(Protocol):
@@ -147,7 +144,7 @@ def search(
     """Searches for the fastest strategy of a graph on a machine.
 
     A chain runs from every start, each with the same share of the budget; it ends early when half of its share brought no improvement. At
-    last single operators are changed as long as that helps. Ctrl-C ends the search, and the best so far is returned.
+    last single operators, pairs and runs of them are changed as long as that helps. Ctrl-C ends the search, and the best so far is returned.
 
     Args:
       graph: the operators.
@@ -161,7 +158,7 @@ def search(
       beta: per second; None chooses it by the fastest start.
       seed: of the random numbers. With a budget of proposals, the same seed finds the same strategy.
       sync, optimizer_arrays: see `jpipe.soap.tasks.Tasks`.
-      polish: whether to change single operators at last.
+      polish: whether to change operators at last as long as that helps; see `jpipe.soap.polish`.
       max_polish_proposals: the number of proposals of the polish; None: until nothing helps, or `budget_seconds` are over.
       progress: called with elapsed seconds, the best seconds and the number of proposals, now and then.
 
@@ -365,7 +362,7 @@ class _Search:
                 break
 
     def polish(self, budget_seconds: float | None, max_proposals: int | None) -> None:
-        """Changes single operators of the best strategy as long as that helps, and where configurations are few, pairs."""
+        """Changes the best strategy as long as that helps: single operators, pairs and runs."""
         assert self.best is not None
         until = _Until(
             math.inf
@@ -374,64 +371,20 @@ class _Search:
             math.inf if max_proposals is None else self._proposals + max_proposals,
         )
         simulator = self._simulator(self.best)
-        while True:
-            if not self._polish_singles(simulator, until):
-                return
-            self._is_local_optimum = True
-            if not self._polish_a_pair(simulator, until):
-                return
-            self._is_local_optimum = False
 
-    def _improves(self, simulator: Simulator, operator: int, config: Config) -> bool:
-        """Keeps a change that makes the best strategy faster."""
-        self._proposals += 1
-        seconds = simulator.try_change(
-            operator, config, self._best_seconds, self._memory_limit
+        def tried(better: bool) -> None:
+            self._proposals += 1
+            self._note(simulator, better)
+
+        polish = Polish(
+            simulator,
+            self._space,
+            self._memory_limit,
+            lambda: until.is_reached(self._proposals),
+            tried,
         )
-        better = seconds < self._best_seconds
-        if better:
-            simulator.keep()
-        else:
-            simulator.undo()
-        self._note(simulator, better)
-        return better
-
-    def _polish_singles(self, simulator: Simulator, until: _Until) -> bool:
-        """Ends when no change of one operator helps, with True, or when the budget is over."""
-        num_operators = len(self._graph.operators)
-        unchanged, operator = 0, 0
-        while unchanged < num_operators:
-            unchanged += 1
-            for config in self._space.configs(operator):
-                if config == simulator.tasks.strategy[operator]:
-                    continue
-                if until.is_reached(self._proposals):
-                    return False
-                if self._improves(simulator, operator, config):
-                    unchanged = 0
-            operator = (operator + 1) % num_operators
-        return True
-
-    def _polish_a_pair(self, simulator: Simulator, until: _Until) -> bool:
-        """Changes two operators at an edge together; says whether a change helped."""
-        for first, second in sorted({edge[:2] for edge in self._graph.edges}):
-            choices = self._space.configs(first), self._space.configs(second)
-            if len(choices[0]) * len(choices[1]) > _MOST_PAIRS:
-                continue
-            old = simulator.tasks.strategy[first]
-            for config in choices[0]:
-                if until.is_reached(self._proposals):
-                    return False
-                if config == old:
-                    continue
-                simulator.try_change(first, config)
-                simulator.keep()
-                for other in choices[1]:
-                    if self._improves(simulator, second, other):
-                        return True
-                simulator.try_change(first, old)
-                simulator.keep()
-        return False
+        polish.run()
+        self._is_local_optimum = polish.is_local_optimum
 
     def result(self) -> Found:
         assert self.best is not None

@@ -28,6 +28,7 @@ class Shards:
         self._pairs: dict[tuple, list[tuple[int, int, int]]] = {}
         self._pair_arrays: dict[tuple, np.ndarray] = {}
         self._parts: dict[tuple, list[tuple[int, list[tuple[int, int]]]]] = {}
+        self._sums: dict[tuple, list[tuple[int, list[int], int]]] = {}
 
     def seconds(self, operator: int, degrees: tuple[int, ...]) -> tuple[float, float]:
         """Seconds of the forward and of the backward of a shard."""
@@ -64,6 +65,31 @@ class Shards:
         """`[3, pairs]`: `edge_pairs` as arrays."""
         self.edge_pairs(number, above, below)
         return self._pair_arrays[number, above, below]
+
+    def sums(
+        self, operator: int, tensor: int, degrees: tuple[int, ...]
+    ) -> list[tuple[int, list[int], int]]:
+        """`(owner, shards, bytes)`: a shard adds up its part of what several shards computed. Empty if results are whole."""
+        key = operator, tensor, degrees
+        if key not in self._sums:
+            computed = self.regions.results(operator, tensor, degrees)
+            members: dict[bytes, list[int]] = {}
+            for shard, box in enumerate(computed):
+                members.setdefault(box.tobytes(), []).append(shard)
+            found = []
+            if len(members) < len(computed):
+                owned = self.regions.writes(operator, tensor, degrees)
+                sizes = np.prod(owned[:, :, 1] - owned[:, :, 0], axis=1)
+                item = self.graph.tensors[tensor].item_bytes
+                repeats = self.graph.operators[operator].repeats
+                found = [
+                    (owner, shards, int(sizes[owner]) * item * repeats)
+                    for shards in members.values()
+                    for owner in shards
+                    if sizes[owner]
+                ]
+            self._sums[key] = found
+        return self._sums[key]
 
     def gradient_returns(self, number: int) -> bool:
         """Whether a gradient is sent back along an edge."""

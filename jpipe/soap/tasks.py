@@ -280,24 +280,13 @@ class Tasks:
         for device, size in zip(config.devices, sizes.tolist()):
             num_bytes = size * value.item_bytes * self.graph.operators[number].repeats
             block.memory[device] = block.memory.get(device, 0) + num_bytes
-        members: dict[bytes, list[int]] = {}
-        for shard, box in enumerate(computed):
-            members.setdefault(box.tobytes(), []).append(shard)
         block.results[tensor] = list(block.forward)
         has_gradient = bool(block.backward) and value.has_gradient
         block.result_gradients[tensor] = list(block.backward) if has_gradient else []
-        if len(members) == len(computed):
-            return
-        owned = self.shards.regions.writes(number, tensor, config.degrees)
-        repeats = self.graph.operators[number].repeats
-        parts = np.prod(owned[:, :, 1] - owned[:, :, 0], axis=1) * value.item_bytes
-        for shards in members.values():
-            for owner in shards:
-                num_bytes = int(parts[owner]) * repeats
-                if num_bytes:
-                    self._build_sum(
-                        block, tensor, shards, owner, num_bytes, has_gradient
-                    )
+        for owner, shards, num_bytes in self.shards.sums(
+            number, tensor, config.degrees
+        ):
+            self._build_sum(block, tensor, shards, owner, num_bytes, has_gradient)
 
     def _build_sum(
         self,
@@ -323,6 +312,47 @@ class Tasks:
             for shard in shards:
                 args = devices[owner], devices[shard], num_bytes
                 self._message(block, gradient, block.backward[shard], *args)
+
+    def update_loads(
+        self, operator: int, config: Config
+    ) -> tuple[list[tuple[int, float]], list[float]]:
+        """What follows the backward of an operator for the weights that no other operator reads.
+
+        Returns:
+          `(device or link, seconds)` of updates and messages; and per shard, seconds from the end of its backward to that of the
+          last update that needs it, at least.
+        """
+        loads: list[tuple[int, float]] = []
+        after = [0.0] * len(config.devices)
+        if not self.graph.operators[operator].has_backward:
+            return loads, after
+        for number in self._weights_of[operator]:
+            weight = self._weights[number]
+            readers = self.graph.readers_of_weight[weight]
+            if any(reader != operator for reader, _ in readers):
+                continue
+            degrees = [config.degrees] * len(readers)
+            for num_bytes, holders in self.shards.weight_parts(weight, degrees):
+                shards = dict.fromkeys(shard for _, shard in holders)
+                devices = list(dict.fromkeys(config.devices[k] for k in shards))
+                update = self.costs.update_seconds(num_bytes)
+                last = 0.0
+                if self._sync == "ring":
+                    devices.sort()
+                    loads += [(device, update) for device in devices]
+                    if len(devices) > 1:
+                        sent = math.ceil(
+                            2 * (len(devices) - 1) * num_bytes / len(devices)
+                        )
+                        ring = zip(devices, [*devices[1:], devices[0]])
+                        messages = [self.message(a, b, sent) for a, b in ring]
+                        loads += messages
+                        last = max(seconds for _, seconds in messages)
+                else:
+                    loads.append((devices[0], update))
+                for shard in shards:
+                    after[shard] = max(after[shard], last + update)
+        return loads, after
 
     def least_load(self, operator: int, config: Config) -> np.ndarray:
         """At most the load that a configuration of one operator would give: without sums and without weights.

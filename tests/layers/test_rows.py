@@ -14,7 +14,20 @@ from jpipe.layers.loss import Loss
 from jpipe.layers.report import report
 from jpipe.layers.rows import NO_ROWS, _analyse, _ById, row_mixing
 from jpipe.layers.trace import trace_layers
-from models import BERT, MLP, VGG, ResNet, Transformer, Translation, UNet
+from models import (
+    BERT,
+    MLP,
+    VGG,
+    AlexNet,
+    Inception,
+    RecurrentClassifier,
+    RecurrentLM,
+    RecurrentTranslation,
+    ResNet,
+    Transformer,
+    Translation,
+    UNet,
+)
 
 B, T, D = 4, 6, 8
 
@@ -198,6 +211,21 @@ MODELS = {
         ),
         {"source": ints(B, T), "target": ints(B, T - 1)},
     ),
+    "alexnet": (
+        AlexNet(
+            image_size=16,
+            num_channels=1,
+            widths=(4,) * 5,
+            stem_size=5,
+            stem_stride=1,
+            hidden_width=8,
+        ),
+        floats(B, 16, 16, 1),
+    ),
+    "inception": (
+        Inception(num_channels=1, width=2, num_blocks=(1, 1, 1), stem="small"),
+        floats(B, 8, 8, 1),
+    ),
 }
 
 
@@ -209,6 +237,29 @@ def test_no_model_is_accused(name, train):
     layers = traced(model.layers(), inputs, train)
     assert row_mixing(layers) == []
     assert followed(layers), "the analysis lost the rows"
+
+
+LOOPS = {
+    "recurrent lm": (
+        RecurrentLM(vocab_size=7, embed_dim=4, dim=8, dropout=0.1),
+        ints(B, T),
+    ),
+    "recurrent classifier": (
+        RecurrentClassifier(vocab_size=7, embed_dim=4, dim=8),
+        ints(B, T),
+    ),
+    "recurrent translation": (
+        RecurrentTranslation(vocab_size=7, dim=8),
+        {"source": ints(B, T), "target": ints(B, T - 1)},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_no_loop_is_accused(name):
+    """The rows are not followed through `lax.scan`, and nothing is said about it."""
+    model, inputs = LOOPS[name]
+    assert row_mixing(traced(model.layers(), inputs, True)) == []
 
 
 @pytest.mark.parametrize("policy", ["compute_dtype", "policy"])

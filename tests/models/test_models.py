@@ -13,7 +13,20 @@ from flax import nnx
 
 import jpipe
 import models
-from models import BERT, MLP, VGG, ResNet, Transformer, Translation, UNet
+from models import (
+    BERT,
+    MLP,
+    VGG,
+    AlexNet,
+    Inception,
+    RecurrentClassifier,
+    RecurrentLM,
+    RecurrentTranslation,
+    ResNet,
+    Transformer,
+    Translation,
+    UNet,
+)
 from models.convolution import Conv, halve
 from models.sublayers import Attention
 from models.translation import positions
@@ -45,6 +58,21 @@ LANGUAGES = Translation(
     num_encoder_blocks=2,
     num_decoder_blocks=3,
 )
+DIGITS_BY_ALEXNET = AlexNet(
+    image_size=28,
+    num_channels=1,
+    widths=(4, 4, 8, 8, 4),
+    stem_size=5,
+    stem_stride=1,
+    hidden_width=16,
+    num_classes=10,
+)
+BRANCHES = Inception(
+    num_channels=1, width=2, num_blocks=(1, 1, 1), stem="small", num_classes=10
+)
+TURNS = RecurrentLM(embed_dim=6, dim=8, num_layers=3)
+KINDS = RecurrentClassifier(embed_dim=6, dim=8, num_layers=2, num_classes=5)
+SENTENCES = RecurrentTranslation(vocab_size=50, dim=8, dropout=0.0)
 PIXELS = UNet(num_channels=3, width=4, num_levels=2, num_classes=5)
 # Each with the shape of what `example` makes for it: of the tokens, for a dict.
 MODELS = [
@@ -55,8 +83,15 @@ MODELS = [
     (BYTES, (2, 12)),
     (WORDS, (2, 12)),
     (LANGUAGES, (2, 12)),
+    (DIGITS_BY_ALEXNET, IMAGES),
+    (BRANCHES, (2, 12, 12, 1)),
+    (TURNS, (2, 12)),
+    (KINDS, (2, 12)),
+    (SENTENCES, (2, 12)),
 ]
 IDS = ["MLP", "ResNet", "Bottlenecks", "VGG", "Transformer", "BERT", "Translation"]
+IDS += ["AlexNet", "Inception", "RecurrentLM", "RecurrentClassifier"]
+IDS += ["RecurrentTranslation"]
 UNIT = nnx.initializers.normal(1.0)
 # Programs that run once: most of their time would be compilation.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -148,7 +183,7 @@ def example(model, shape, seed=0):
     if isinstance(model, BERT):
         mask = np.ones(shape, bool)
         return {"tokens": tokens(50), "segments": tokens(3) - 1, "mask": mask}
-    if isinstance(model, Translation):
+    if isinstance(model, Translation | RecurrentTranslation):
         target_vocab_size = model.target_vocab_size or model.vocab_size
         target = tokens(target_vocab_size)[:, :-3]
         return {"source": tokens(model.vocab_size), "target": target}
@@ -183,9 +218,31 @@ def at(layers, layer, path):
         (ResNet.of_depth(18), (1, 224, 224, 3), 10, 11_689_512, (1, 1000)),
         (ResNet.of_depth(34), (1, 224, 224, 3), 18, 21_797_672, (1, 1000)),
         (ResNet.of_depth(50), (1, 224, 224, 3), 18, 25_557_032, (1, 1000)),
+        (ResNet.of_depth(101), (1, 224, 224, 3), 35, 44_549_160, (1, 1000)),
+        (ResNet.of_depth(152), (1, 224, 224, 3), 52, 60_192_808, (1, 1000)),
         (VGG(), (1, 224, 224, 3), 16, 138_357_544, (1, 1000)),
         # 4,224 channels, each with a scale more; the biases are the norms'.
         (VGG(batch_norm=True), (1, 224, 224, 3), 16, 138_361_768, (1, 1000)),
+        (AlexNet(), (1, 224, 224, 3), 8, 61_100_840, (1, 1000)),
+        # torchvision has 27,161,264 with the auxiliary head, which has the rest.
+        (Inception(), (1, 299, 299, 3), 17, 23_834_568, (1, 1000)),
+        # 4 (D + H + 1) H a layer, as Keras counts them; V E embedding, V H + V head.
+        (
+            RecurrentLM(vocab_size=10000, embed_dim=650, dim=650),
+            (1, 35),
+            4,
+            2 * 10000 * 650 + 10000 + 2 * 4 * (650 + 650 + 1) * 650,
+            (1, 35, 10000),
+        ),
+        (KINDS, (2, 12), 4, 256 * 6 + 4 * (15 + 17) * 8 + 9 * 5, (2, 5)),
+        # 2 D^2 + D^2 the attention.
+        (
+            RecurrentTranslation(),
+            (1, 40),
+            7,
+            3 * 32000 * 1024 + 32000 + 4 * 4 * 2049 * 1024 + 3 * 1024**2,
+            (1, 37, 32000),
+        ),
         # 12 D^2 + 13 D a block, (V + T) D embedding, V D + 2 D head.
         (Transformer(), (1, 128), 10, 1_668_352, (1, 128, 256)),
         (BYTES, (2, 12), 5, 3 * (12 * 16**2 + 13 * 16) + 524 * 16 + 32, (2, 12, 256)),
@@ -270,6 +327,96 @@ def test_shapes_of_bottlenecks():
     assert first.projection.stride == 2
 
 
+def test_shapes_of_inception():
+    outputs = shapes(Inception(), jnp.zeros((1, 299, 299, 3)))
+    assert [x.shape[1:] for x in outputs] == [
+        (149, 149, 32),
+        (147, 147, 32),
+        (73, 73, 64),
+        (73, 73, 80),
+        (35, 35, 192),
+        (35, 35, 256),
+        *[(35, 35, 288)] * 2,
+        *[(17, 17, 768)] * 5,
+        (8, 8, 1280),
+        *[(8, 8, 2048)] * 2,
+        (1000,),
+    ]
+    # The mean of windows counts the zeros around the image.
+    ones = models.inception._mean(jnp.ones((1, 3, 3, 1)))[0, ..., 0]
+    np.testing.assert_allclose(9 * ones, [[4, 6, 4], [6, 9, 6], [4, 6, 4]], rtol=1e-6)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def test_lstm_equals_its_formulas():
+    """Hochreiter's units with a forget gate, position by position, a row at a time."""
+    lstm = models.recurrent.LSTM(3, 4, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(lstm.bias[...], [[0, 1, 0, 0]] * 4)
+    rng = np.random.default_rng(0)
+    lstm.bias[...] = jnp.asarray(rng.normal(size=(4, 4)), jnp.float32)
+    x = rng.normal(size=(2, 5, 3)).astype(np.float32)
+    mask = np.array([[1, 1, 1, 1, 1], [0, 1, 1, 0, 0]], bool)
+    start = rng.normal(size=(2, 2, 4)).astype(np.float32)
+    got, state = lstm(x, mask, (start[0], start[1]))
+    w, u, b = (np.asarray(p[...]) for p in (lstm.input_kernel, lstm.state_kernel, lstm.bias))  # fmt: skip
+    for row in range(2):
+        h, c = start[:, row]
+        for t in range(5):
+            if mask[row, t]:
+                i, f, g, o = (
+                    x[row, t] @ w[:, :, k] + h @ u[:, :, k] + b[:, k] for k in range(4)
+                )
+                c = sigmoid(f) * c + sigmoid(i) * np.tanh(g)
+                h = sigmoid(o) * np.tanh(c)
+            np.testing.assert_allclose(got[row, t], h, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(state[0][row], h, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(state[1][row], c, rtol=1e-5, atol=1e-6)
+
+
+def test_recurrent_decoder_starts_where_the_encoder_ends():
+    """Layer by layer: the states in the queue, the attention in plain NumPy, the logits."""
+    model = dataclasses.replace(SENTENCES, num_layers=3)
+    layers, inputs = build(model), example(model, (2, 6))
+    inputs["source"][1, 4:] = 0
+    embedding, encoder, decoder = layers[0], layers[1:4], layers[4:7]
+    x = embedding.token.embedding[...][inputs["source"]]
+    y = embedding.target_token.embedding[...][inputs["target"]]
+    states = []
+    for layer in encoder:
+        x, state = layer.lstm(x, inputs["source"] != 0)
+        states.append(state)
+    for layer, state in zip(decoder, states, strict=True):
+        y, _ = layer.lstm(y, state=state)
+    attention, head = layers[7:]
+    x, y = np.asarray(x), np.asarray(y)
+    mixed = np.zeros_like(y)
+    for row, length in enumerate((6, 4)):
+        memory = x[row, :length]
+        for t in range(y.shape[1]):
+            score = memory @ (y[row, t] @ np.asarray(attention.score[...]))
+            weights = np.exp(score - score.max())
+            context = weights / weights.sum() @ memory
+            of_context, of_query = np.asarray(attention.combine[...])
+            mixed[row, t] = np.tanh(context @ of_context + y[row, t] @ of_query)
+    wanted = mixed @ np.asarray(head.embedding[...]).T
+    np.testing.assert_allclose(run(layers, inputs), wanted, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("model", [TURNS, SENTENCES], ids=lambda m: type(m).__name__)
+def test_recurrent_models_are_causal(model):
+    layers, x = build(model), example(model, (1, 12))
+    target = x["target"] if isinstance(x, dict) else x
+    changed = target.copy()
+    changed[0, 5] = changed[0, 5] % 49 + 1
+    before = run(layers, x)
+    after = run(layers, x | {"target": changed} if isinstance(x, dict) else changed)
+    np.testing.assert_allclose(before[:, :5], after[:, :5], rtol=1e-6, atol=1e-6)
+    assert np.abs(before - after)[0, 5:].max(-1).min() > 1e-5
+
+
 @pytest.mark.parametrize("model, shape", MODELS, ids=IDS)
 def test_first_loss_is_that_of_a_guess(model, shape):
     logits = run(build(model), example(model, shape))
@@ -306,6 +453,12 @@ def test_examples_do_not_touch_each_other(model, shape):
         ),
         (dataclasses.replace(WORDS, dropout=0.0), set()),
         (dataclasses.replace(LANGUAGES, dropout=0.0), set()),
+        (dataclasses.replace(DIGITS_BY_ALEXNET, dropout=0.0), set()),
+        (dataclasses.replace(BRANCHES, dropout=0.0), {nnx.BatchStat}),
+        (TURNS, set()),
+        (KINDS, set()),
+        (SENTENCES, set()),
+        (dataclasses.replace(SENTENCES, dropout=0.2), {nnx.RngKey, nnx.RngCount}),
         (CONVOLUTIONS, {nnx.RngKey, nnx.RngCount}),
         (dataclasses.replace(BYTES, dropout=0.1), {nnx.RngKey, nnx.RngCount}),
         (WORDS, {nnx.RngKey, nnx.RngCount}),
@@ -334,6 +487,9 @@ def test_state_is_float32_parameters_and_what_was_asked_for(model, extra):
         (WORDS, (2, 12), slice(1, 4)),
         (LANGUAGES, (2, 12), slice(1, 3)),
         (dataclasses.replace(LANGUAGES, norm="pre"), (2, 12), slice(4, 7)),
+        (TURNS, (2, 12), slice(2, 4)),
+        (dataclasses.replace(SENTENCES, dropout=0.2), (2, 12), slice(1, 3)),
+        (SENTENCES, (2, 12), slice(3, 5)),
     ],
 )
 def test_equal_layers_are_structurally_equal(model, shape, equal):
@@ -717,22 +873,30 @@ def test_halving_equals_max_pooling_of_flax(image):
 
 
 @pytest.mark.parametrize(
-    "size, stride, use_bias",
-    [(n, s, False) for n in (1, 2, 3, 5) for s in (1, 2, 3)] + [(3, 2, True)],
+    "size, stride, use_bias, padding",
+    [(n, s, False, "SAME") for n in (1, 2, 3, 5) for s in (1, 2, 3)]
+    + [(3, 2, True, "SAME"), (3, 2, False, "VALID"), ((1, 3), 1, False, "SAME")],
 )
 @pytest.mark.parametrize("image", [(7, 10), (4, 4)])
-def test_convolution_equals_that_of_flax(size, stride, use_bias, image):
+def test_convolution_equals_that_of_flax(size, stride, use_bias, padding, image):
     ours = Conv(
         3,
         4,
         size,
         stride=stride,
+        padding=padding,
         use_bias=use_bias,
         kernel_init=UNIT,
         rngs=nnx.Rngs(0),
     )
     theirs = nnx.Conv(
-        3, 4, (size, size), strides=stride, use_bias=use_bias, rngs=nnx.Rngs(0)
+        3,
+        4,
+        size if isinstance(size, tuple) else (size, size),
+        strides=stride,
+        padding=padding,
+        use_bias=use_bias,
+        rngs=nnx.Rngs(0),
     )
     theirs.kernel[...] = ours.kernel[...]
 
@@ -806,7 +970,7 @@ def test_every_model_can_be_chosen_on_the_command_line():
         ),
         (
             lambda: ResNet.of_depth(20),
-            "must be 18, 34 or 50, got 20. For another depth,",
+            "must be 18, 34, 50, 101 or 152, got 20. For another depth,",
         ),
         (lambda: VGG(image_size=28), "must be at least 32, got 28: 5 groups halve it"),
         (lambda: VGG(num_convolutions=(1,)), "one entry for each of `widths`"),
@@ -839,6 +1003,22 @@ def test_every_model_can_be_chosen_on_the_command_line():
                 WORDS, example(WORDS, (1, 4)) | {"mask": np.ones((1, 4), int)}
             ),
             "`mask` must be boolean, False at padding, got int32. Write `tokens !=",
+        ),
+        (lambda: AlexNet(image_size=56), "must be above 56, got 56: the first convol"),
+        (lambda: AlexNet(widths=(1, 2, 3, 4, 0)), "`widths` must all be at least 1"),
+        (lambda: Inception(width=5), "`width` must be even, got 5"),
+        (lambda: Inception(stem="tiny"), "must be 'imagenet' or 'small', got 'tiny'"),
+        (lambda: Inception(num_blocks=(1, 0, 1)), "`num_blocks` must all be at least"),
+        (
+            lambda: shapes(BRANCHES, jnp.zeros((1, 6, 6, 1))),
+            "3x3 does not fit into 2x2 pixels: the images are too small. Use at least 75",
+        ),
+        (lambda: RecurrentLM(num_layers=0), "`num_layers` must be at least 1, got 0"),
+        (lambda: RecurrentClassifier(num_classes=0), "`num_classes` must be at least"),
+        (lambda: RecurrentTranslation(dropout=1.0), "`dropout` must lie in [0, 1)"),
+        (
+            lambda: RecurrentTranslation(target_vocab_size=0),
+            "`target_vocab_size` must be at least 1, got 0.",
         ),
         (lambda: Translation(norm="none"), "must be 'post' or 'pre', got 'none'."),
         (lambda: Translation(dim=9, num_heads=3), "`dim` must be even, got 9"),

@@ -19,7 +19,16 @@ from families import ASYNCHRONOUS, images, schedule_named, tokens
 from flax import linen, nnx
 
 import jpipe
-from models import BERT, MLP, VGG, ResNet, Transformer, Translation, UNet
+from models import (
+    BERT,
+    MLP,
+    VGG,
+    RecurrentTranslation,
+    ResNet,
+    Transformer,
+    Translation,
+    UNet,
+)
 
 KEY = jax.random.key(7)
 B, N, T = 8, 2, 6
@@ -64,6 +73,10 @@ MODELS = {
         Translation(
             vocab_size=8, dim=8, num_heads=2, mlp_dim=8, num_encoder_blocks=1, num_decoder_blocks=1, norm="pre", dropout=0.0
         ),
+        lambda rng: {"source": tokens(rng, B, T), "target": tokens(rng, B, T)},
+    ),
+    "recurrent": (
+        RecurrentTranslation(vocab_size=8, dim=8, num_layers=1, dropout=0.0),
         lambda rng: {"source": tokens(rng, B, T), "target": tokens(rng, B, T)},
     ),
 }  # fmt: skip

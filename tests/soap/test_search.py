@@ -10,6 +10,7 @@ import pytest
 import soap_graphs
 
 from jpipe import soap
+from jpipe.soap.exhaustive import _Branch as Branch
 from jpipe.soap.search import accepted_up_to, walk
 
 
@@ -108,6 +109,32 @@ def test_search_finds_the_optimum_of_small_graphs():
         assert found.is_local_optimum
 
 
+@pytest.mark.exhaustive
+def test_search_finds_the_optimum_of_lenet():
+    """On four devices, against the best of 1.9e19 strategies."""
+    graph, machine = soap_graphs.lenet(), soap.p100_cluster().with_devices(4)
+    found = soap.search(graph, machine, max_proposals=1000, seed=0)
+    best = soap.exhaustive(graph, machine)
+    assert best.seconds < min(found.starts.values())
+    assert found.seconds == best.seconds
+    assert found.is_local_optimum
+    assert soap.simulate(graph, machine, best.strategy).seconds == best.seconds
+
+
+@pytest.mark.exhaustive
+def test_search_finds_the_optimum_of_a_recurrent_model():
+    """On four devices, against the best of the 65,536 strategies that split samples and weights over all devices."""
+    graph, machine = soap_graphs.next_word(64, 2, 512, 2048), soap.p100_cluster()
+    machine = machine.with_devices(4)
+    space = soap.Space(graph, 4, kinds="SP", whole=True)
+    assert space.size == 65_536
+    start = soap.random_strategy(space, np.random.default_rng(0))
+    options = dict(space=space, starts={"random": start}, seed=0)
+    found = soap.search(graph, machine, max_proposals=1000, **options)
+    best = soap.exhaustive(graph, machine, space=space, start=start)
+    assert found.seconds == best.seconds < found.starts["random"]
+
+
 @pytest.mark.slow
 def test_search_finds_the_optimum_in_95_of_100_seeds():
     """Random graphs of at most 6 operators; 8000 proposals each, and the polish."""
@@ -120,6 +147,58 @@ def test_search_finds_the_optimum_in_95_of_100_seeds():
         best = soap.exhaustive(graph, machine, start=found.strategy)
         hits += found.seconds == best.seconds
     assert hits >= 95
+
+
+def test_bounds_hold_for_every_strategy():
+    """What the exhaustive search says of the beginning of a strategy is true of random ones, whole and split sums too."""
+    machine = soap_graphs.machine(4, inside=2)
+    for name, sync in (("lenet", "ring"), ("next_word", "server")):
+        graph = getattr(soap_graphs, name)()
+        space, rng = soap.Space(graph, 4), np.random.default_rng(0)
+        start = soap.data_parallel(graph, 4)
+        costs = soap.Analytic(machine)
+        simulator = soap.Simulator(graph, machine, costs, start, sync=sync)
+        branch = Branch(simulator, space, math.inf, 1)
+        strategies = [soap.random_strategy(space, rng) for _ in range(15)]
+        for strategy in [*soap.default_starts(graph, 4).values(), *strategies]:
+            strategy = [
+                c if c in set(space.configs(i)) else space.draw(i, rng)
+                for i, c in enumerate(strategy)
+            ]
+            loads, bounds = [], []
+            for i, config in enumerate(strategy):
+                loads.append(branch._decide(i, config))
+                bounds.append(branch._bound(i))
+            for each in reversed(loads):
+                branch._take_back(each)
+            found = soap.simulate(graph, machine, strategy, costs, sync=sync)
+            assert max(bounds) <= found.seconds * (1 + 1e-9)
+
+
+@pytest.mark.exhaustive
+def test_operators_change_together():
+    """A polish alone finds what no change of one operator, nor of two, does."""
+    graph, machine = soap_graphs.lenet(), soap.p100_cluster().with_devices(4)
+    start = soap.data_parallel(graph, 4)
+    options = dict(max_proposals=1, starts={"data_parallel": start}, seed=0)
+    found = soap.search(graph, machine, **options)
+    changed = [i for i, (a, b) in enumerate(zip(start, found.strategy)) if a != b]
+    single = [
+        soap.simulate(graph, machine, (*start[:i], found.strategy[i], *start[i + 1 :]))
+        for i in changed
+    ]
+    assert len(changed) >= 3
+    assert min(each.seconds for each in single) >= found.starts["data_parallel"]
+    assert found.seconds < 0.98 * found.starts["data_parallel"]
+
+
+def test_polish_in_a_space_in_which_nothing_can_follow():
+    graph, machine = soap_graphs.next_word(8, 2, 8, 16), soap_graphs.machine(4)
+    space = soap.Space(graph, 4, whole=True)
+    found = soap.search(graph, machine, space=space, max_proposals=50, seed=0)
+    assert found.is_local_optimum
+    for i, config in enumerate(found.strategy):
+        assert config in space.configs(i)
 
 
 def test_no_single_change_improves_what_is_found():
@@ -156,11 +235,11 @@ def test_search_is_never_worse_than_its_starts_and_repeats_itself():
 def test_memory_limit():
     graph = soap_graphs.lenet(8)
     machine = soap_graphs.machine(4)
-    free = soap.search(graph, machine, max_proposals=200, seed=0)
+    options = dict(max_proposals=200, seed=0)
+    free = soap.search(graph, machine, max_polish_proposals=4000, **options)
     limit = 0.95 * max(free.simulated.memory_bytes)
-    found = soap.search(
-        graph, machine, max_proposals=200, seed=0, memory_limit=limit, polish=False
-    )
+    options["polish"] = False
+    found = soap.search(graph, machine, memory_limit=limit, **options)
     assert max(found.simulated.memory_bytes) <= limit
     assert found.seconds >= free.seconds
     with pytest.raises(ValueError, match="no strategy was found that fits into 1000 "):

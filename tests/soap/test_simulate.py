@@ -58,12 +58,13 @@ def test_full_simulation_obeys_the_rules(name, sync):
         assert found == soap_graphs.by_definition(tasks)
 
 
-def random_walk(graph, num_devices, num_moves, seed, sync, every):
+def random_walk(graph, num_devices, num_moves, seed, sync, every, start=None):
     """Random changes, some kept, some undone, some cut off by a limit."""
     machine = soap_graphs.machine(num_devices)
     space = soap.Space(graph, num_devices)
     rng = np.random.default_rng(seed)
-    one = simulator(graph, machine, soap.random_strategy(space, rng), sync)
+    start = soap.random_strategy(space, rng) if start is None else start
+    one = simulator(graph, machine, start, sync)
     for move in range(num_moves):
         operator = int(rng.integers(space.num_operators))
         before = one.seconds
@@ -111,6 +112,33 @@ def test_delta_simulation_is_exact_over_tens_of_thousands_of_moves(name, num_dev
     num_moves = {4: 4000, 16: 2000, 64: 500}[num_devices]
     for sync in ("ring", "server"):
         random_walk(GRAPHS[name](), num_devices, num_moves // 2, 3, sync, 1)
+
+
+SIX = ("alexnet", "inception", "resnet101", "rnntc", "rnnlm", "nmt")
+
+
+def walk_over_a_large_model(name, num_devices, num_moves, every):
+    """From data parallelism, whose task graph is small, to strategies that are more and more random."""
+    graph = soap_graphs.flexflow(name)
+    start = soap.data_parallel(graph, num_devices)
+    random_walk(graph, num_devices, num_moves, 5, "ring", every, start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_devices", [4, 16, 64])
+@pytest.mark.parametrize("name", SIX)
+def test_delta_simulation_is_exact_on_large_models(name, num_devices):
+    """Thousands of moves each; every 100th timeline is compared, and errors would stay in those after it."""
+    num_moves = {4: 2000, 16: 400, 64: 50}[num_devices]
+    walk_over_a_large_model(
+        name, num_devices, num_moves, {4: 100, 16: 50, 64: 25}[num_devices]
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ("alexnet", "rnnlm"))
+def test_delta_simulation_is_exact_on_large_models_for_a_while(name):
+    walk_over_a_large_model(name, 4, 100, 25)
 
 
 @pytest.mark.exhaustive

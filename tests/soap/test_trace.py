@@ -70,6 +70,7 @@ CASES = {
     "elementwise": (lambda x, y: jnp.tanh(x) * 2 + y[None], (4, 6), (6,)),
     "clamp": (lambda x: jnp.clip(x, 0.0, 1.0) + 1, (4, 6)),
     "concatenate": (lambda x, y: jnp.concatenate([x, y], 1), (4, 2), (4, 6)),
+    "stack": (lambda x, y: jnp.stack([x, y], 1), (4, 6), (4, 6)),
     "padding": (lambda x: lax.pad(x, 0.0, ((1, 2, 1), (-1, 1, 0))), (4, 4)),
     "slice": (lambda x: jnp.tanh(x[1::2, ::-1]), (8, 4)),
     "split": (lambda x: jnp.tanh(jnp.split(x, 2, 1)[1]), (2, 8)),

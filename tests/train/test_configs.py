@@ -20,6 +20,11 @@ SHRUNKEN = {
     "MLP": ["model.widths=8,8"],
     "ResNet": ["model.widths=8,8", "model.num_blocks=1,1", "model.block=basic"],
     "UNet": ["model.width=4", "model.num_levels=1"],
+    "AlexNet": ["model.widths=4,4,4,4,4", "model.hidden_width=8"],
+    "Inception": ["model.width=2", "model.num_blocks=1,1,1"],
+    "RecurrentLM": ["model.embed_dim=4", "model.dim=8", "data.seq_len=16"],
+    "RecurrentClassifier": ["model.dim=8", "model.num_layers=1", "data.seq_len=16"],
+    "RecurrentTranslation": ["model.dim=8", "data.seq_len=16"],
     "Transformer": [
         "model.dim=8",
         "model.num_heads=2",
@@ -46,8 +51,11 @@ SHRUNKEN = {
 SLOW = (
     "bert_1f1b",
     "gpt_2bw",
+    "mnist_alexnet_1f1b",
+    "mnist_inception_1f1b",
     "mnist_pipemare",
     "mnist_pipedream",
+    "mnist_resnet101_1f1b",
     "mnist_resnet50_gpipe",
 )
 
@@ -90,6 +98,11 @@ def test_one_shrunken_step(path, tmp_path, capsys, monkeypatch):
     # Few held-out examples.
     if type(config.data).__name__ == "Pairs":
         words.append(f"data.path={write_pairs(tmp_path / 'pairs.tsv', 40)}")
+    elif type(config.data).__name__ == "LabeledText":
+        for name in ("comedy", "tragedy"):
+            (tmp_path / "texts").mkdir(exist_ok=True)
+            (tmp_path / "texts" / f"{name}.txt").write_text(f"A {name}. " * 80)
+        words.append(f"data.path={tmp_path / 'texts'}")
     elif hasattr(config.data, "path"):
         text = tmp_path / "short.txt"
         text.write_text("To be, or not to be. " * 40)

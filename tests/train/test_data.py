@@ -15,7 +15,7 @@ from train import mnist
 from train.data import in_order, num_labels, shares, shuffled
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import BEGIN, END, FIRST_BYTE, VOCAB_SIZE, Pairs
-from train.text import MaskedText, MaskedWindows, Text, Windows
+from train.text import LabeledText, MaskedText, MaskedWindows, Text, Windows
 
 
 class Numbers:
@@ -388,6 +388,41 @@ def test_masked_bytes_are_replaced_and_counted(tmp_path):
         ValueError, match=r"`mask_fraction` must lie in \(0, 1\], got 0"
     ):
         MaskedText(mask_fraction=0)
+
+
+def test_windows_have_the_class_of_their_text(tmp_path):
+    (tmp_path / "b").mkdir()
+    contents = {"a.txt": b"a" * 1000, "b/1.txt": b"b" * 250, "b/2.txt": b"B" * 249}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "notes.md").write_text("no text of a class")
+    data = LabeledText(path=str(tmp_path), seq_len=10).load()
+    assert (len(data.train), len(data.test)) == (89 + 44, 9 + 4)
+    for rng in (None, np.random.default_rng(0)):
+        order = np.random.default_rng(1).permutation(len(data.train))
+        batch = data.train.batch(order, rng)
+        assert batch["inputs"].shape == (133, 10) and batch["inputs"].dtype == np.int32
+        assert (batch["labels"] == 0).sum() == 89 and batch["labels"].dtype == np.int32
+        is_a = batch["inputs"] == ord("a")
+        np.testing.assert_array_equal(is_a.all(1), batch["labels"] == 0)
+        np.testing.assert_array_equal(is_a.any(1), batch["labels"] == 0)
+    assert "2 kinds of text, 133 training and 13 held-out windows" in data.source
+    assert data.source.endswith("a, b)")
+
+
+def test_texts_that_have_no_classes(tmp_path):
+    with pytest.raises(FileNotFoundError, match="there is no directory"):
+        LabeledText(path=str(tmp_path / "none")).load()
+    (tmp_path / "a.txt").write_text("a" * 500)
+    with pytest.raises(ValueError, match="at least 2 classes, got 1"):
+        LabeledText(path=str(tmp_path)).load()
+    (tmp_path / "b.txt").write_text("b" * 500)
+    with pytest.raises(ValueError, match="`seq_len` = 64 bytes, got 50 of 'a'"):
+        LabeledText(path=str(tmp_path), seq_len=64).load()
+    for options in ({"seq_len": 0}, {"test_fraction": 0.0}):
+        (name,) = options
+        with pytest.raises(ValueError, match=f"`{name}` must"):
+            LabeledText(**options)
 
 
 # -- Sentence pairs ---------------------------------------------------------------------
