@@ -14,13 +14,13 @@ References: Jia, Zaharia, Aiken, "Beyond data and model parallelism for deep neu
 from jpipe.soap.chain import AdditiveCosts, chain_optimum
 from jpipe.soap.costs import Analytic, Costs, Profile
 from jpipe.soap.delta import Simulator
-from jpipe.soap.exhaustive import Optimum, exhaustive
 from jpipe.soap.execute import (
     apply,
     argument_shardings,
     device_mesh,
     factored,
 )
+from jpipe.soap.exhaustive import Optimum, exhaustive
 from jpipe.soap.graph import Input, Loop, Operator, OperatorGraph, Tensor
 from jpipe.soap.machine import (
     Level,

@@ -46,7 +46,7 @@ class Equation:
     """One primitive of the program.
 
     Attributes:
-      primitive: its name; "view" and "stack" are ours.
+      primitive: its name; "view" and "turns" (the stack of what the turns of a loop return) are ours.
       inputs, outputs: what it reads and writes.
       params: of the primitive.
       repeats: how often it runs.
@@ -230,7 +230,7 @@ class _Walk:
         output = _value(aval, constant=constant)
         params = {"each": each}
         self.equations.append(
-            Equation("stack", values, [output], params, repeats, place=place)
+            Equation("turns", values, [output], params, repeats, place=place)
         )
         return output
 

@@ -172,7 +172,7 @@ def _bind(
 ) -> list[jax.Array]:
     """Runs a primitive with the parameters that fit the sizes."""
     name, params, sizes = equation.primitive, dict(equation.params), sizes_of[0]
-    if name == "stack":
+    if name == "turns":
         return [jnp.broadcast_to(given[0][None], sizes) + 0]
     if name == "concatenate":  # a shard may read nothing of some arrays
         given = [array for array in given if array.size]

@@ -271,6 +271,17 @@ def _concatenate(equation: Equation) -> Nest:
 
 
 def _stack(equation: Equation) -> Nest:
+    (output,), axis = equation.outputs, equation.params["axis"]
+    reads = []
+    for i, value in enumerate(equation.inputs):
+        rows = identity(output.shape)[:axis], identity(output.shape)[axis + 1 :]
+        one = (*rows[0], DimMap(1, axis, offset=-i), *rows[1])
+        kept = [d for d in range(len(output.shape)) if d != axis]
+        reads.append((one, plain(value.shape, kept)))
+    return _by_output(output.shape, tuple(reads))
+
+
+def _turns(equation: Equation) -> Nest:
     (output,), each = equation.outputs, equation.params["each"]
     reads = tuple(
         stack_access(value.shape, i * each, each)
@@ -323,6 +334,7 @@ RULES: dict[str, Callable[[Equation], Nest]] = {
     "sort": _along("dimension"),
     "stack": _stack,
     "top_k": _top_k,
+    "turns": _turns,
 }
 """Primitive -> its rule."""
 

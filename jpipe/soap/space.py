@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from jpipe.soap.execute import factor_axes, loop_axes
 from jpipe.soap.graph import Operator, OperatorGraph
+from jpipe.soap.splits import factor_axes, loop_axes
 from jpipe.soap.strategy import Config
 
 

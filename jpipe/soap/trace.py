@@ -220,7 +220,7 @@ class _Builder:
         read = []
         for base, access in inputs:
             often = self._repeats.get(base, 1)
-            if first.primitive != "stack":  # a stack reads every turn's value
+            if first.primitive != "turns":  # a stack reads every turn's value
                 often = min(often, repeats)
             read.append(Input(self._number[base], access, often))
         in_output = [False] * len(nest.sizes)
