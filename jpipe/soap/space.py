@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -74,6 +75,11 @@ class Space:
                     config = Config(degrees, tuple(devices[k] for k in order))
                     if self._axes is None or loop_axes(config, self._axes) is not None:
                         yield config
+
+    def can_run(self, strategy: Sequence[Config]) -> bool:
+        """Whether a mesh can run a strategy, if the space is of strategies that one can."""
+        axes = self._axes
+        return axes is None or all(loop_axes(c, axes) is not None for c in strategy)
 
     def draw(self, operator: int, rng: np.random.Generator) -> Config:
         """One of the configurations, each as likely as the others."""
