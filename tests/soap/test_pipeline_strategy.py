@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import jpipe
 from jpipe import soap
@@ -14,23 +13,23 @@ from jpipe.layers.loss import Loss
 from jpipe.soap.layers import layers_graph
 
 
-class Block(nnx.Module):
-    """A block of a residual network with dropout."""
+def _init(key, x):
+    first, second = jax.random.split(key)
+    return {
+        "up": jax.random.normal(first, (8, 16)) / 4,
+        "down": jax.random.normal(second, (16, 8)) / 4,
+    }
 
-    def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(8, 16, rngs=rngs)
-        self.down = nnx.Linear(16, 8, rngs=rngs)
-        self.norm = nnx.LayerNorm(8, rngs=rngs)
 
-    def __call__(self, x):
-        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+def _block(weights, x):
+    return x + jax.nn.gelu(x @ weights["up"]) @ weights["down"]
 
 
 def _loss(outputs, batch):
     return jnp.mean((outputs - batch["targets"]) ** 2)
 
 
-LAYERS = [lambda rngs: Block(rngs)] * 4
+LAYERS = [jpipe.InitApply(_init, _block)] * 2
 BATCH = {
     "inputs": np.linspace(-1, 1, 128, dtype=np.float32).reshape(16, 8),
     "targets": np.zeros((16, 8), np.float32),
@@ -48,7 +47,7 @@ def trained(schedule, mesh, **options):
         loss=_loss,
         optimizer=optax.sgd(0.1),
         schedule=schedule,
-        boundaries=[2],
+        boundaries=[1],
         mesh=mesh,
         **options,
     )
@@ -87,8 +86,38 @@ SCHEDULE = jpipe.schedules.one_f_one_b(num_stages=2, num_microbatches=4)
 
 
 def test_columns_and_rows_beside_replicas(tmp_path):
+    """Against plain JAX: two steps on the whole batch."""
     path = saved(tmp_path / "strategy.json", soap.megatron, 2, 2)
-    check_equal(path, SCHEDULE, data=2, model=2)
+    mesh = jpipe.make_mesh(stage=2, data=2, model=2)
+    pipe = jpipe.Pipeline(
+        LAYERS,
+        loss=_loss,
+        optimizer=optax.sgd(0.1),
+        schedule=SCHEDULE,
+        boundaries=[1],
+        mesh=mesh,
+        strategy=path,
+    )
+    state = pipe.init(jax.random.key(0), BATCH)
+    weights = pipe.get_params(state)
+
+    @jax.value_and_grad
+    def loss(weights):
+        x = BATCH["inputs"]
+        for each in weights:
+            x = _block(each, x)
+        return _loss(x, BATCH)
+
+    for _ in range(2):
+        state, metrics = pipe.step(state, BATCH)
+        expected, gradients = loss(weights)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+        weights = jax.tree.map(lambda w, g: w - 0.1 * g, weights, gradients)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6),
+        pipe.get_params(state),
+        weights,
+    )
 
 
 def _random(graph, num_devices):
