@@ -64,8 +64,8 @@ def loop_axes(config: Config, sizes: Mapping[str, int]) -> list[tuple[str, ...]]
         names: list[str] = []
         count = 1
         while count < degree:
-            name = strides.pop(int(along[count]), None)
-            if name is None or degree % (count * sizes[name]):
+            name = strides.pop(int(along[count]), "")
+            if not name or degree % (count * sizes[name]):
                 return None
             names.insert(0, name)
             count *= sizes[name]
