@@ -228,6 +228,7 @@ class _Run:
 
             low, high = min(run) * each, (max(run) + 1) * each
             rows = [x if len(runs) == 1 else x[low:high] for x in xs]
+            ys: Sequence[jax.Array]
             carry, ys = lax.scan(
                 turn_of,
                 carry,

@@ -81,7 +81,8 @@ def layers_graph(
 
     def bind(batch: Any, key: jax.Array) -> Any:
         """Traces the layers in order: the parameters of some depend on their inputs."""
-        outputs, kept = batch["inputs"], {}
+        outputs = batch["inputs"]
+        kept: dict[str, Any] = {}
         for layer in layers:
             args = (outputs, *(kept.pop(name) for name in layer.pop))
             avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
@@ -98,7 +99,8 @@ def layers_graph(
     jax.eval_shape(bind, batch, key)
 
     def function(weights: Any, batch: Any, states: Any, key: jax.Array) -> Any:
-        outputs, kept = batch["inputs"], {}
+        outputs = batch["inputs"]
+        kept: dict[str, Any] = {}
         for layer, parameters, state in zip(bound, weights, states):
             args = (outputs, *(kept.pop(name) for name in layer.pop))
             run = jax.jit(run_layer(layer, compute_dtype))
