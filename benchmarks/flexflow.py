@@ -26,6 +26,9 @@ import jax
 import jax.numpy as jnp
 
 from jpipe import soap
+from jpipe.layers.as_layers import as_layers
+from jpipe.layers.loss import Loss
+from jpipe.soap.layers import layers_graph
 from models import (
     AlexNet,
     Inception,
@@ -34,7 +37,6 @@ from models import (
     RecurrentTranslation,
     ResNet,
 )
-from train.search import graph_of_model
 
 STEPS = 40
 SAMPLES = 64  # per device
@@ -78,7 +80,14 @@ def graph_of(name: str, batch_size: int) -> soap.OperatorGraph:
     batch = {"inputs": inputs, "labels": labels}
     # A step of a recurrent layer is about 25 equations: four turns of ten steps each.
     # Batch norm of a device alone, as FlexFlow's, sends nothing: it is simulated as that of evaluation.
-    return graph_of_model(MODELS[name], batch, frozen=True, max_equations=99)
+    model = MODELS[name]
+    return layers_graph(
+        as_layers(model.layers()),
+        Loss.of(model.loss(), True),
+        batch,
+        evaluated=True,
+        max_equations=99,
+    ).graph
 
 
 def row_of(

@@ -1,6 +1,7 @@
 """Checks of arguments: each raises a `ValueError` with a remedy before anything is compiled."""
 
 import itertools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,8 @@ from jax.sharding import Mesh
 
 from jpipe.engine.loss_scale import LossScale
 from jpipe.lowering.lower import mixes_minibatches
-from jpipe.mesh import DATA, STAGE
+from jpipe.mesh import DATA, FSDP, STAGE
+from jpipe.packing import axes
 from jpipe.processes import check_processes
 from jpipe.schedule import Schedule
 from jpipe.stages.cut import Stages
@@ -351,6 +353,31 @@ def check_same_parts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None
                 f"`state` was made by another pipeline, which differs in `{name}`{shown}. Take "
                 "the state over with `state = pipe.adopt(state)`."
             )
+
+
+def check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Any:
+    """`strategy` of a pipeline, a file or None.
+
+    Raises:
+      ValueError: if it is no path, or the mesh or the rules split the layers in other ways.
+    """
+    if strategy is None:
+        return None
+    if not isinstance(strategy, str | os.PathLike):
+        raise ValueError(
+            "`strategy` must be the path of a file of `jpipe.soap.save_strategy`, or None, got "
+            f"{type(strategy).__name__}."
+        )
+    if mesh.shape.get(FSDP, 1) > 1:
+        raise ValueError(
+            f"`strategy` splits weights as its operators read them, and the mesh has fsdp={mesh.shape[FSDP]}, which splits "
+            'them all. Use a mesh without the axis "fsdp".'
+        )
+    if any(STAGE in axes((target,)) for _, target in axis_rules or ()):
+        raise ValueError(
+            '`axis_rules` split layers over "stage", and `strategy` says how every layer is split. Leave one of them out.'
+        )
+    return strategy
 
 
 # -- What depends on how the layers are cut

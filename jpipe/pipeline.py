@@ -73,6 +73,11 @@ class Pipeline:
         `logical_axis_rules`, if the pipeline is made inside of it, else `jpipe.AXIS_RULES`. A rule with the
         axis "stage", `("vocab", "stage")`, lets all stages run the first and the last layer together, see
         `jpipe.vocabulary`.
+      strategy: a file of `jpipe.soap.save_strategy`, such as `train/search.py --executable --save` writes. It says how
+        the operators of the layers are split over the axes of the mesh that are left to the compiler, instead of the
+        model's annotations, and how the weights are split. It was searched for a microbatch of one replica, in the
+        graph of `jpipe.soap.layers_graph`. The loss, and evaluation, are left to the compiler. None: the
+        annotations count. `docs/tensor_search.md` has an example.
       recompute: "none": a layer keeps the fewest bytes from which elementwise operations compute what
         its backward reads; "full": a stage keeps only its inputs, and runs its forward again before
         its backward; or a policy of `jax.checkpoint_policies`: a layer keeps its inputs and what
@@ -158,6 +163,7 @@ class Pipeline:
         boundaries: Sequence[int] | str | None = None,
         mesh: Mesh | None = None,
         axis_rules: AxisRules | None = None,
+        strategy: str | os.PathLike[str] | None = None,
         recompute: str | Callable[..., Any] = "none",
         compute_dtype: Any = None,
         loss_scale: LossScale | float | None = None,
@@ -196,6 +202,7 @@ class Pipeline:
             schedule=schedule,
             mesh=self.mesh,
             axis_rules=check_axis_rules(axis_rules),
+            strategy=checks.check_strategy(strategy, self.mesh, axis_rules),
             recompute=recompute,
             compute_dtype=self.compute_dtype,
             loss_scale=self.loss_scale,
@@ -368,7 +375,7 @@ class Pipeline:
             warn(problem)
         if traced.reported:  # reports may be means over rows, which only the loss sees
             traced = self._settings.trace(
-                program.microbatch, program.engine.key_impl, train=False
+                program.microbatch, program.engine.key_impl, evaluated=traced
             )
         for sentence in row_mixing(traced):
             warn(

@@ -580,7 +580,7 @@ class Program:
     def _forward_engine(self, microbatch: Any) -> Engine:
         """The engine that runs the same stages forward only, in evaluation."""
         settings, schedule = self.settings, self.settings.schedule
-        traced = settings.trace(microbatch, self.engine.key_impl, train=False)
+        traced = settings.trace(microbatch, self.engine.key_impl, evaluated=self.traced)
         table = forward_only(
             schedule.num_stages,
             schedule.num_microbatches,

@@ -2,8 +2,9 @@
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -25,6 +26,9 @@ from jpipe.stages.cut import Stages, cut
 from jpipe.stages.optimizer import read_delays
 from jpipe.stages.shares import Replicas
 from jpipe.stages.ties import resolve_ties
+
+if TYPE_CHECKING:
+    from jpipe.soap.layers import LayerSplit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,6 +58,7 @@ class Settings:
     shard_optimizer: bool
     donate: bool
     compiler_options: Mapping[str, Any]
+    strategy: str | os.PathLike[str] | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -176,6 +181,7 @@ class Settings:
                 tuple((d.platform, d.id) for d in mesh.devices.flat),
             ),
             "axis_rules": rules_for(self.automatic_sizes, self.axis_rules),
+            "strategy": None if self.strategy is None else os.fspath(self.strategy),
             "compute_dtype": self.compute_dtype,
             "recompute": self.recompute_name,
             "loss_scale": self.loss_scale,
@@ -186,11 +192,27 @@ class Settings:
             "number of layers": len(self.layers),
         }
 
-    def trace(self, microbatch: Any, key_impl: Any, *, train: bool = True) -> Traced:
-        """The layers and the loss traced for a microbatch; in evaluation, the layers alone."""
+    def trace(
+        self,
+        microbatch: Any,
+        key_impl: Any,
+        *,
+        evaluated: Traced | None = None,
+    ) -> Traced:
+        """The layers and the loss traced for a microbatch.
+
+        Args:
+          microbatch: abstract arrays.
+          key_impl: implementation of the random keys.
+          evaluated: the layers in training, if they are traced in evaluation now, without the loss.
+        """
+        if evaluated is not None:
+            splits = evaluated.splits
+        else:
+            splits = self._splits(microbatch, key_impl)
         return trace_layers(
             self.layers,
-            self.loss if train else None,
+            self.loss if evaluated is None else None,
             microbatch,
             compute_dtype=self.compute_dtype,
             key_impl=key_impl,
@@ -198,7 +220,23 @@ class Settings:
             automatic=self.automatic_mesh,
             mesh=self.mesh,
             axis_rules=self.axis_rules,
+            splits=splits,
         )
+
+    def _splits(self, microbatch: Any, key_impl: Any) -> Sequence["LayerSplit"]:
+        """How the strategy splits each layer; `()` without one."""
+        if self.strategy is None:
+            return ()
+        from jpipe.soap.layers import layers_graph, load_layer_splits
+
+        traced = layers_graph(
+            self.layers,
+            self.loss,
+            microbatch,
+            compute_dtype=self.compute_dtype,
+            key_impl=key_impl,
+        )
+        return load_layer_splits(self.strategy, traced, self.automatic_sizes)
 
     def vocabulary(
         self, traced: Traced, microbatch: Any, key_impl: Any

@@ -3,6 +3,7 @@
     python train/search.py --config configs/quickstart.py --devices 4 --budget 10s
     python train/search.py --config configs/gpt_1f1b.py --devices 16 --machine k80 --memory 4GiB --save strategy.json
     python train/search.py --config configs/quickstart.py --devices 4 --machine machine.toml --json
+    python train/search.py --config configs/quickstart.py --devices 2 --executable --save strategy.json
 
 The model and its loss are traced as one function of a whole batch; nothing is compiled. Every operator may be split by samples, by
 other dims of its output, by dims of its weights and along its sums, and run on any of the devices. The seconds of a step are
@@ -11,7 +12,9 @@ describes it. Operators are priced by their FLOPs and bytes, or with `--measure 
 what was measured. Ctrl-C ends the search with the best strategy so far. The exit code is 0, or 2 if an option or a
 file is wrong or no strategy fits.
 
-`--save` writes the strategy, `--draw` pictures of the simulated step and of the search. No program trains by a strategy yet.
+`--save` writes the strategy, `--draw` pictures of the simulated step and of the search. With `--executable` the function is that of a
+microbatch of one replica, and every operator uses all devices in the order of a mesh: `train/train.py --config.strategy=FILE
+--config.mesh.model=DEVICES` trains by what was found.
 """
 
 import argparse
@@ -68,6 +71,11 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--memory", type=size, help="memory per device, such as 16GiB")
     result.add_argument("--seed", type=int, default=0)
+    result.add_argument(
+        "--executable",
+        action="store_true",
+        help="search what `train.py --config.strategy` can run",
+    )
     result.add_argument("--measure", metavar="FILE", help="measure operators")
     result.add_argument("--save", metavar="FILE", help="write the strategy as JSON")
     result.add_argument("--draw", metavar="DIR", help="write pictures (SVG)")
@@ -101,7 +109,8 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
     from train.config import TrainConfig
 
     _, config = flags.parse(words, TrainConfig)
-    graph = graph_of(config)
+    graph = graph_of(config, whole=not args.executable)
+    space = soap.Space(graph, args.devices, executable=args.executable)
     costs = None
     if args.measure is not None:
         from jpipe.soap.measure import measure
@@ -116,15 +125,24 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
         max_polish_proposals=args.proposals,
         memory_limit=args.memory,
         seed=args.seed,
+        starts=_starts(graph, space, args.seed) if args.executable else None,
+        space=space,
         progress=None if args.json or not sys.stderr.isatty() else _show,
     )
     if sys.stderr.isatty() and not args.json:
         print(file=sys.stderr)
-    whole = soap.model_parallel(graph, args.devices)
+    known = soap.default_starts(graph, args.devices)
+    known["model_parallel"] = soap.model_parallel(graph, args.devices)
+    of_known = {
+        name: found.starts[name]
+        if name in found.starts
+        else soap.simulate(graph, machine, strategy, costs).seconds
+        for name, strategy in known.items()
+    }
     seconds = {
-        "data_parallel": found.starts["data_parallel"],
-        "model_parallel": soap.simulate(graph, machine, whole, costs).seconds,
-        "expert": min(found.starts[name] for name in soap.EXPERTS),
+        "data_parallel": of_known["data_parallel"],
+        "model_parallel": of_known["model_parallel"],
+        "expert": min(of_known[name] for name in soap.EXPERTS),
         "best": found.seconds,
     }
     if args.save is not None:
@@ -162,70 +180,43 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
     return 0
 
 
-def graph_of(config):
-    """The operator graph of a training step of a configuration: its model and a batch of its data."""
-    import jax
-
-    from train.data import shuffled
-
-    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
-    batch = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
-    return graph_of_model(config.model, batch)
-
-
-def graph_of_model(model, batch, frozen=False, **options):
-    """The operator graph of a training step: a model, its loss and their gradients.
+def graph_of(config, *, whole: bool = True):
+    """The operator graph of a training step: the model, its loss and their gradients.
 
     Args:
-      model: one of `models/`.
-      batch: its batch, as `jax.ShapeDtypeStruct`s.
-      frozen: whether nothing is dropped, and batch norm uses its running statistics. Otherwise it uses those of the whole
-        batch, which devices have to add up.
-      options: of `soap.trace`.
+      config: of the run.
+      whole: of a whole batch, or else of a microbatch as each replica of a pipeline gets it, in its dtype.
     """
     import jax
 
-    from jpipe import soap
     from jpipe.layers.as_layers import as_layers
     from jpipe.layers.loss import Loss
+    from jpipe.soap.layers import layers_graph
+    from train.data import shuffled
 
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    layers = as_layers(model.layers())
-    loss = Loss.of(model.loss(), has_aux=True)
-    bound: list = []
+    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
+    parts = 1 if whole else config.pipeline.num_microbatches * config.mesh.data
+    if config.batch_size % parts:
+        raise ValueError(
+            f"a batch of {config.batch_size} cannot be cut into {parts} equal microbatches. Change `batch_size`."
+        )
+    batch = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((len(a) // parts, *a.shape[1:]), a.dtype), batch
+    )
+    dtype = None if whole else config.pipeline.options_of_pipeline()["compute_dtype"]
+    layers, loss = as_layers(config.model.layers()), Loss.of(config.model.loss(), True)
+    return layers_graph(layers, loss, batch, compute_dtype=dtype).graph
 
-    def bind(batch, key):
-        """Traces the layers in order: the parameters of some depend on their inputs."""
-        outputs, kept = batch["inputs"], {}
-        for layer in layers:
-            args = (outputs, *(kept.pop(name) for name in layer.pop))
-            avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
-            bound.append(layer.bound(avals))
-            zeros = jax.tree.map(
-                lambda a: jax.numpy.zeros(a.shape, a.dtype),
-                (bound[-1].parameters, bound[-1].state),
-            )
-            outputs, *stashed = bound[-1].outputs(bound[-1].train(*zeros, key, args)[0])
-            kept |= dict(zip(layer.stash, stashed))
-        return outputs
 
-    jax.eval_shape(bind, batch, key)
+def _starts(graph, space, seed: int) -> dict:
+    """The strategies to begin with that a mesh can run: the known ones, and a random one."""
+    import numpy as np
 
-    def function(weights, batch, states, key):
-        outputs, kept = batch["inputs"], {}
-        for layer, parameters, state in zip(bound, weights, states):
-            args = (outputs, *(kept.pop(name) for name in layer.pop))
-            if frozen:
-                returned = layer.evaluate(parameters, state, args)
-            else:
-                returned, _ = layer.train(parameters, state, key, args)
-            outputs, *stashed = layer.outputs(returned)
-            kept |= dict(zip(layer.stash, stashed))
-        return loss(outputs, batch, {}, key).mean()[0]
+    from jpipe import soap
 
-    weights = [layer.parameters for layer in bound]
-    states = [layer.state for layer in bound]
-    return soap.trace(function, weights, batch, states, key, **options)
+    known = soap.default_starts(graph, space.num_devices)
+    known["random"] = soap.random_strategy(space, np.random.default_rng(seed))
+    return {name: each for name, each in known.items() if space.can_run(each)}
 
 
 def table(graph, strategy) -> str:

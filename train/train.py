@@ -54,6 +54,7 @@ import numpy as np
 
 import jpipe
 from jpipe import draw
+from jpipe.soap.execute import factored
 from models import Loss
 from train import flags, plot, report
 from train.config import TrainConfig
@@ -160,6 +161,8 @@ def prepare(argv: list[str]) -> Run:
     jpipe.distributed.check_same({"the configuration": text})
     with shared_run_dir(config.run_dir, name, resumed_dir) as run_dir:
         mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
+        if config.strategy is not None:
+            mesh = factored(mesh, "model")
         options = options_of_pipeline(config, mesh)
         batch = own_rows(mesh, batch)
         pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
@@ -206,6 +209,7 @@ def options_of_pipeline(config: TrainConfig, mesh: jax.sharding.Mesh) -> dict[st
         "optimizer": config.optimizer.transform(config.num_steps),
         "mesh": mesh,
         "axis_rules": config.mesh.axis_rules(),
+        "strategy": config.strategy,
         "shard_optimizer": config.mesh.shard_optimizer,
         "ties": config.model.ties() if hasattr(config.model, "ties") else (),
         **config.pipeline.options_of_pipeline(),

@@ -151,3 +151,10 @@ def constraints_on(mesh: Mesh | None, rules: AxisRules) -> Iterator[None]:
     on_this: Any = rules_for(mesh.shape, rules)
     with on_mesh(mesh), logical_axis_rules(on_this):
         yield
+
+
+@contextlib.contextmanager
+def unannotated_on(mesh: Mesh) -> Iterator[None]:
+    """Code inside is traced on a mesh, and what it says about logical names does not count."""
+    with on_mesh(mesh), logical_axis_rules(()):
+        yield

@@ -141,12 +141,13 @@ class ValueSplit:
         for program in programs if sizes else ():
             for aval, spec in zip(program.outputs, _output_specs(program)):
                 rows, *rest = microbatch_spec(aval.shape, num_rows, sizes) or (None,)
-                dims = axes_by_dim(spec)[1:]
                 free = [
-                    tuple(a for a in dim if a in sizes and a != rows) for dim in dims
+                    tuple(a for a in dim if a in sizes and a != rows)
+                    for dim in axes_by_dim(spec)
                 ]
                 if any(free):
-                    joined = (rows, *(dim or None for dim in free), *rest[len(free) :])
+                    first, *others = [dim or None for dim in free]
+                    joined = (rows or first, *others, *rest[len(others) :])
                     split = divisible(joined, aval.shape, sizes)
                     annotated.setdefault(tuple(aval.shape), split)
         return cls(num_rows, sizes, annotated)

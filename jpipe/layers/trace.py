@@ -4,10 +4,11 @@ Layers that compute the same (equal jaxprs, equal shapes) are of one *layer kind
 and compiled once.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpipe.layers.avals import cast, is_inexact, shapes_text
-from jpipe.layers.axis_rules import AxisRules, constraints_on
+from jpipe.layers.axis_rules import AxisRules, constraints_on, unannotated_on
 from jpipe.layers.backward import (
     LayerProgram,
     trace_layer,
@@ -28,6 +29,9 @@ from jpipe.layers.report import collect
 from jpipe.layers.sharding import ValueSplit, parameter_specs, stash_specs
 from jpipe.layers.vjp import OffloadError, OrderedEffectError
 from jpipe.packing import Leaf
+
+if TYPE_CHECKING:
+    from jpipe.soap.layers import LayerSplit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Traced:
         form of `packing.Leaf`.
       stash_specs: per layer kind, how its stash is split, which the compiler decides.
       values: how the values that layers pass on are split.
+      splits: how a strategy splits each layer; `()` without a strategy.
     """
 
     layers: Sequence[Layer]
@@ -79,6 +84,7 @@ class Traced:
     specs: Sequence[tuple[tuple, ...]]
     stash_specs: Sequence[Sequence[tuple]]
     values: ValueSplit
+    splits: Sequence["LayerSplit"] = ()
 
     def of_microbatch(self, aval: jax.ShapeDtypeStruct) -> Leaf:
         """A leaf that is split as what layers pass on, such as a leaf of a message."""
@@ -102,6 +108,7 @@ def trace_layers(
     automatic: Mesh | None = None,
     mesh: Mesh | None = None,
     axis_rules: AxisRules = (),
+    splits: Sequence["LayerSplit"] = (),
 ) -> Traced:
     """Traces every layer, and the loss, for the abstract `microbatch`.
 
@@ -116,6 +123,7 @@ def trace_layers(
         without such axes.
       mesh: the whole mesh, if there are automatic axes.
       axis_rules: from logical names to axes.
+      splits: how a strategy splits each layer, instead of annotations; `()` without a strategy.
 
     Returns:
       The `Traced` layers.
@@ -128,6 +136,7 @@ def trace_layers(
     def traced(reports: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[_Tracer, Any]:
         tracer = _Tracer(layers, loss is not None, compute_dtype, key_impl, policy)
         tracer.automatic, tracer.axis_rules = automatic, axis_rules
+        tracer.splits = splits
         tracer.reports = reports
         outputs = inputs
         for i in range(len(layers)):
@@ -170,6 +179,7 @@ def trace_layers(
             for kind, spec in zip(tracer.layer_kinds, tracer.specs, strict=True)
         ],
         values,
+        splits,
     )
 
 
@@ -181,6 +191,7 @@ class _Tracer:
         far.
       automatic: the mesh of the automatic axes; None if there are none.
       axis_rules: from logical names to its axes.
+      splits: how a strategy splits each layer; `()` without a strategy.
       reports: the values that layers hand on to the loss beside their outputs, by name. Every layer
         but the first takes `(inputs, sums)`, and every layer returns `(outputs, sums)`; without
         names inputs and outputs alone.
@@ -204,6 +215,7 @@ class _Tracer:
         self.specs: list[tuple] = []
         self.automatic: Mesh | None = None
         self.axis_rules: AxisRules = ()
+        self.splits: Sequence[LayerSplit] = ()
         self.reports: Mapping[str, jax.ShapeDtypeStruct] = {}
         self.reported: dict[str, jax.ShapeDtypeStruct] = {}
         self._training = training
@@ -257,6 +269,7 @@ class _Tracer:
             self._is_last(i),
             len(layer.stash),
             _signature((args, layer.parameters, layer.state)),
+            repr(self.splits[i].plan) if self.splits else None,
         )
         if seen not in self._program_of:
             self._program_of[seen] = self._trace(i, args)
@@ -268,7 +281,10 @@ class _Tracer:
         update = integer_update(layer, i, self._key, self._key_impl, args)
         mutable = _mutable(layer, update)
         sizes = {} if self.automatic is None else self.automatic.shape
-        spec = parameter_specs(layer, i, sizes, self.axis_rules)
+        if self.splits:
+            spec = self.splits[i].parameter_specs
+        else:
+            spec = parameter_specs(layer, i, sizes, self.axis_rules)
         text = f"{program.text}\n{_commit_text(mutable)}\n{spec}"
         kind = self._kind_of_text.setdefault(text, len(self.layer_kinds))
         if kind == len(self.layer_kinds):
@@ -281,7 +297,7 @@ class _Tracer:
         layer = self.layers[i]
         extra = {"key": self._key, "state": layer.state}
         try:
-            with constraints_on(self.automatic, self.axis_rules):
+            with self._annotations():
                 return trace_layer(
                     self._function(i),
                     layer.parameters,
@@ -295,6 +311,12 @@ class _Tracer:
             raise ValueError(f"layer {i} ({layer.name}): {error}") from None
         except Exception as error:
             raise ValueError(self._refusal(i, args, error)) from error
+
+    def _annotations(self) -> contextlib.AbstractContextManager[None]:
+        """In which the annotations of a layer count, if no strategy says how it is split."""
+        if self.splits and self.automatic is not None:
+            return unannotated_on(self.automatic)
+        return constraints_on(self.automatic, self.axis_rules)
 
     def _refusal(self, i: int, args: tuple, error: BaseException) -> str:
         """Why layer `i` cannot take its arguments."""
@@ -324,15 +346,17 @@ class _Tracer:
                 args = (inputs, *popped)
             else:
                 sums = {n: jnp.zeros((), a.dtype) for n, a in self.reports.items()}
-            parameters, args = cast((parameters, args), self._compute_dtype)
             if not self._training:
+                parameters, args = cast((parameters, args), self._compute_dtype)
                 outputs = layer.evaluate(parameters, extra["state"], args)
                 return cast(layer.outputs(outputs), dtype), ()
             key = jax.random.wrap_key_data(extra["key"], impl=self._key_impl)
-            with collect() as reported:
-                outputs, statistics = layer.train(parameters, extra["state"], key, args)
+            run = run_layer(layer, self._compute_dtype)
+            if self.splits and self.automatic is not None:
+                run = self.splits[i].applied(run, self.automatic)
+            outputs, statistics, reported = run(parameters, extra["state"], key, args)
             statistics = jax.tree.map(_statistic, statistics, layer.state)
-            outputs = cast(layer.outputs(outputs), dtype)
+            outputs = cast(outputs, dtype)
             return self._with_sums(outputs, sums, reported), statistics
 
         return function
@@ -364,6 +388,18 @@ class _Tracer:
             return None
         weights = jax.tree.leaves([layer.parameters for layer in self.layers])
         return np.result_type(np.float32, *(a.dtype for a in weights))
+
+
+def run_layer(layer: Layer, compute_dtype: Any) -> Callable[..., tuple]:
+    """A layer in training: `(parameters, state, key, args) -> ((outputs, *stashed), statistics, reported)`."""
+
+    def run(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple:
+        parameters, args = cast((parameters, args), compute_dtype)
+        with collect() as reported:
+            outputs, statistics = layer.train(parameters, state, key, args)
+        return layer.outputs(outputs), statistics, dict(reported)
+
+    return run
 
 
 def _signature(tree: Any) -> tuple:

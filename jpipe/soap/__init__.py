@@ -14,6 +14,12 @@ References: Jia, Zaharia, Aiken, "Beyond data and model parallelism for deep neu
 from jpipe.soap.chain import AdditiveCosts, chain_optimum
 from jpipe.soap.costs import Analytic, Costs, Profile
 from jpipe.soap.delta import Simulator
+from jpipe.soap.execute import (
+    apply,
+    argument_shardings,
+    device_mesh,
+    factored,
+)
 from jpipe.soap.exhaustive import Optimum, exhaustive
 from jpipe.soap.graph import Input, Loop, Operator, OperatorGraph, Tensor
 from jpipe.soap.machine import (
@@ -65,12 +71,16 @@ __all__ = [
     "Space",
     "Strategy",
     "Tensor",
+    "apply",
+    "argument_shardings",
     "as_records",
     "chain_optimum",
     "check_strategy",
     "data_parallel",
     "default_starts",
+    "device_mesh",
     "exhaustive",
+    "factored",
     "from_records",
     "k80_cluster",
     "load_strategy",

@@ -10,7 +10,7 @@ from jax.extend import core
 
 from jpipe.soap.regions import Access, DimMap, identity
 
-_CALLS = {
+CALLS = {
     "checkpoint",
     "closed_call",
     "core_call",
@@ -46,11 +46,12 @@ class Equation:
     """One primitive of the program.
 
     Attributes:
-      primitive: its name; "view" and "stack_turns" are ours.
+      primitive: its name; "view" and "stack_turns" (the stack of what the turns of a loop return) are ours.
       inputs, outputs: what it reads and writes.
       params: of the primitive.
       repeats: how often it runs.
       bind: the JAX primitive, for measuring.
+      place: where it stands in the jaxpr, see `Place`.
     """
 
     primitive: str
@@ -59,6 +60,14 @@ class Equation:
     params: dict[str, Any]
     repeats: int = 1
     bind: Any = None
+    place: "Place" = ()
+
+
+Place = tuple[Any, ...]
+"""The position of an equation: its number, below the number of the call that it is in.
+
+In the body of a loop `(turn, number of turns)` stands between both. The stack of result `i` of a loop is `("stack", i)` below the loop.
+"""
 
 
 @dataclasses.dataclass
@@ -88,8 +97,18 @@ def flatten(closed: Any, max_equations: int) -> Program:
     arguments = [_value(v.aval, argument=i) for i, v in enumerate(closed.jaxpr.invars)]
     equations: list[Equation] = []
     walk = _Walk(equations, max_equations)
-    results = walk.inline(closed.jaxpr, closed.consts, arguments, 1)
+    results = walk.inline(closed.jaxpr, closed.consts, arguments, 1, ())
     return Program(arguments, _live(equations, results), results)
+
+
+def called(eqn: Any) -> tuple[Any, Sequence]:
+    """The jaxpr that an equation calls, and its constants."""
+    inner = next(
+        eqn.params[key]
+        for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")
+        if key in eqn.params
+    )
+    return (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, [])
 
 
 def _value(aval: Any, **options: Any) -> Value:
@@ -112,7 +131,12 @@ class _Walk:
         self.max_equations = max_equations
 
     def inline(
-        self, jaxpr: Any, constants: Sequence, arguments: Sequence[Value], repeats: int
+        self,
+        jaxpr: Any,
+        constants: Sequence,
+        arguments: Sequence[Value],
+        repeats: int,
+        above: Place,
     ) -> list[Value]:
         env: dict[Any, Value] = dict(zip(jaxpr.invars, arguments))
         for variable, constant in zip(jaxpr.constvars, constants):
@@ -127,32 +151,32 @@ class _Walk:
                 return _value(atom.aval, constant=True, literal=scalar)
             return env[atom]
 
-        for eqn in jaxpr.eqns:
+        for number, eqn in enumerate(jaxpr.eqns):
             inputs = [value(atom) for atom in eqn.invars]
-            env.update(zip(eqn.outvars, self._equation(eqn, inputs, repeats)))
+            results = self._equation(eqn, inputs, repeats, (*above, number))
+            env.update(zip(eqn.outvars, results))
         return [value(atom) for atom in jaxpr.outvars]
 
-    def _equation(self, eqn: Any, inputs: list[Value], repeats: int) -> list[Value]:
+    def _equation(
+        self, eqn: Any, inputs: list[Value], repeats: int, place: Place
+    ) -> list[Value]:
         name = eqn.primitive.name
-        if name in _CALLS:
-            inner = next(
-                eqn.params[key]
-                for key in ("jaxpr", "call_jaxpr", "fun_jaxpr")
-                if key in eqn.params
-            )
-            if hasattr(inner, "consts"):
-                return self.inline(inner.jaxpr, inner.consts, inputs, repeats)
-            return self.inline(inner, [], inputs, repeats)
+        if name in CALLS:
+            return self.inline(*called(eqn), inputs, repeats, place)
         if name == "scan":
-            return self._scan(eqn, inputs, repeats)
+            return self._scan(eqn, inputs, repeats, place)
         constant = all(each.constant for each in inputs)
         outputs = [_value(v.aval, constant=constant) for v in eqn.outvars]
         self.equations.append(
-            Equation(name, inputs, outputs, dict(eqn.params), repeats, eqn.primitive)
+            Equation(
+                name, inputs, outputs, dict(eqn.params), repeats, eqn.primitive, place
+            )
         )
         return outputs
 
-    def _scan(self, eqn: Any, inputs: list[Value], repeats: int) -> list[Value]:
+    def _scan(
+        self, eqn: Any, inputs: list[Value], repeats: int, place: Place
+    ) -> list[Value]:
         body, length = eqn.params["jaxpr"], int(eqn.params["length"])
         num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
         consts, carry = inputs[:num_consts], inputs[num_consts:][:num_carry]
@@ -167,16 +191,24 @@ class _Walk:
         for turn in order:
             slices = [self._slice(x, turn * each, each, repeats) for x in xs]
             results = self.inline(
-                body.jaxpr, body.consts, [*consts, *carry, *slices], repeats * each
+                body.jaxpr,
+                body.consts,
+                [*consts, *carry, *slices],
+                repeats * each,
+                (*place, (turn, turns)),
             )
             carry = results[:num_carry]
             for stack, y in zip(stacked, results[num_carry:]):
                 stack.append(y)
         ys = [
             self._stack(
-                stack[:: -1 if eqn.params["reverse"] else 1], each, v.aval, repeats
+                stack[:: -1 if eqn.params["reverse"] else 1],
+                each,
+                v.aval,
+                repeats,
+                (*place, ("stack", i)),
             )
-            for stack, v in zip(stacked, eqn.outvars[num_carry:])
+            for i, (stack, v) in enumerate(zip(stacked, eqn.outvars[num_carry:]))
         ]
         return [*carry, *ys]
 
@@ -191,12 +223,14 @@ class _Walk:
         self.equations.append(Equation("view", [x], [output], params, repeats))
         return output
 
-    def _stack(self, values: list[Value], each: int, aval: Any, repeats: int) -> Value:
+    def _stack(
+        self, values: list[Value], each: int, aval: Any, repeats: int, place: Place
+    ) -> Value:
         constant = all(value.constant for value in values)
         output = _value(aval, constant=constant)
         params = {"each": each}
         self.equations.append(
-            Equation("stack_turns", values, [output], params, repeats)
+            Equation("stack_turns", values, [output], params, repeats, place=place)
         )
         return output
 

@@ -3,10 +3,12 @@
 import functools
 import itertools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from jpipe.soap.graph import Operator, OperatorGraph
+from jpipe.soap.splits import factor_axes, loop_axes
 from jpipe.soap.strategy import Config
 
 
@@ -22,6 +24,8 @@ class Space:
       num_devices: the number of devices.
       kinds: the kinds of loops that may be split, a part of "SAPR".
       whole: whether operators must use all devices or, where nothing divides so, as many as they can: no operator parallelism.
+      executable: whether all strategies must be such that `jpipe.soap.apply` can run them on `device_mesh(num_devices)`. It
+        implies `whole`: where fewer devices divide an operator, the others hold copies.
     """
 
     def __init__(
@@ -31,6 +35,7 @@ class Space:
         *,
         kinds: str = "SAPR",
         whole: bool = False,
+        executable: bool = False,
     ):
         if num_devices < 1:
             raise ValueError(f"`num_devices` must be at least 1, got {num_devices}.")
@@ -40,7 +45,8 @@ class Space:
         self.graph = graph
         self.num_devices = num_devices
         self._kinds = kinds
-        self._whole = whole
+        self._whole = whole or executable
+        self._axes = factor_axes("device", num_devices) if executable else None
         self._lists: dict[tuple, tuple[Config, ...]] = {}
 
     @property
@@ -66,7 +72,14 @@ class Space:
         for degrees in splits:
             for order in _orders(degrees):
                 for devices in _placements(math.prod(degrees), self.num_devices):
-                    yield Config(degrees, tuple(devices[k] for k in order))
+                    config = Config(degrees, tuple(devices[k] for k in order))
+                    if self._axes is None or loop_axes(config, self._axes) is not None:
+                        yield config
+
+    def can_run(self, strategy: Sequence[Config]) -> bool:
+        """Whether a mesh can run a strategy, if the space is of strategies that one can."""
+        axes = self._axes
+        return axes is None or all(loop_axes(c, axes) is not None for c in strategy)
 
     def draw(self, operator: int, rng: np.random.Generator) -> Config:
         """One of the configurations, each as likely as the others."""

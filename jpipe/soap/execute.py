@@ -1,0 +1,283 @@
+"""Runs a function as a strategy splits it: sharding constraints on the operands and results of its equations."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jpipe.soap.flatten import CALLS, called
+from jpipe.soap.graph import OperatorGraph
+from jpipe.soap.splits import Plan, Spec, Split, factor_axes, splits
+from jpipe.soap.strategy import Strategy
+
+_OWN_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
+
+
+def factored(mesh: Mesh, name: str) -> Mesh:
+    """A mesh in which an axis is replaced by axes of prime sizes, so that several loops of an operator can be split over it."""
+    sizes: dict[str, int] = {}
+    for axis, size in mesh.shape.items():
+        sizes |= factor_axes(axis, size) if axis == name else {axis: size}
+    kinds = (AxisType.Auto,) * len(sizes)
+    return Mesh(
+        mesh.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=kinds
+    )
+
+
+def device_mesh(devices: Sequence | int) -> Mesh:
+    """A mesh of prime factors for `apply`.
+
+    Args:
+      devices: the devices, or how many of `jax.devices()`.
+
+    Raises:
+      ValueError: if there are too few devices.
+    """
+    if isinstance(devices, int):
+        if not 1 <= devices <= len(jax.devices()):
+            raise ValueError(
+                f"a mesh of {devices} devices was asked for, and there are {len(jax.devices())}."
+            )
+        devices = jax.devices()[:devices]
+    whole = Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
+    return factored(whole, "device")
+
+
+def apply(
+    function: Callable[..., Any],
+    graph: OperatorGraph,
+    strategy: Strategy,
+    mesh: Mesh,
+) -> Callable[..., Any]:
+    """A function as a strategy splits it.
+
+    The result is differentiated and compiled as any function. Its numbers are those of `function`, but for the order of sums. Weights are
+    split as their first readers want them; `argument_shardings` places them so before the call.
+
+    A loop is unrolled where turns are split differently. A function with derivative rules of its own (`jax.custom_jvp`,
+    `jax.custom_vjp`) keeps them, and only its results are constrained.
+
+    Args:
+      function: that `graph` was traced from.
+      graph: of `jpipe.soap.trace`, for arguments of the same shapes.
+      strategy: a configuration per operator. Each uses the whole mesh.
+      mesh: its axes are left to the compiler. Devices of the strategy are numbered along it, the last axis fastest. `device_mesh` makes
+        one whose axes can split several loops.
+
+    Returns:
+      A function of the arguments of `function`.
+
+    Raises:
+      ValueError: if a configuration does not use the whole mesh, which the message names; and at the call if the
+        arguments have other shapes than those of the graph.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jpipe import soap
+      >>> def function(weights, x):
+      ...     return jnp.tanh(x @ weights)
+      >>> arrays = jnp.ones((4, 4)), jnp.ones((8, 4))
+      >>> graph = soap.trace(function, *arrays)
+      >>> split = soap.apply(
+      ...     function, graph, soap.megatron(graph, 1), soap.device_mesh(1)
+      ... )
+      >>> bool(jnp.allclose(jax.jit(split)(*arrays), function(*arrays)))
+      True
+    """
+    found = splits(graph, strategy, mesh.shape)
+
+    constrain = split_on(mesh)
+    split = with_splits(function, found.plan, constrain)
+
+    def run(weights: Any, *inputs: Any) -> Any:
+        leaves, tree = jax.tree.flatten(weights)
+        leaves = [constrain(a, s) for a, s in zip(leaves, found.arguments)]
+        return split(tree.unflatten(leaves), *inputs)
+
+    return run
+
+
+def as_entries(spec: Spec) -> tuple:
+    """A spec as the entries of a `PartitionSpec`: an axis, several, or None."""
+    return tuple(
+        names[0] if len(names) == 1 else (tuple(names) or None) for names in spec
+    )
+
+
+def split_on(mesh: Mesh) -> Callable[[jax.Array, Spec], jax.Array]:
+    """`(value, spec) -> value`, split over axes of a mesh."""
+
+    def constrain(value: jax.Array, spec: Spec) -> jax.Array:
+        sharding = NamedSharding(mesh, PartitionSpec(*as_entries(spec)))
+        return lax.with_sharding_constraint(value, sharding)
+
+    return constrain
+
+
+def argument_shardings(
+    graph: OperatorGraph, strategy: Strategy, mesh: Mesh
+) -> list[NamedSharding]:
+    """How a strategy splits the arguments of its function, flat: weights as their first readers want them, other arguments not at all."""
+    return [
+        NamedSharding(mesh, PartitionSpec(*as_entries(spec)))
+        for spec in splits(graph, strategy, mesh.shape).arguments
+    ]
+
+
+def with_splits(
+    function: Callable[..., Any],
+    plan: Plan,
+    constrain: Callable[[jax.Array, Spec], jax.Array],
+) -> Callable[..., Any]:
+    """A function whose equations are split.
+
+    Args:
+      function: of pytrees of arrays.
+      plan: how its equations are split.
+      constrain: `(value, spec) -> value`.
+    """
+    run = _Run(constrain)
+
+    def split(*args: Any) -> Any:
+        closed, results = jax.make_jaxpr(function, return_shape=True)(*args)
+        leaves = run(closed.jaxpr, closed.consts, jax.tree.leaves(args), plan)
+        return jax.tree.unflatten(jax.tree.structure(results), leaves)
+
+    return split
+
+
+class _Run:
+    """Evaluates jaxprs with constraints."""
+
+    def __init__(self, constrain: Callable[[jax.Array, Spec], jax.Array]):
+        self._constrain = constrain
+
+    def __call__(
+        self, jaxpr: Any, consts: Sequence, args: Sequence, plan: Plan
+    ) -> list:
+        env = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))
+
+        def value(atom: Any) -> Any:
+            return atom.val if isinstance(atom, core.Literal) else env[atom]
+
+        for number, eqn in enumerate(jaxpr.eqns):
+            values = [value(v) for v in eqn.invars]
+            env.update(zip(eqn.outvars, self._equation(eqn, values, plan.get(number))))
+        return [value(v) for v in jaxpr.outvars]
+
+    def _constrained(self, values: Sequence, specs: Sequence[Spec | None]) -> list:
+        return [
+            v
+            if s is None or np.ndim(v) == 0 or not jnp.issubdtype(v.dtype, np.number)
+            else self._constrain(v, s)
+            for v, s in zip(values, specs)
+        ]
+
+    def _equation(self, eqn: Any, values: Sequence, plan: Any) -> list:
+        name = eqn.primitive.name
+        if isinstance(plan, Split):
+            _check_same(eqn, plan)
+            outputs = _bind(eqn, self._constrained(values, plan.inputs))
+            return self._constrained(outputs, plan.outputs)
+        if not plan:
+            return _bind(eqn, values)
+        if name == "scan":
+            return self._scan(eqn, values, plan)
+        if name not in CALLS:
+            raise ValueError(_other_function(f"`{name}` where it had a call"))
+        jaxpr, consts = called(eqn)
+        if name in _OWN_DERIVATIVES:
+            return self._constrained(_bind(eqn, values), _result_specs(jaxpr, plan))
+        if name == "remat2":
+            again = jax.checkpoint(
+                lambda *args: self(jaxpr, consts, args, plan),
+                prevent_cse=eqn.params["prevent_cse"],
+                policy=eqn.params["policy"],
+            )
+            return again(*values)
+        return self(jaxpr, consts, values, plan)
+
+    def _scan(self, eqn: Any, values: Sequence, plan: Plan) -> list:
+        """A loop, as one loop per run of turns that are split alike."""
+        params, body = eqn.params, eqn.params["jaxpr"]
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        consts, carry = values[:num_consts], values[num_consts:][:num_carry]
+        xs = values[num_consts + num_carry :]
+        of_turn = {k[0]: inner for k, inner in plan.items() if k[0] != "stack"}
+        turns = max((k[1] for k in plan if k[0] != "stack"), default=1)
+        each = params["length"] // turns
+        order = range(turns)[::-1] if params["reverse"] else range(turns)
+        pieces = []
+        runs: list[list[int]] = []
+        for turn in order:
+            if runs and of_turn.get(turn) == of_turn.get(runs[-1][-1]):
+                runs[-1].append(turn)
+            else:
+                runs.append([turn])
+        for run in runs:
+            inner = of_turn.get(run[0], {})
+
+            def turn_of(carry: Sequence, x: Sequence, inner: Plan = inner) -> tuple:
+                out = self(body.jaxpr, body.consts, [*consts, *carry, *x], inner)
+                return out[:num_carry], out[num_carry:]
+
+            low, high = min(run) * each, (max(run) + 1) * each
+            rows = [x if len(runs) == 1 else x[low:high] for x in xs]
+            ys: Sequence[jax.Array]
+            carry, ys = lax.scan(
+                turn_of,
+                carry,
+                rows,
+                length=high - low,
+                reverse=params["reverse"],
+                unroll=params["unroll"] if len(runs) == 1 else 1,
+            )
+            pieces.append(ys)
+        if params["reverse"]:
+            pieces.reverse()
+        stacks = [a[0] if len(a) == 1 else jnp.concatenate(a) for a in zip(*pieces)]
+        stacked = [plan.get(("stack", i)) for i in range(len(stacks))]
+        specs = [None if split is None else split.outputs[0] for split in stacked]
+        return [*carry, *self._constrained(stacks, specs)]
+
+
+def _bind(eqn: Any, values: Sequence) -> list:
+    with eqn.ctx.manager:
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _result_specs(jaxpr: Any, plan: Plan) -> list[Spec | None]:
+    """How the results of a called jaxpr are split, where an equation of the plan makes them."""
+    found: dict[Any, Spec | None] = {}
+    for number, eqn in enumerate(jaxpr.eqns):
+        below = plan.get(number)
+        if isinstance(below, Split):
+            found.update(zip(eqn.outvars, below.outputs))
+        elif below and eqn.primitive.name in CALLS:
+            found.update(zip(eqn.outvars, _result_specs(called(eqn)[0], below)))
+    return [
+        None if isinstance(v, core.Literal) else found.get(v) for v in jaxpr.outvars
+    ]
+
+
+def _check_same(eqn: Any, split: Split) -> None:
+    shapes = tuple(tuple(v.aval.shape) for v in eqn.outvars)
+    if (eqn.primitive.name, shapes) != (split.primitive, split.shapes):
+        raise ValueError(
+            _other_function(
+                f"`{eqn.primitive.name}` of shape {shapes} where it had `{split.primitive}` of shape {split.shapes}"
+            )
+        )
+
+
+def _other_function(what: str) -> str:
+    return (
+        f"the function has {what} when the graph was traced: function and arguments must be those of the graph. Trace it again for "
+        "these shapes and dtypes."
+    )

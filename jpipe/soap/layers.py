@@ -1,0 +1,147 @@
+"""The operator graph of the layers of a pipeline, and a strategy of it as splits of each layer."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jpipe.layers.avals import cast
+from jpipe.layers.layer import Layer
+from jpipe.layers.loss import Loss
+from jpipe.layers.trace import run_layer
+from jpipe.soap.execute import as_entries, split_on, with_splits
+from jpipe.soap.graph import OperatorGraph
+from jpipe.soap.splits import Plan, splits
+from jpipe.soap.strategy import Config, load_strategy
+from jpipe.soap.trace import trace
+
+
+class LayerSplit(NamedTuple):
+    """How a layer is split over the automatic axes of a mesh.
+
+    Attributes:
+      parameter_specs: of each parameter, the axis of each dim, several axes or None.
+      plan: of its equations.
+    """
+
+    parameter_specs: tuple[tuple, ...]
+    plan: Plan
+
+    def applied(self, run: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+        """The layer with constraints over the mesh of the automatic axes."""
+        return with_splits(run, self.plan, split_on(mesh))
+
+
+class LayersGraph(NamedTuple):
+    """The operators of layers.
+
+    Attributes:
+      graph: of all layers and the loss, one after the other.
+      num_parameters: number of parameters of each layer.
+    """
+
+    graph: OperatorGraph
+    num_parameters: Sequence[int]
+
+    def splits(
+        self, strategy: Sequence[Config], sizes: Mapping[str, int]
+    ) -> list[LayerSplit]:
+        """How a strategy splits each layer over the axes of a mesh; see `jpipe.soap.splits.splits`."""
+        found = splits(self.graph, strategy, sizes)
+        result, start = [], 0
+        for i, count in enumerate(self.num_parameters):
+            specs = tuple(map(as_entries, found.arguments[start : start + count]))
+            # Each layer is a call, and nothing stands between the calls.
+            result.append(LayerSplit(specs, found.plan.get(i, {})))
+            start += count
+        return result
+
+
+def layers_graph(
+    layers: Sequence[Layer],
+    loss: Loss,
+    batch: Any,
+    *,
+    compute_dtype: Any = None,
+    key_impl: Any = None,
+    evaluated: bool = False,
+    **options: Any,
+) -> LayersGraph:
+    """Traces a training step of layers and a loss into operators. Nothing is compiled.
+
+    Args:
+      layers: of `jpipe.layers.as_layers`.
+      loss: the loss.
+      batch: abstract arrays: a whole batch, or a microbatch as each device of a pipeline gets it.
+      compute_dtype: weights and activations are cast to it in every layer; None casts nothing.
+      key_impl: implementation of the random keys; None is JAX's default.
+      evaluated: whether the layers run as in evaluation: nothing is dropped, and batch norm uses its running statistics.
+        Otherwise it uses those of the whole batch, which devices have to add up.
+      options: of `jpipe.soap.trace`.
+    """
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=key_impl))
+    bound: list[Layer] = []
+
+    def bind(batch: Any, key: jax.Array) -> Any:
+        """Traces the layers in order: the parameters of some depend on their inputs."""
+        outputs = batch["inputs"]
+        kept: dict[str, Any] = {}
+        for layer in layers:
+            args = (outputs, *(kept.pop(name) for name in layer.pop))
+            avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
+            bound.append(layer.bound(avals))
+            zeros = jax.tree.map(
+                lambda a: jnp.zeros(a.shape, a.dtype),
+                (bound[-1].parameters, bound[-1].state),
+            )
+            run = run_layer(bound[-1], compute_dtype)
+            outputs, *stashed = run(*zeros, key, args)[0]
+            kept |= dict(zip(layer.stash, stashed))
+        return outputs
+
+    jax.eval_shape(bind, batch, key)
+
+    def function(weights: Any, batch: Any, states: Any, key: jax.Array) -> Any:
+        outputs = batch["inputs"]
+        kept: dict[str, Any] = {}
+        for layer, parameters, state in zip(bound, weights, states):
+            args = (outputs, *(kept.pop(name) for name in layer.pop))
+            if evaluated:
+                parameters, args = cast((parameters, args), compute_dtype)
+                returned = layer.evaluate(parameters, state, args)
+                outputs, *stashed = layer.outputs(returned)
+            else:
+                run = jax.jit(run_layer(layer, compute_dtype))
+                (outputs, *stashed), _, _ = run(parameters, state, key, args)
+            kept |= dict(zip(layer.stash, stashed))
+        return loss(outputs, batch, {}, key).mean()[0]
+
+    weights = [layer.parameters for layer in bound]
+    states = [layer.state for layer in bound]
+    graph = trace(function, weights, batch, states, key, **options)
+    return LayersGraph(graph, [len(jax.tree.leaves(each)) for each in weights])
+
+
+def load_layer_splits(
+    path: str | os.PathLike[str], traced: LayersGraph, sizes: Mapping[str, int]
+) -> list[LayerSplit]:
+    """Reads how a strategy splits each layer over the axes of a mesh.
+
+    Raises:
+      ValueError: if the file holds no strategy, it is one of another model, microbatch or number of devices, or it does not fit
+        the mesh.
+      OSError: if the file cannot be read.
+    """
+    num_devices = 1
+    for size in sizes.values():
+        num_devices *= size
+    try:
+        strategy = load_strategy(path, traced.graph, num_devices)
+        return traced.splits(strategy, sizes)
+    except ValueError as error:
+        raise ValueError(
+            f"the strategy `{os.fspath(path)}` cannot run on {num_devices} devices of the stages: {error}"
+        ) from None

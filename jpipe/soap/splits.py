@@ -1,0 +1,240 @@
+"""How a strategy splits the operands and results of equations over the axes of a mesh."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jpipe.soap.graph import REDUCTION, Operator, OperatorGraph
+from jpipe.soap.regions import Access, followed
+from jpipe.soap.strategy import Config, check_strategy
+
+Spec = tuple[tuple[str, ...], ...]
+"""The axes of the mesh over which each dim is split."""
+
+
+def factor_axes(name: str, size: int) -> dict[str, int]:
+    """Axes of prime sizes that together have as many devices as one axis.
+
+    Example:
+      >>> factor_axes("model", 12), factor_axes("model", 3)
+      ({'model_0': 2, 'model_1': 2, 'model_2': 3}, {'model': 3})
+    """
+    primes, rest = [], size
+    for factor in range(2, size + 1):
+        while rest % factor == 0:
+            primes.append(factor)
+            rest //= factor
+    if len(primes) < 2:
+        return {name: size}
+    return {f"{name}_{i}": prime for i, prime in enumerate(primes)}
+
+
+def loop_axes(config: Config, sizes: Mapping[str, int]) -> list[tuple[str, ...]] | None:
+    """The axes of a mesh over which a configuration splits each loop; None if its devices are no part of the mesh.
+
+    Devices are numbered along the mesh with the last axis running fastest. Axes that split no loop hold copies, so fewer shards than
+    devices must begin at device 0.
+
+    Args:
+      config: degrees, and the device of each shard.
+      sizes: axis -> number of devices.
+
+    Example:
+      >>> loop_axes(Config((2, 2), (0, 2, 1, 3)), {"a": 2, "b": 2})
+      [('b',), ('a',)]
+      >>> loop_axes(Config((1,), (2,)), {"a": 2, "b": 2}) is None
+      True
+    """
+    devices = np.array(config.devices).reshape(config.degrees)
+    strides: dict[int, str] = {}
+    stride = math.prod(sizes.values())
+    for name, size in sizes.items():
+        stride //= size
+        if size > 1:
+            strides[stride] = name
+    grid = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
+    result: list[tuple[str, ...]] = []
+    for i, degree in enumerate(config.degrees):
+        along = devices[
+            tuple(slice(None) if k == i else 0 for k in range(devices.ndim))
+        ].ravel()
+        names: list[str] = []
+        count = 1
+        while count < degree:
+            name = strides.pop(int(along[count]), "")
+            if not name or degree % (count * sizes[name]):
+                return None
+            names.insert(0, name)
+            count *= sizes[name]
+        result.append(tuple(names))
+    order = list(sizes)
+    used = [order.index(name) for names in result for name in names]
+    first = grid[tuple(slice(None) if k in used else 0 for k in range(grid.ndim))]
+    kept = sorted(used)
+    turned = first.transpose([kept.index(k) for k in used]).reshape(config.degrees)
+    return result if np.array_equal(turned, devices) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """How one equation is split.
+
+    Attributes:
+      primitive: its name.
+      shapes: of its outputs.
+      inputs: per operand; None leaves the operand to the compiler.
+      outputs: per result.
+    """
+
+    primitive: str
+    shapes: tuple[tuple[int, ...], ...]
+    inputs: tuple[Spec | None, ...]
+    outputs: tuple[Spec, ...]
+
+
+Plan = Mapping[Any, Any]
+"""`Split`s by the numbers of their equations; below a call or a loop stands the plan of its body. See `jpipe.soap.flatten.Place`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """A strategy as splits of equations and arguments.
+
+    Attributes:
+      arguments: per argument of the function, flat: how its first reader splits it.
+      plan: of the equations.
+    """
+
+    arguments: Sequence[Spec]
+    plan: Plan
+
+
+def splits(
+    graph: OperatorGraph, strategy: Sequence[Config], sizes: Mapping[str, int]
+) -> Splits:
+    """A strategy as splits over the axes of a mesh.
+
+    Args:
+      graph: of `jpipe.soap.trace`.
+      strategy: a configuration per operator.
+      sizes: axis of the mesh -> number of devices.
+
+    Raises:
+      ValueError: if an operator does not run on the whole mesh, in the order of its axes.
+    """
+    check_strategy(graph, strategy, math.prod(sizes.values()))
+    of_loops = []
+    for operator, config in zip(graph.operators, strategy):
+        axes = loop_axes(config, sizes)
+        if axes is None:
+            raise ValueError(_no_mesh(operator, config, sizes))
+        of_loops.append(axes)
+    plan: dict = {}
+    for operator, config, axes in zip(graph.operators, strategy, of_loops):
+        for member in operator.equations:
+            *above, last = member.equation.place
+            inner = plan
+            for step in above:
+                inner = inner.setdefault(step, {})
+            inner[last] = _split(operator, config, member, axes, sizes)
+    readers = graph.readers_of_weight
+    arguments: list[Spec] = []
+    for number, tensor in enumerate(graph.tensors):
+        if tensor.producer is not None:
+            continue
+        spec: Spec = ((),) * len(tensor.shape)
+        if number in readers:
+            i, position = readers[number][0]
+            access = graph.operators[i].inputs[position].access
+            spec = _read(tensor.shape, access, of_loops[i], sizes) or spec
+        arguments.append(spec)
+    return Splits(arguments, plan)
+
+
+def _no_mesh(operator: Operator, config: Config, sizes: Mapping[str, int]) -> str:
+    axes = " x ".join(f"{name}={size}" for name, size in sizes.items())
+    return (
+        f"operator {operator.name!r} with degrees {config.degrees} on devices {config.devices} is no split over the mesh {axes}: an "
+        "operator runs on the whole mesh, its loops split over axes of it. Search with `Space(graph, num_devices, "
+        "executable=True)` (`train/search.py --executable`), and put operators that run on other devices into other stages of a "
+        "pipeline."
+    )
+
+
+def _split(
+    operator: Operator,
+    config: Config,
+    member: Any,
+    axes: Sequence[tuple[str, ...]],
+    sizes: Mapping[str, int],
+) -> Split:
+    equation = member.equation
+    inputs = tuple(
+        _read(value.shape, access, axes, sizes)
+        for value, access in zip(equation.inputs, member.reads)
+    )
+    outputs = []
+    for value, dims in zip(equation.outputs, member.writes):
+        spec = [() if d is None else axes[d] for d in dims]
+        terms = [
+            name
+            for k, loop in enumerate(operator.loops)
+            if loop.kind == REDUCTION and k not in dims
+            for name in axes[k]
+        ]
+        outputs.append(_scattered(value.shape, spec, terms, sizes))
+    shapes = tuple(value.shape for value in equation.outputs)
+    return Split(equation.primitive, shapes, inputs, tuple(outputs))
+
+
+def _parts(names: Sequence[str], sizes: Mapping[str, int]) -> int:
+    return math.prod(sizes[name] for name in names)
+
+
+def _scattered(
+    shape: tuple[int, ...],
+    spec: Sequence[tuple[str, ...]],
+    terms: Sequence[str],
+    sizes: Mapping[str, int],
+) -> Spec:
+    """How a result is split whose terms are added up over axes: each device keeps a part of the sum, along the longest dim."""
+    result = list(spec)
+    local = [n // _parts(names, sizes) for n, names in zip(shape, spec)]
+    if terms and local:
+        longest = int(np.argmax(local))
+        if local[longest] % _parts(terms, sizes) == 0:
+            result[longest] = (*result[longest], *terms)
+    return tuple(result)
+
+
+def _read(
+    shape: tuple[int, ...],
+    access: Access,
+    axes: Sequence[tuple[str, ...]],
+    sizes: Mapping[str, int],
+) -> Spec | None:
+    """How an operand is split that loops read; None if equal parts of the loops do not read about equal parts of it."""
+    if not all(_is_even(step) for step in access):
+        return None
+    spec: list[tuple[str, ...]] = []
+    used: set[str] = set()
+    for size, loop in zip(shape, followed(access)):
+        names = () if loop is None else axes[loop]
+        if used.intersection(names) or size % _parts(names, sizes):
+            names = ()
+        used.update(names)
+        spec.append(names)
+    return tuple(spec)
+
+
+def _is_even(step: Sequence) -> bool:
+    """Whether parts of the array above need about equal parts of the one below, in order, as windows of convolutions do."""
+    return all(
+        each.dim is None
+        or each.is_plain
+        or (each.stride > 0 and -each.width < each.offset <= 0 and each.divisor == 1)
+        for each in step
+    )
