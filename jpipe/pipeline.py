@@ -73,7 +73,7 @@ class Pipeline:
         `logical_axis_rules`, if the pipeline is made inside of it, else `jpipe.AXIS_RULES`. A rule with the
         axis "stage", `("vocab", "stage")`, lets all stages run the first and the last layer together, see
         `jpipe.vocabulary`.
-      strategy: a file of `jpipe.soap.save_strategy`, such as `train/search.py --executable --save` writes. It says how
+      strategy: a file of `jpipe.soap.save_strategy`, such as `train/search.py --in-stages --save` writes. It says how
         the operators of the layers are split over the axes of the mesh that are left to the compiler, instead of the
         model's annotations, and how the weights are split. It was searched for a microbatch of one replica, in the
         graph of `jpipe.soap.layers_graph`. The loss, and evaluation, are left to the compiler. None: the

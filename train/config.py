@@ -318,7 +318,7 @@ class TrainConfig:
     mesh: MeshConfig = MeshConfig()
     """The devices of each stage."""
     strategy: str | None = None
-    """A file of `train/search.py --executable --save`: how the operators of the layers are
+    """A file of `train/search.py --in-stages --save`: how the operators of the layers are
     split over the `mesh.model` devices of a stage, instead of the annotations of the model."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """The optimizer and its learning-rate schedule."""

@@ -3,7 +3,7 @@
     python train/search.py --config configs/quickstart.py --devices 4 --budget 10s
     python train/search.py --config configs/gpt_1f1b.py --devices 16 --machine k80 --memory 4GiB --save strategy.json
     python train/search.py --config configs/quickstart.py --devices 4 --machine machine.toml --json
-    python train/search.py --config configs/quickstart.py --devices 2 --executable --save strategy.json
+    python train/search.py --config configs/quickstart.py --devices 2 --in-stages --save strategy.json
 
 The model and its loss are traced as one function of a whole batch; nothing is compiled. Every operator may be split by samples, by
 other dims of its output, by dims of its weights and along its sums, and run on any of the devices. The seconds of a step are
@@ -12,7 +12,7 @@ describes it. Operators are priced by their FLOPs and bytes, or with `--measure 
 what was measured. Ctrl-C ends the search with the best strategy so far. The exit code is 0, or 2 if an option or a
 file is wrong or no strategy fits.
 
-`--save` writes the strategy, `--draw` pictures of the simulated step and of the search. With `--executable` the function is that of a
+`--save` writes the strategy, `--draw` pictures of the simulated step and of the search. With `--in-stages` the function is that of a
 microbatch of one replica, and every operator uses all devices in the order of a mesh: `train/train.py --config.strategy=FILE
 --config.mesh.model=DEVICES` trains by what was found.
 """
@@ -72,7 +72,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--memory", type=size, help="memory per device, such as 16GiB")
     result.add_argument("--seed", type=int, default=0)
     result.add_argument(
-        "--executable",
+        "--in-stages",
         action="store_true",
         help="search what `train.py --config.strategy` can run",
     )
@@ -109,8 +109,8 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
     from train.config import TrainConfig
 
     _, config = flags.parse(words, TrainConfig)
-    graph = graph_of(config, whole=not args.executable)
-    space = soap.Space(graph, args.devices, executable=args.executable)
+    graph = graph_of(config, whole=not args.in_stages)
+    space = soap.Space(graph, args.devices, in_stages=args.in_stages)
     costs = None
     if args.measure is not None:
         from jpipe.soap.measure import measure
@@ -125,7 +125,7 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
         max_polish_proposals=args.proposals,
         memory_limit=args.memory,
         seed=args.seed,
-        starts=_starts(graph, space, args.seed) if args.executable else None,
+        starts=_starts(graph, space, args.seed) if args.in_stages else None,
         space=space,
         progress=None if args.json or not sys.stderr.isatty() else _show,
     )

@@ -54,7 +54,6 @@ import numpy as np
 
 import jpipe
 from jpipe import draw
-from jpipe.soap.execute import factored
 from models import Loss
 from train import flags, plot, report
 from train.config import TrainConfig
@@ -161,8 +160,6 @@ def prepare(argv: list[str]) -> Run:
     jpipe.distributed.check_same({"the configuration": text})
     with shared_run_dir(config.run_dir, name, resumed_dir) as run_dir:
         mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
-        if config.strategy is not None:
-            mesh = factored(mesh, "model")
         options = options_of_pipeline(config, mesh)
         batch = own_rows(mesh, batch)
         pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)

@@ -18,7 +18,6 @@ from jpipe.soap.execute import (
     apply,
     argument_shardings,
     device_mesh,
-    factored,
 )
 from jpipe.soap.exhaustive import Optimum, exhaustive
 from jpipe.soap.graph import Input, Loop, Operator, OperatorGraph, Tensor
@@ -80,7 +79,6 @@ __all__ = [
     "default_starts",
     "device_mesh",
     "exhaustive",
-    "factored",
     "from_records",
     "k80_cluster",
     "load_strategy",

@@ -101,6 +101,7 @@ class Profile:
       path: a JSON file; None keeps nothing. It need not exist.
       measure: `(graph, operator, shape) -> (forward seconds, backward seconds)`, such as
         `jpipe.soap.measure.measure`; None computes what the file lacks.
+      optimizer_arrays: as in `Analytic`, which prices updates and sums.
 
     Raises:
       ValueError: if the file is no profile.
@@ -112,8 +113,10 @@ class Profile:
         path: str | os.PathLike[str] | None = None,
         measure: Callable[[OperatorGraph, int, Shape], tuple[float, float]]
         | None = None,
+        *,
+        optimizer_arrays: int = 2,
     ):
-        self._analytic = Analytic(machine)
+        self._analytic = Analytic(machine, optimizer_arrays=optimizer_arrays)
         self._device = machine.device_kind
         self._path = None if path is None else pathlib.Path(path)
         self._measure = measure

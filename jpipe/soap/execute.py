@@ -18,17 +18,6 @@ from jpipe.soap.strategy import Strategy
 _OWN_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
-def factored(mesh: Mesh, name: str) -> Mesh:
-    """A mesh in which an axis is replaced by axes of prime sizes, so that several loops of an operator can be split over it."""
-    sizes: dict[str, int] = {}
-    for axis, size in mesh.shape.items():
-        sizes |= factor_axes(axis, size) if axis == name else {axis: size}
-    kinds = (AxisType.Auto,) * len(sizes)
-    return Mesh(
-        mesh.devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=kinds
-    )
-
-
 def device_mesh(devices: Sequence | int) -> Mesh:
     """A mesh of prime factors for `apply`.
 
@@ -44,8 +33,9 @@ def device_mesh(devices: Sequence | int) -> Mesh:
                 f"a mesh of {devices} devices was asked for, and there are {len(jax.devices())}."
             )
         devices = jax.devices()[:devices]
-    whole = Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
-    return factored(whole, "device")
+    sizes = factor_axes("device", len(devices))
+    grid = np.array(devices).reshape(tuple(sizes.values()))
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
 def apply(

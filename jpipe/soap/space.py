@@ -3,12 +3,12 @@
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jpipe.soap.graph import Operator, OperatorGraph
-from jpipe.soap.splits import factor_axes, loop_axes
+from jpipe.soap.splits import factor_axes, loop_axes, reads_tiles
 from jpipe.soap.strategy import Config
 
 
@@ -26,6 +26,8 @@ class Space:
       whole: whether operators must use all devices or, where nothing divides so, as many as they can: no operator parallelism.
       executable: whether all strategies must be such that `jpipe.soap.apply` can run them on `device_mesh(num_devices)`. It
         implies `whole`: where fewer devices divide an operator, the others hold copies.
+      in_stages: whether all strategies must be such that `jpipe.Pipeline` can run them. Then an operator is split along one loop,
+        and only if no shard reads a part of its neighbour, or it is not split. It implies `executable`.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Space:
         kinds: str = "SAPR",
         whole: bool = False,
         executable: bool = False,
+        in_stages: bool = False,
     ):
         if num_devices < 1:
             raise ValueError(f"`num_devices` must be at least 1, got {num_devices}.")
@@ -45,8 +48,13 @@ class Space:
         self.graph = graph
         self.num_devices = num_devices
         self._kinds = kinds
-        self._whole = whole or executable
-        self._axes = factor_axes("device", num_devices) if executable else None
+        self._whole = whole or executable or in_stages
+        self._in_stages = in_stages
+        self._axes: Mapping[str, int] | None = None
+        if in_stages:
+            self._axes = {"device": num_devices}
+        elif executable:
+            self._axes = factor_axes("device", num_devices)
         self._lists: dict[tuple, tuple[Config, ...]] = {}
 
     @property
@@ -56,30 +64,37 @@ class Space:
     def configs(self, operator: int) -> tuple[Config, ...]:
         """All configurations of an operator, in a fixed order."""
         each = self.graph.operators[operator]
-        key = tuple(
+        sizes = tuple(
             loop.size if loop.can_split and loop.kind in self._kinds else 1
             for loop in each.loops
         )
+        reads = tuple(one.access for one in each.inputs) if self._in_stages else None
+        key = sizes, reads
         if key not in self._lists:
-            self._lists[key] = tuple(dict.fromkeys(self._list(key)))
+            self._lists[key] = tuple(dict.fromkeys(self._list(each, sizes)))
         return self._lists[key]
 
-    def _list(self, sizes: tuple[int, ...]):
-        splits = list(degree_vectors(sizes, self.num_devices))
-        if self._whole:
-            most = max(math.prod(degrees) for degrees in splits)
-            splits = [each for each in splits if math.prod(each) == most]
-        for degrees in splits:
-            for order in _orders(degrees):
-                for devices in _placements(math.prod(degrees), self.num_devices):
-                    config = Config(degrees, tuple(devices[k] for k in order))
-                    if self._axes is None or loop_axes(config, self._axes) is not None:
-                        yield config
+    def _list(self, operator: Operator, sizes: tuple[int, ...]) -> list[Config]:
+        configs = [
+            Config(degrees, tuple(devices[k] for k in order))
+            for degrees in degree_vectors(sizes, self.num_devices)
+            for order in _orders(degrees)
+            for devices in _placements(math.prod(degrees), self.num_devices)
+        ]
+        allowed = [each for each in configs if self._is_allowed(operator, each)]
+        if not self._whole:
+            return allowed
+        most = max(len(each.devices) for each in allowed)
+        return [each for each in allowed if len(each.devices) == most]
+
+    def _is_allowed(self, operator: Operator, config: Config) -> bool:
+        if self._axes is not None and loop_axes(config, self._axes) is None:
+            return False
+        return not self._in_stages or reads_tiles(operator, config)
 
     def can_run(self, strategy: Sequence[Config]) -> bool:
         """Whether a mesh can run a strategy, if the space is of strategies that one can."""
-        axes = self._axes
-        return axes is None or all(loop_axes(c, axes) is not None for c in strategy)
+        return all(map(self._is_allowed, self.graph.operators, strategy))
 
     def draw(self, operator: int, rng: np.random.Generator) -> Config:
         """One of the configurations, each as likely as the others."""

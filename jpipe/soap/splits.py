@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from jpipe.soap.graph import REDUCTION, Operator, OperatorGraph
-from jpipe.soap.regions import Access, followed
-from jpipe.soap.strategy import Config, check_strategy
+from jpipe.soap.regions import Access, followed, read_all
+from jpipe.soap.strategy import Config, check_strategy, shard_boxes
 
 Spec = tuple[tuple[str, ...], ...]
 """The axes of the mesh over which each dim is split."""
@@ -76,6 +76,27 @@ def loop_axes(config: Config, sizes: Mapping[str, int]) -> list[tuple[str, ...]]
     kept = sorted(used)
     turned = first.transpose([kept.index(k) for k in used]).reshape(config.degrees)
     return result if np.array_equal(turned, devices) else None
+
+
+def reads_tiles(operator: Operator, config: Config) -> bool:
+    """Whether each shard reads an equal part of each operand, in order, or all of it, along every dim.
+
+    Shards of windows, slices, pads and concatenations read other parts, some of them of their neighbours. XLA sends those
+    by collective permutes.
+    """
+    sizes = tuple(loop.size for loop in operator.loops)
+    loops = shard_boxes(sizes, config.degrees)
+    for each in operator.inputs:
+        boxes = read_all(each.access, loops)
+        for dim, last in enumerate(each.access[-1]):
+            low, high = boxes[:, dim, 0], boxes[:, dim, 1]
+            parts = len(np.unique(low))
+            if last.size % parts:
+                return False
+            part = last.size // parts
+            if np.any(low % part) or np.any(high - low != part):
+                return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +180,8 @@ def _no_mesh(operator: Operator, config: Config, sizes: Mapping[str, int]) -> st
     return (
         f"operator {operator.name!r} with degrees {config.degrees} on devices {config.devices} is no split over the mesh {axes}: an "
         "operator runs on the whole mesh, its loops split over axes of it. Search with `Space(graph, num_devices, "
-        "executable=True)` (`train/search.py --executable`), and put operators that run on other devices into other stages of a "
-        "pipeline."
+        "executable=True)`, for a pipeline with `in_stages=True` (`train/search.py --in-stages`), and put operators that run on other "
+        "devices into other stages."
     )
 
 

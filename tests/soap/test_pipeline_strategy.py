@@ -1,5 +1,7 @@
 """Pipelines whose stages are split by a strategy compute the numbers of those without one."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,9 +66,12 @@ def check_equal(path, schedule, data: int, model: int, **options) -> None:
     plain = jpipe.make_mesh(stage=2, data=data)
     mesh = jpipe.make_mesh(stage=2, data=data, model=model)
     expected, weights, *_ = trained(schedule, plain, **options)
-    losses, params, pipe, state = trained(
-        schedule, soap.factored(mesh, "model"), strategy=path, **options
-    )
+    losses, params, pipe, state = trained(schedule, mesh, strategy=path, **options)
+    # A device of another stage would never join a permute inside of a stage, and all would wait.
+    text = pipe.compile(BATCH).as_text()
+    for pairs in re.findall(r"source_target_pairs=\{(\{.*?\})\}", text):
+        ends = [tuple(map(int, p.split(","))) for p in re.findall(r"\{(.*?)\}", pairs)]
+        assert all(a == b or a // model != b // model for a, b in ends), pairs
     np.testing.assert_allclose(losses, expected, rtol=2e-5)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-6),
@@ -120,9 +125,12 @@ def test_columns_and_rows_beside_replicas(tmp_path):
     )
 
 
-def _random(graph, num_devices):
-    space = soap.Space(graph, num_devices, executable=True)
-    return soap.random_strategy(space, np.random.default_rng(2))
+def _random(seed):
+    def find(graph, num_devices):
+        space = soap.Space(graph, num_devices, in_stages=True)
+        return soap.random_strategy(space, np.random.default_rng(seed))
+
+    return find
 
 
 @pytest.mark.exhaustive
@@ -139,8 +147,15 @@ def _random(graph, num_devices):
     ids=["gpipe", "recompute", "policy", "zero bubble", "2bw", "pipedream"],
 )
 def test_random_splits(tmp_path, schedule, options):
-    path = saved(tmp_path / "strategy.json", _random, 4, 4)
+    path = saved(tmp_path / "strategy.json", _random(2), 4, 4)
     check_equal(path, schedule, data=1, model=4, **options)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(3))
+def test_random_splits_beside_replicas(tmp_path, seed):
+    path = saved(tmp_path / "strategy.json", _random(seed), 2, 2)
+    check_equal(path, SCHEDULE, data=2, model=2)
 
 
 def pipeline(path, **sizes):

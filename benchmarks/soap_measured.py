@@ -1,0 +1,240 @@
+"""Predicted against measured seconds of a training step, for strategies of three models on two devices of the CPU.
+
+    python benchmarks/soap_measured.py
+    python benchmarks/soap_measured.py --rounds 9 --random 3 --out benchmarks/soap_measured.json
+
+Each device has one core. Operators are measured one by one on one device (`jpipe.soap.Profile`), and the link between the devices by
+sums of arrays of several sizes. A strategy's step is then simulated, and run with `jpipe.soap.apply`: the loss, its gradients and an SGD update. The
+strategies of a model take turns, so other work on the machine slows all of them down. FlexFlow's paper reports errors below 30 %,
+and that the order of strategies is kept (arXiv:1807.05358, section 8.3).
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from scipy.stats import kendalltau
+
+from jpipe import soap
+from jpipe.soap.measure import measure
+
+NUM_DEVICES = 2
+FLAGS = f"--xla_force_host_platform_device_count={NUM_DEVICES} --xla_cpu_multi_thread_eigen=false"
+
+
+def mlp():
+    """Three dense layers with more weights than activations."""
+
+    def loss(w, x, y):
+        for name in ("first", "second"):
+            x = jax.nn.relu(x @ w[name])
+        return jnp.mean((x @ w["last"] - y) ** 2)
+
+    weights = {"first": (768, 2048), "second": (2048, 2048), "last": (2048, 256)}
+    return loss, weights, [(128, 768), (128, 256)]
+
+
+def convolutions():
+    """LeNet-5's layers, wider, on large batches."""
+
+    def convolve(x, kernel):
+        names = ("NHWC", "HWIO", "NHWC")
+        x = jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=names
+        )
+        x = jax.nn.relu(x)
+        return jax.lax.reduce_window(
+            x, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+        )
+
+    def loss(w, x, y):
+        x = convolve(convolve(x, w["c1"]), w["c2"])
+        x = jax.nn.relu(x.reshape(x.shape[0], -1) @ w["f1"])
+        return -(jax.nn.log_softmax(x @ w["f2"]) * y).sum(-1).mean()
+
+    weights = {
+        "c1": (5, 5, 4, 16),
+        "c2": (5, 5, 16, 32),
+        "f1": (7 * 7 * 32, 512),
+        "f2": (512, 16),
+    }
+    return loss, weights, [(64, 28, 28, 4), (64, 16)]
+
+
+def attention():
+    """Two blocks of a transformer."""
+    dim, heads = 256, 4
+
+    def loss(w, x, y):
+        B, L, D = x.shape
+        for layer in w:
+            q, k, v = (
+                (x @ layer[name]).reshape(B, L, heads, -1).transpose(0, 2, 1, 3)
+                for name in "qkv"
+            )
+            p = jax.nn.softmax(jnp.einsum("bhsd,bhtd->bhst", q, k) / 8, -1)
+            o = jnp.einsum("bhst,bhtd->bhsd", p, v).transpose(0, 2, 1, 3)
+            x = x + o.reshape(B, L, D) @ layer["o"]
+            x = x + jax.nn.relu(x @ layer["in"]) @ layer["out"]
+        return jnp.mean((x - y) ** 2)
+
+    layer = {name: (dim, dim) for name in "qkvo"}
+    layer |= {"in": (dim, 4 * dim), "out": (4 * dim, dim)}
+    return loss, [layer, layer], [(8, 64, dim)] * 2
+
+
+MODELS = {"mlp": mlp, "convolutions": convolutions, "attention": attention}
+
+
+def seconds_of(function, *arguments, count: int = 5) -> float:
+    """Median seconds of a call."""
+    jax.block_until_ready(function(*arguments))
+    found = []
+    for _ in range(count):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        found.append(time.perf_counter() - start)
+    return statistics.median(found)
+
+
+def measured_machine() -> soap.Machine:
+    """Two devices: their memory from an addition, their link from sums over both of them."""
+    mesh = soap.device_mesh(NUM_DEVICES)
+    axis = mesh.axis_names[0]
+    total = jax.jit(
+        jax.shard_map(
+            lambda x: jax.lax.psum(x, axis),
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )
+    sizes, seconds = [2**k for k in range(12, 24)], []
+    for size in sizes:
+        x = jax.device_put(
+            np.ones(size // 4, np.float32), NamedSharding(mesh, PartitionSpec())
+        )
+        seconds.append(seconds_of(total, x, count=15))
+    # A ring of two devices sends one half there and back: 2 latencies, and all bytes once. Relative errors count.
+    rows = np.stack([np.full(len(sizes), 2.0), np.array(sizes, float)], 1)
+    scale = 1 / np.array(seconds)
+    latency, per_byte = np.linalg.lstsq(rows * scale[:, None], np.ones(len(sizes)))[0]
+    x = jnp.ones(2**22)
+    add = jax.jit(lambda x, y: x + y)
+    elapsed = seconds_of(add, x, x, count=15)
+    return soap.Machine(
+        "two cores",
+        (soap.Level(NUM_DEVICES, 1 / max(per_byte, 1e-15), max(latency, 1e-7)),),
+        flops=1e11,  # operators are measured
+        memory_bandwidth=3 * x.nbytes / elapsed,
+        memory_bytes=2**33,
+        overhead=1e-5,
+        device_kind="cpu core",
+    )
+
+
+def step_of(loss, graph, strategy, arrays):
+    """A compiled step of a strategy, and what it takes."""
+    mesh = soap.device_mesh(NUM_DEVICES)
+    split = soap.apply(loss, graph, strategy, mesh)
+    shardings = soap.argument_shardings(graph, strategy, mesh)
+    leaves, tree = jax.tree.flatten(arrays)
+    weights, *inputs = tree.unflatten(
+        [jax.device_put(a, s) for a, s in zip(leaves, shardings)]
+    )
+    placed = tree.unflatten(shardings)[0]
+
+    def step(weights, *inputs):
+        value, gradients = jax.value_and_grad(split)(weights, *inputs)
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, weights, gradients), value
+
+    return jax.jit(step, out_shardings=(placed, None)), (weights, *inputs)
+
+
+def rows_of(name: str, machine: soap.Machine, args) -> list[dict]:
+    """One row per strategy of a model."""
+    loss, shapes, inputs = MODELS[name]()
+    rng = np.random.default_rng(0)
+
+    def array(shape):
+        return (rng.normal(size=shape) * 0.05).astype(np.float32)
+
+    is_shape = lambda s: isinstance(s, tuple)  # noqa: E731
+    weights = jax.tree.map(array, shapes, is_leaf=is_shape)
+    arrays = (weights, *map(array, inputs))
+    graph = soap.trace(loss, *arrays)
+    costs = soap.Profile(machine, None, measure, optimizer_arrays=0)
+    space = soap.Space(graph, NUM_DEVICES, executable=True)
+    strategies = {
+        "data parallel": soap.data_parallel(graph, NUM_DEVICES),
+        "one weird trick": soap.one_weird_trick(graph, NUM_DEVICES),
+        "megatron": soap.megatron(graph, NUM_DEVICES),
+    }
+    for seed in range(args.random):
+        chosen = soap.random_strategy(space, np.random.default_rng(seed))
+        strategies[f"random {seed}"] = chosen
+    found = soap.search(
+        graph, machine, costs=costs, space=space, max_proposals=300, seed=0
+    )
+    strategies["found"] = found.strategy
+    rows, steps = [], []
+    for label, strategy in strategies.items():
+        simulated = soap.simulate(graph, machine, strategy, costs, optimizer_arrays=0)
+        rows.append({"model": name, "strategy": label, "predicted": simulated.seconds})
+        step, arguments = step_of(loss, graph, strategy, arrays)
+        jax.block_until_ready(step(*arguments))
+        steps.append((step, arguments, []))
+    for _ in range(args.rounds):
+        for step, arguments, timings in steps:
+            timings.append(seconds_of(step, *arguments, count=5))
+    for row, (_, _, timings) in zip(rows, steps):
+        row["measured"] = statistics.median(timings)
+        row["error"] = row["predicted"] / row["measured"] - 1
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
+    parser.add_argument("--random", type=int, default=3, help="random strategies")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")
+    args = parser.parse_args()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
+    machine = measured_machine()
+    level = machine.levels[0]
+    print(
+        f"link: {level.bandwidth / 1e9:.2f} GB/s after {level.latency * 1e6:.0f} microseconds; "
+        f"memory: {machine.memory_bandwidth / 1e9:.1f} GB/s\n"
+    )
+    rows = [row for name in args.models for row in rows_of(name, machine, args)]
+    print(
+        "| model | strategy | predicted, ms | measured, ms | error |\n|---|---|---|---|---|"
+    )
+    for row in rows:
+        print(
+            f"| {row['model']} | {row['strategy']} | {row['predicted'] * 1e3:.2f} | {row['measured'] * 1e3:.2f} | {row['error']:+.0%} |"
+        )
+    for name in args.models:
+        of_model = [row for row in rows if row["model"] == name]
+        tau = kendalltau(
+            [r["predicted"] for r in of_model], [r["measured"] for r in of_model]
+        ).statistic
+        print(f"\n{name}: Kendall's tau {tau:.2f}")
+    if args.out is not None:
+        args.out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
