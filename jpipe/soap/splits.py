@@ -79,7 +79,7 @@ def loop_axes(config: Config, sizes: Mapping[str, int]) -> list[tuple[str, ...]]
 
 
 def reads_tiles(operator: Operator, config: Config) -> bool:
-    """Whether each shard reads an equal part of each operand, in order, or all of it, along every dim.
+    """Whether each shard reads an equal part of each operand, in order, or all shards the same part, along every dim.
 
     Shards of windows, slices, pads and concatenations read other parts, some of them of their neighbours. XLA sends those
     by collective permutes.
@@ -90,11 +90,12 @@ def reads_tiles(operator: Operator, config: Config) -> bool:
         boxes = read_all(each.access, loops)
         for dim, last in enumerate(each.access[-1]):
             low, high = boxes[:, dim, 0], boxes[:, dim, 1]
+            if np.all(low == low[0]) and np.all(high == high[0]):
+                continue
             parts = len(np.unique(low))
-            if last.size % parts:
-                return False
             part = last.size // parts
-            if np.any(low % part) or np.any(high - low != part):
+            in_order = part * parts == last.size and not np.any(low % part)
+            if not in_order or np.any(high - low != part):
                 return False
     return True
 

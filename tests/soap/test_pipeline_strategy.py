@@ -190,3 +190,18 @@ def test_refusals_name_the_reason(tmp_path):
     (tmp_path / "other.json").write_text(text)
     with pytest.raises(ValueError, match="no operator 'dot_general_77'. Did you mean"):
         pipeline(tmp_path / "other.json", model=2).init(jax.random.key(0), BATCH)
+
+
+def test_shards_that_read_of_their_neighbours():
+    def convolved(weights, x):
+        x = jax.lax.conv_general_dilated(x, weights, (1,), "SAME")
+        return (x[:, :, ::2] + x[:, :, 1::2]).sum()
+
+    arrays = jnp.ones((4, 4, 3)), jnp.ones((2, 4, 8))
+    graph = soap.trace(convolved, *arrays)
+    (number,) = [i for i, o in enumerate(graph.operators) if "conv" in o.kind]
+    assert [loop.size for loop in graph.operators[number].loops] == [2, 4, 8, 4]
+    space = soap.Space(graph, 2, in_stages=True)
+    degrees = {config.degrees for config in space.configs(number)}
+    # Of samples, channels and terms of the sum, not of positions: shards would read those of their neighbours.
+    assert degrees == {(2, 1, 1, 1), (1, 2, 1, 1), (1, 1, 1, 2)}
