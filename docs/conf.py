@@ -37,7 +37,7 @@ nitpick_ignore_regex = [
     (r"py:.*", r"jpipe\.(?:\w+\.)*_\w+(\..*)?"),
     (
         r"py:.*",
-        r"jpipe\.(layers|stages|lowering|engine|packing|program|portable|state)(\..*)?",
+        r"jpipe\.(layers|stages|lowering|engine|packing|program|portable|state|soap\.\w+)(\..*)?",
     ),
 ]
 

@@ -76,7 +76,7 @@ class Pipeline:
       strategy: a file of `jpipe.soap.save_strategy`, such as `train/search.py --in-stages --save` writes. It says how
         the operators of the layers are split over the axes of the mesh that are left to the compiler, instead of the
         model's annotations, and how the weights are split. It was searched for a microbatch of one replica, in the
-        graph of `jpipe.soap.layers_graph`. The loss, and evaluation, are left to the compiler. None: the
+        graph of `jpipe.soap.layers.layers_graph`. The loss, and evaluation, are left to the compiler. None: the
         annotations count. `docs/tensor_search.md` has an example.
       recompute: "none": a layer keeps the fewest bytes from which elementwise operations compute what
         its backward reads; "full": a stage keeps only its inputs, and runs its forward again before

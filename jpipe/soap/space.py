@@ -8,7 +8,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jpipe.soap.graph import Operator, OperatorGraph
-from jpipe.soap.splits import factor_axes, loop_axes, reads_tiles
+from jpipe.soap.splits import (
+    factor_axes,
+    is_partitioned_right,
+    loop_axes,
+    reads_tiles,
+)
 from jpipe.soap.strategy import Config
 
 
@@ -88,7 +93,11 @@ class Space:
         return [each for each in allowed if len(each.devices) == most]
 
     def _is_allowed(self, operator: Operator, config: Config) -> bool:
-        if self._axes is not None and loop_axes(config, self._axes) is None:
+        if self._axes is None:
+            return True
+        if loop_axes(config, self._axes) is None:
+            return False
+        if not is_partitioned_right(operator, config, self.num_devices):
             return False
         return not self._in_stages or reads_tiles(operator, config)
 

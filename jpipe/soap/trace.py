@@ -40,8 +40,8 @@ def trace(
     reshapes, slices, broadcasts and casts of weights are no operators: they say which elements an operator reads.
 
     Args:
-      function: `(weights, *inputs) -> outputs`, for training usually a loss. It is traced, not run.
-      weights: a pytree of arrays or `jax.ShapeDtypeStruct`s.
+      function: from `(weights, *inputs)` to outputs, for training usually a loss. It is traced, not run.
+      weights: a pytree of arrays or of `jax.ShapeDtypeStruct`.
       inputs: pytrees of the same. The first dim of the first leaf counts samples, and so does the first dim of every other leaf
         that has the same size.
       backward: whether the graph is of a training step: gradients with respect to `weights`, and their sums.

@@ -38,14 +38,34 @@ BATCH = {
 }
 
 
-def graph_of(num_rows: int) -> soap.OperatorGraph:
-    batch = {name: jax.ShapeDtypeStruct((num_rows, 8), jnp.float32) for name in BATCH}
-    return layers_graph(as_layers(LAYERS), Loss.of(_loss, False), batch).graph
+def _images(key, x):
+    return jax.random.normal(key, (3, 3, 8, 8)) / 9
 
 
-def trained(schedule, mesh, **options):
+def _convolved(kernel, x):
+    x = x.reshape(-1, 4, 4, 8)
+    names = ("NHWC", "HWIO", "NHWC")
+    y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=names)
+    return (x + jax.nn.relu(y)).reshape(-1, 128)
+
+
+CONVOLUTIONS = [jpipe.InitApply(_images, _convolved)] * 2
+IMAGES = {
+    "inputs": np.sin(np.arange(16 * 128, dtype=np.float32)).reshape(16, 128),
+    "targets": np.zeros((16, 128), np.float32),
+}
+
+
+def graph_of(num_rows: int, layers=LAYERS, batch=BATCH) -> soap.OperatorGraph:
+    batch = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct((num_rows, *a.shape[1:]), a.dtype), batch
+    )
+    return layers_graph(as_layers(layers), Loss.of(_loss, False), batch).graph
+
+
+def trained(schedule, mesh, layers=LAYERS, batch=BATCH, **options):
     pipe = jpipe.Pipeline(
-        LAYERS,
+        layers,
         loss=_loss,
         optimizer=optax.sgd(0.1),
         schedule=schedule,
@@ -53,12 +73,12 @@ def trained(schedule, mesh, **options):
         mesh=mesh,
         **options,
     )
-    state = pipe.init(jax.random.key(0), BATCH)
+    state = pipe.init(jax.random.key(0), batch)
     losses = []
     for _ in range(3):
-        state, metrics = pipe.step(state, BATCH)
+        state, metrics = pipe.step(state, batch)
         losses.append(float(metrics["loss"]))
-    losses.append(float(pipe.evaluate(state, BATCH)["loss"]))
+    losses.append(float(pipe.evaluate(state, batch)["loss"]))
     return losses, pipe.get_params(state), pipe, state
 
 
@@ -68,7 +88,7 @@ def check_equal(path, schedule, data: int, model: int, **options) -> None:
     expected, weights, *_ = trained(schedule, plain, **options)
     losses, params, pipe, state = trained(schedule, mesh, strategy=path, **options)
     # A device of another stage would never join a permute inside of a stage, and all would wait.
-    text = pipe.compile(BATCH).as_text()
+    text = pipe.compile(options.get("batch", BATCH)).as_text()
     for pairs in re.findall(r"source_target_pairs=\{(\{.*?\})\}", text):
         ends = [tuple(map(int, p.split(","))) for p in re.findall(r"\{(.*?)\}", pairs)]
         assert all(a == b or a // model != b // model for a, b in ends), pairs
@@ -80,8 +100,8 @@ def check_equal(path, schedule, data: int, model: int, **options) -> None:
     )
 
 
-def saved(path, find, num_rows: int, num_devices: int):
-    graph = graph_of(num_rows)
+def saved(path, find, num_rows: int, num_devices: int, **options):
+    graph = graph_of(num_rows, **options)
     strategy = find(graph, num_devices)
     soap.save_strategy(path, graph, strategy, num_devices)
     return path
@@ -156,6 +176,15 @@ def test_random_splits(tmp_path, schedule, options):
 def test_random_splits_beside_replicas(tmp_path, seed):
     path = saved(tmp_path / "strategy.json", _random(seed), 2, 2)
     check_equal(path, SCHEDULE, data=2, model=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("model", [2, 4])
+def test_random_splits_of_convolutions(tmp_path, model, seed):
+    given = {"layers": CONVOLUTIONS, "batch": IMAGES}
+    path = saved(tmp_path / "strategy.json", _random(seed), 4, model, **given)
+    check_equal(path, SCHEDULE, data=1, model=model, **given)
 
 
 def pipeline(path, **sizes):
