@@ -54,6 +54,16 @@ def test_json_and_files(capsys, tmp_path):
         assert (pictures / name).read_text().lstrip().startswith("<?xml")
 
 
+def test_a_strategy_for_stages(capsys, tmp_path):
+    path = tmp_path / "strategy.json"
+    words = ["--devices", "2", "--proposals", "20", "--in-stages", "--save", str(path)]
+    assert run(capsys, *SMALL, *words)[0] == 0
+    _, config = flags.parse([*SMALL], TrainConfig)
+    graph = search.graph_of(config, whole=False)
+    space = soap.Space(graph, 2, in_stages=True)
+    assert space.can_run(soap.load_strategy(path, graph, 2))
+
+
 def test_table(capsys):
     code, out, _ = run(capsys, *SMALL, "--devices", "2", "--proposals", "8")
     lines = out.splitlines()
