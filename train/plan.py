@@ -2,7 +2,7 @@
 
     python train/plan.py --config configs/quickstart.py --devices 4
     python train/plan.py --config configs/gpt_1f1b.py --devices 2 --memory 2GiB --save configs/planned.py
-    python train/plan.py --config configs/quickstart.py --devices 4 --tensor --save configs/planned.py
+    python train/plan.py --config configs/quickstart.py --devices 4 --microbatches 8 --tensor --save configs/planned.py
     python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --devices 4 --bandwidth 1e9
     python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --hierarchy 4x4 --bandwidths 1e10,1.25e9
     python train/plan.py --graph bert.json --format placement --solver ideals --json

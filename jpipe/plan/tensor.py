@@ -70,7 +70,7 @@ def search(
     machine: Machine,
     num_devices: int,
     *,
-    num_proposals: int = 1000,
+    num_proposals: int = 200,
     seed: int = 0,
 ) -> Split:
     """Searches for a strategy that splits the layers over devices, and that a mesh can run.
