@@ -134,7 +134,9 @@ def machine(machine: Machine) -> str:
 
 def plans(ranking: Ranking, batch_size: int, top: int) -> str:
     """Two lines for each of the first plans; then the plans that were skipped, with the reasons."""
-    head = "schedule stages replicas microbatches size recompute ms/step samples/s bubble bytes"
+    head = (
+        "schedule stages replicas batches size recompute ms/step samples/s bubble bytes"
+    )
     splits = any(c.num_tensor_devices > 1 for c in ranking)
     rows = [["", *head.split()]]
     if splits:
@@ -168,7 +170,7 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
         notes.append("; ".join(filter(None, [cut, shared, delay, c.why])))
     header, *lines = _table(rows, left={1}).splitlines()
     text = [
-        "plans, as predicted (size: samples per microbatch; bytes: per device; cut at: first layers of later stages):",
+        "plans, as predicted (batches, size: microbatches, their samples; bytes: per device; cut at: first layers of stages):",
         *(["  tensor: devices of each stage, which split its operators"] * splits),
         header,
     ]

@@ -16,7 +16,7 @@ import numpy as np
 from jpipe import soap
 from jpipe.plan import _choose
 from jpipe.plan._choose import Ranking
-from jpipe.plan._loops import Seconds
+from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._machine import fit_positive
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.soap.layers import LayersGraph
@@ -50,7 +50,7 @@ class Split:
       strategy: a configuration per operator.
       graph: the operators of a microbatch.
       num_devices: T, devices that split every operator.
-      profile: the costs of the layers on a group of T devices.
+      profile: the costs of the layers on each of T devices, while as many devices compute as when they were measured.
     """
 
     strategy: soap.Strategy
@@ -62,6 +62,30 @@ class Split:
     def microbatch_size(self) -> int:
         """Samples per microbatch."""
         return self.profile.microbatch_size
+
+    def on_groups(self, machine: Machine) -> Profile:
+        """The profile for `groups(machine, T)`.
+
+        With fewer cores than devices, `jpipe.plan.predict` takes a share of what was measured. For groups, whose cores are T times
+        as large, it would take another one; the seconds are changed by as much.
+        """
+        cores, profile = machine.num_cores, self.profile
+        if cores is None:
+            return profile
+        share, of_groups = (
+            min(number / profile.num_devices, 1.0)
+            for number in (cores, cores / self.num_devices)
+        )
+
+        def changed(layer: LayerProfile) -> LayerProfile:
+            seconds: dict[str, Any] = {
+                program: _scaled(getattr(layer, program), share / of_groups, 0.0)
+                for program in PROGRAMS
+            }
+            return dataclasses.replace(layer, **seconds)
+
+        layers = tuple(map(changed, profile.layers))
+        return dataclasses.replace(profile, layers=layers, loss=changed(profile.loss))
 
 
 def search(
@@ -143,7 +167,6 @@ def split(
         profile,
         layers=tuple(of_group),
         loss=_split_layer(profile.loss, whole_loss, ()),
-        num_devices=math.ceil(profile.num_devices / T),
     )
     return Split(tuple(strategy), traced.graph, T, on_group)
 
@@ -179,7 +202,8 @@ def choose(
     candidates, skipped = list(ranking), list(ranking.skipped)
     by_devices: dict[int, list[Profile]] = {}
     for each in splits:
-        by_devices.setdefault(each.num_devices, []).append(each.profile)
+        profile = each.on_groups(machine)
+        by_devices.setdefault(each.num_devices, []).append(profile)
     for T, of_groups in by_devices.items():
         ranking = _choose.choose(of_groups, groups(machine, T), batch_size, **options)
         candidates += (dataclasses.replace(c, num_tensor_devices=T) for c in ranking)

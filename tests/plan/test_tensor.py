@@ -132,9 +132,8 @@ def test_costs_of_a_split_layer():
     strategy = soap.megatron(t.graph, 2)
     machine = two(1e9)
     shares = tensor.layer_shares(t, machine, strategy)
-    whole = dataclasses.replace(profile(), num_devices=4)
+    whole = profile()
     found = tensor.split(whole, t, machine, strategy).profile
-    assert found.num_devices == 2
     for before, after, share in zip(whole.layers, found.layers, shares):
         expected = {
             "forward": 1e-3 * share.forward + share.forward_messages,
@@ -204,7 +203,7 @@ def test_never_slower_than_stages_or_a_strategy_alone(profiles, machine):
     ranking = tensor.choose(profiles, machine, ROWS, splits)
     best = ranking[0]
     stages = plan.choose(profiles, machine, ROWS)[0]
-    whole = [each.profile for each in splits if each.num_devices == 4]
+    whole = [each.on_groups(machine) for each in splits if each.num_devices == 4]
     strategy = plan.choose(whole, tensor.groups(machine, 4), ROWS)[0]
     assert strategy.num_stages == strategy.num_replicas == 1
     for alone in (stages, strategy):
@@ -254,6 +253,29 @@ def test_rates_explain_the_measured_seconds(profiles):
             seconds += sum(costs.seconds(t.graph, i, shape))
     # An operator computes while it reads memory, so FLOPs and bytes share what was measured.
     assert 0.5 * LAYERS * 3e-3 <= seconds <= LAYERS * 3e-3 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("measured_on", [1, 2, 4])
+def test_devices_that_share_cores(measured_on):
+    """Four devices on two cores compute everything, each all of it: by hand."""
+    t = traced(ROWS)
+    machine = Machine(4, bandwidth=(1e9, 1e9), num_cores=2.0)
+    everything = configs(
+        t.graph, lambda number: soap.Config(degrees_of(t.graph, "", number), (0,))
+    )
+    measured = dataclasses.replace(profile(), num_devices=measured_on)
+    group = tensor.soap_machine(measured, t, machine, 4)
+    found = tensor.split(measured, t, group, everything)
+    ranking = tensor.choose([measured], machine, ROWS, [found])
+    (together,) = (
+        c
+        for c in ranking
+        if c.num_tensor_devices == 4 and c.recompute == "none" and c.num_stages == 1
+    )
+    # What was measured on more devices than cores had half of a core, or one of two.
+    of_core = min(2 / measured_on, 1.0)
+    seconds = of_core * LAYERS * (3e-3 + 1e-4)
+    np.testing.assert_allclose(together.prediction.seconds, seconds * 4 / 2, rtol=1e-3)
 
 
 def test_groups():
