@@ -2,6 +2,7 @@
 
     python train/plan.py --config configs/quickstart.py --devices 4
     python train/plan.py --config configs/gpt_1f1b.py --devices 2 --memory 2GiB --save configs/planned.py
+    python train/plan.py --config configs/quickstart.py --devices 4 --microbatches 8 --tensor --save configs/planned.py
     python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --devices 4 --bandwidth 1e9
     python train/plan.py --graph vgg16.txt --format pipedream --solver pipedream --hierarchy 4x4 --bandwidths 1e10,1.25e9
     python train/plan.py --graph bert.json --format placement --solver ideals --json
@@ -14,6 +15,9 @@ configuration that `train/train.py` runs. Options of the configuration can be ch
 `--config.section.field=value`. Profiles are kept in `--profiles`, and measured again only if
 something has changed. With several processes, the first one measures the layers on its own devices,
 all of them measure messages, and the first one decides, prints and writes.
+
+With `--tensor` the stages of a plan may also be groups of devices that split every operator, by a strategy that is searched for each
+size of groups and microbatches. `--save configs/planned.py` then writes the strategy beside it, `configs/planned.strategy.json`.
 
 With `--graph`, the program runs one solver; `docs/planning.md` describes the solvers. Sizes and
 bandwidths may have units: 2GiB, 500MB, 1.25e9. The exit code is 0, or 2 if an option or a file is
@@ -112,6 +116,11 @@ def parser() -> argparse.ArgumentParser:
         help="allow schedules with delayed gradients",
     )
     model.add_argument(
+        "--tensor",
+        action="store_true",
+        help="allow stages of several devices, which split operators",
+    )
+    model.add_argument(
         "--profiles",
         default="profiles",
         metavar="DIR",
@@ -169,6 +178,11 @@ def main(argv: list[str]) -> int:
         if args.graph is not None:
             if overrides:
                 raise ValueError(f"`{overrides[0]}` is an option of a configuration.")
+            if args.tensor:
+                raise ValueError(
+                    "`--tensor` splits the operators of a model: name a configuration, `--config configs/quickstart.py`, and "
+                    "no graph."
+                )
             return plan_graph(args)
         return plan_model(args, ["--config", args.config, *overrides], argv)
     except (ValueError, OSError) as error:
@@ -289,6 +303,7 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
     from jpipe import plan
     from train.config import TrainConfig
     from train.devices import cache_compilations, check_devices, prepare_cpu
+    from train.planned import check_tensor
     from train.processes import of_first
 
     name, config = flags.parse(words, TrainConfig)
@@ -304,6 +319,13 @@ def plan_model(args: argparse.Namespace, words: list[str], argv: list[str]) -> i
                 f"a plan gives each stage whole devices, got `--config.mesh.{axis}={config.mesh.sizes[axis]}`, which "
                 f"splits stages. Plan with `--config.mesh.{axis}=1`, and set the option for train/train.py."
             )
+    if config.strategy is not None:
+        raise ValueError(
+            f"a plan has a strategy of its own or none, got `--config.strategy={config.strategy}`. Leave it out, and add `--tensor` to "
+            "search for strategies."
+        )
+    if args.tensor:
+        check_tensor(config)
     if args.asynchronous and config.pipeline.loss_scale == "dynamic":
         raise ValueError(
             "a dynamic loss scale needs all stages to update at the same time. Leave out `--asynchronous`, or add "
@@ -346,14 +368,17 @@ def _check_processes(num_devices: int) -> None:
 def _decide(profiles: list, machine, config, args, argv: list[str]) -> None:
     """Ranks the plans, prints the best ones and saves the winner."""
     from jpipe import draw, plan
+    from jpipe.plan import tensor
     from train import report
     from train.config import TrainConfig
-    from train.planned import file_of, planned_config
+    from train.planned import save_plan, splits_of
 
-    ranking = plan.choose(
+    splits = splits_of(profiles, machine, config) if args.tensor else []
+    ranking = tensor.choose(
         profiles,
         machine,
         config.batch_size,
+        splits,
         asynchronous=args.asynchronous,
         shard_optimizer=(False, True),
     )
@@ -374,9 +399,7 @@ def _decide(profiles: list, machine, config, args, argv: list[str]) -> None:
         color = sys.stdout.isatty()
         print(draw.text(best.table(), color=color, width=report.WIDTH))
     if args.save is not None:
-        planned = planned_config(config, best)
-        text = file_of(planned, best, argv)
-        pathlib.Path(args.save).write_text(text, encoding="utf-8")
+        planned = save_plan(pathlib.Path(args.save), config, best, splits, argv)
         assert flags.load(args.save, TrainConfig) == planned
         if not args.json:
             print(f"saved: python train/train.py --config {args.save}")

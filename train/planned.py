@@ -1,15 +1,85 @@
 """A plan as a configuration, and the configuration as a Python file."""
 
 import dataclasses
+import pathlib
 import shlex
+from collections.abc import Sequence
 
-from jpipe.plan import Candidate
+from jpipe import soap
+from jpipe.plan import Candidate, Machine, Profile, tensor
 from train import report
 from train.config import TrainConfig
+from train.search import traced_layers
 
 
-def planned_config(config: TrainConfig, best: Candidate) -> TrainConfig:
-    """The configuration that trains by a plan."""
+def check_tensor(config: TrainConfig) -> None:
+    """Raises `ValueError` if rules of a configuration already split layers over the stages."""
+    over_stages = [
+        name for name, axes in config.mesh.axis_rules() if "stage" in (axes or ())
+    ]
+    if over_stages:
+        raise ValueError(
+            f"`--config.mesh.rules.{over_stages[0]}` splits layers over all stages, and `--tensor` splits the operators inside of each "
+            "stage. Leave one of them out."
+        )
+
+
+def splits_of(
+    profiles: Sequence[Profile], machine: Machine, config: TrainConfig
+) -> list[tensor.Split]:
+    """A strategy for every number of devices that a stage may have, and every size of microbatches."""
+    dtype = config.pipeline.options_of_pipeline()["compute_dtype"]
+    D = machine.num_devices
+    numbers = [T for T in range(2, D + 1) if D % T == 0]
+    splits = []
+    for profile in profiles:
+        parts = config.batch_size // profile.microbatch_size
+        traced = traced_layers(config, parts, dtype)
+        splits += [tensor.search(profile, traced, machine, T) for T in numbers]
+    return splits
+
+
+def save_plan(
+    path: pathlib.Path,
+    config: TrainConfig,
+    best: Candidate,
+    splits: Sequence[tensor.Split],
+    argv: list[str],
+) -> TrainConfig:
+    """Writes a plan as a configuration, and the strategy inside of its stages, if it has one, beside it.
+
+    Args:
+      path: the Python file.
+      config: of the model.
+      best: the plan.
+      splits: the strategies from which `best` was chosen.
+      argv: the words of the command.
+
+    Returns:
+      The configuration.
+    """
+    strategy = None
+    if best.num_tensor_devices > 1:
+        strategy = str(path.with_suffix(".strategy.json"))
+        wanted = best.num_tensor_devices, best.microbatch_size
+        found = {(each.num_devices, each.microbatch_size): each for each in splits}
+        split = found[wanted]
+        soap.save_strategy(strategy, split.graph, split.strategy, split.num_devices)
+    planned = planned_config(config, best, strategy)
+    path.write_text(file_of(planned, best, argv), encoding="utf-8")
+    return planned
+
+
+def planned_config(
+    config: TrainConfig, best: Candidate, strategy: str | None = None
+) -> TrainConfig:
+    """The configuration that trains by a plan.
+
+    Args:
+      config: of the model.
+      best: the plan.
+      strategy: the file of the strategy inside of its stages, if there is one.
+    """
     pipeline = dataclasses.replace(
         config.pipeline,
         schedule=best.schedule,
@@ -25,9 +95,12 @@ def planned_config(config: TrainConfig, best: Candidate) -> TrainConfig:
         else config.pipeline.synchronous_steps,
     )
     mesh = dataclasses.replace(
-        config.mesh, data=best.num_replicas, shard_optimizer=best.shard_optimizer
+        config.mesh,
+        data=best.num_replicas,
+        model=best.num_tensor_devices,
+        shard_optimizer=best.shard_optimizer,
     )
-    return dataclasses.replace(config, pipeline=pipeline, mesh=mesh)
+    return dataclasses.replace(config, pipeline=pipeline, mesh=mesh, strategy=strategy)
 
 
 def file_of(config: TrainConfig, best: Candidate, argv: list[str]) -> str:
@@ -59,6 +132,8 @@ def file_of(config: TrainConfig, best: Candidate, argv: list[str]) -> str:
         for module, names in sorted(classes.items())
     )
     stages = report.count(best.num_stages, "stage")
+    if best.num_tensor_devices > 1:
+        stages += f" of {best.num_tensor_devices} devices"
     milliseconds = best.prediction.seconds * 1e3
     return (
         f'"""{best.label}, {stages}: {milliseconds:.3g} ms per step, as predicted.\n\n'

@@ -134,8 +134,13 @@ def machine(machine: Machine) -> str:
 
 def plans(ranking: Ranking, batch_size: int, top: int) -> str:
     """Two lines for each of the first plans; then the plans that were skipped, with the reasons."""
-    head = "schedule stages replicas microbatches size recompute ms/step samples/s bubble bytes"
+    head = (
+        "schedule stages replicas batches size recompute ms/step samples/s bubble bytes"
+    )
+    splits = any(c.num_tensor_devices > 1 for c in ranking)
     rows = [["", *head.split()]]
+    if splits:
+        rows[0].insert(3, "tensor")
     notes = []
     for rank, c in enumerate(ranking[:top], 1):
         prediction = c.prediction
@@ -144,6 +149,7 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
                 str(rank),
                 c.label,
                 str(c.num_stages),
+                *([str(c.num_tensor_devices)] if splits else []),
                 str(c.num_replicas),
                 str(c.num_microbatches),
                 str(c.microbatch_size),
@@ -164,7 +170,8 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
         notes.append("; ".join(filter(None, [cut, shared, delay, c.why])))
     header, *lines = _table(rows, left={1}).splitlines()
     text = [
-        "plans, as predicted (size: samples per microbatch; bytes: per device; cut at: first layers of later stages):",
+        "plans, as predicted (batches, size: microbatches, their samples; bytes: per device; cut at: first layers of stages):",
+        *(["  tensor: devices of each stage, which split its operators"] * splits),
         header,
     ]
     for line, note in zip(lines, notes):
@@ -204,6 +211,7 @@ def plan_record(plan: Candidate | Skipped) -> dict[str, Any]:
         "options": plan.options,
         "num_stages": plan.num_stages,
         "num_microbatches": plan.num_microbatches,
+        "tensor": plan.num_tensor_devices,
         "num_replicas": plan.num_replicas,
         "microbatch_size": plan.microbatch_size,
     }

@@ -125,7 +125,7 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
         max_polish_proposals=args.proposals,
         memory_limit=args.memory,
         seed=args.seed,
-        starts=_starts(graph, space, args.seed) if args.in_stages else None,
+        starts=soap.starts_of(space, args.seed) if args.in_stages else None,
         space=space,
         progress=None if args.json or not sys.stderr.isatty() else _show,
     )
@@ -187,6 +187,24 @@ def graph_of(config, *, whole: bool = True):
       config: of the run.
       whole: of a whole batch, or else of a microbatch as each replica of a pipeline gets it, in its dtype.
     """
+    if whole:
+        return traced_layers(config, 1).graph
+    parts = config.pipeline.num_microbatches * config.mesh.data
+    dtype = config.pipeline.options_of_pipeline()["compute_dtype"]
+    return traced_layers(config, parts, dtype).graph
+
+
+def traced_layers(config, parts: int, compute_dtype=None):
+    """The operators of the layers of a model and its loss.
+
+    Args:
+      config: of the run.
+      parts: number of microbatches of all replicas; the operators are those of one.
+      compute_dtype: weights and activations are cast to it; None casts nothing.
+
+    Returns:
+      A `jpipe.soap.layers.LayersGraph`.
+    """
     import jax
 
     from jpipe.layers.as_layers import as_layers
@@ -195,7 +213,6 @@ def graph_of(config, *, whole: bool = True):
     from train.data import shuffled
 
     batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
-    parts = 1 if whole else config.pipeline.num_microbatches * config.mesh.data
     if config.batch_size % parts:
         raise ValueError(
             f"a batch of {config.batch_size} cannot be cut into {parts} equal microbatches. Change `batch_size`."
@@ -203,20 +220,8 @@ def graph_of(config, *, whole: bool = True):
     batch = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct((len(a) // parts, *a.shape[1:]), a.dtype), batch
     )
-    dtype = None if whole else config.pipeline.options_of_pipeline()["compute_dtype"]
     layers, loss = as_layers(config.model.layers()), Loss.of(config.model.loss(), True)
-    return layers_graph(layers, loss, batch, compute_dtype=dtype).graph
-
-
-def _starts(graph, space, seed: int) -> dict:
-    """The strategies to begin with that a mesh can run: the known ones, and a random one."""
-    import numpy as np
-
-    from jpipe import soap
-
-    known = soap.default_starts(graph, space.num_devices)
-    known["random"] = soap.random_strategy(space, np.random.default_rng(seed))
-    return {name: each for name, each in known.items() if space.can_run(each)}
+    return layers_graph(layers, loss, batch, compute_dtype=compute_dtype)
 
 
 def table(graph, strategy) -> str:

@@ -38,6 +38,7 @@ class Candidate:
       fits: whether the predicted bytes are within the machine's limit.
       shard_optimizer: whether replicas of a stage share its update.
       why: why the candidate is not the first of its ranking; empty for the first.
+      num_tensor_devices: T, devices of each stage, which split its operators by a strategy; see `jpipe.plan.tensor`.
     """
 
     schedule: str
@@ -52,6 +53,7 @@ class Candidate:
     fits: bool
     shard_optimizer: bool = False
     why: str = ""
+    num_tensor_devices: int = 1
 
     def table(self) -> Schedule:
         """Builds the schedule."""
@@ -62,7 +64,8 @@ class Candidate:
     @property
     def num_devices(self) -> int:
         """Devices of all replicas."""
-        return len(self.prediction.timing.busy) * self.num_replicas
+        pipeline = len(self.prediction.timing.busy) * self.num_tensor_devices
+        return pipeline * self.num_replicas
 
     @property
     def label(self) -> str:
@@ -78,6 +81,7 @@ class Skipped:
       schedule, options, num_stages, num_microbatches, num_replicas, microbatch_size: as of
         `Candidate`.
       why: the reason, in the words of the schedule's builder if the builder refused.
+      num_tensor_devices: as of `Candidate`.
     """
 
     schedule: str
@@ -87,6 +91,7 @@ class Skipped:
     num_replicas: int
     microbatch_size: int
     why: str
+    num_tensor_devices: int = 1
 
     @property
     def label(self) -> str:
@@ -178,11 +183,20 @@ def choose(
             f"{batch_size} and a schedule of {', '.join(names) or 'those allowed'}. Profile a "
             "divisor of the batch size, or allow asynchronous schedules."
         )
-    ranked = sorted(candidates, key=_rank)
-    best = ranked[0]
-    reasons = ["" if c is best else _why(c, best, machine.memory_limit) for c in ranked]
+    return ranked(candidates, skipped, machine.memory_limit)
+
+
+def ranked(
+    candidates: Iterable[Candidate], skipped: Iterable[Skipped], memory_limit: float
+) -> Ranking:
+    """The ranking of at least one candidate, each with the reason why it lost."""
+    best, *others = sorted(candidates, key=_rank)
     return Ranking(
-        (dataclasses.replace(c, why=why) for c, why in zip(ranked, reasons)), skipped
+        (
+            dataclasses.replace(best, why=""),
+            *(dataclasses.replace(c, why=_why(c, best, memory_limit)) for c in others),
+        ),
+        skipped,
     )
 
 

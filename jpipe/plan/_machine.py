@@ -165,22 +165,22 @@ def _waiting(num_devices: int) -> tuple[float, float, float]:
     together, waiting, alone = measured[:, :3], measured[:, 3:6], measured[:, 6]
     turn = np.median(together, axis=0)
     longer = np.median(waiting - together, axis=0) / turn
-    tick, jitter = _fit_positive(
+    tick, jitter = fit_positive(
         np.stack([1 / turn, np.ones_like(turn)], axis=1), np.maximum(longer, 0)
     )
     return float(tick), float(jitter), float(np.median(together[:, 1] / alone))
 
 
-def _fit_positive(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
+def fit_positive(rows: np.ndarray, values: np.ndarray) -> np.ndarray:
     """Least squares of two unknowns that must not be negative.
 
     The best pair is either the unconstrained one or has one unknown at 0.
 
     Example:
       >>> rows = np.array([[1.0, 1.0], [2.0, 1.0], [4.0, 1.0]])
-      >>> _fit_positive(rows, np.array([3.0, 5.0, 9.0])).round(6).tolist()
+      >>> fit_positive(rows, np.array([3.0, 5.0, 9.0])).round(6).tolist()
       [2.0, 1.0]
-      >>> _fit_positive(rows, np.array([0.0, 1.0, 3.0])).round(6).tolist()  # not -1
+      >>> fit_positive(rows, np.array([0.0, 1.0, 3.0])).round(6).tolist()  # not -1
       [0.666667, 0.0]
     """
     pairs = [np.linalg.lstsq(rows, values)[0]]

@@ -30,7 +30,7 @@ from jpipe.soap.machine import (
     p100_cluster,
     read_machine,
 )
-from jpipe.soap.search import Found, default_starts, search
+from jpipe.soap.search import Found, default_starts, search, starts_of
 from jpipe.soap.simulate import Simulated, simulate
 from jpipe.soap.space import Space, random_strategy
 from jpipe.soap.strategy import (
@@ -92,5 +92,6 @@ __all__ = [
     "save_strategy",
     "search",
     "simulate",
+    "starts_of",
     "trace",
 ]

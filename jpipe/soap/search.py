@@ -222,6 +222,18 @@ def default_starts(graph: OperatorGraph, num_devices: int) -> dict[str, Strategy
     return starts
 
 
+def starts_of(space: Space, seed: int = 0) -> dict[str, Strategy]:
+    """The strategies of a space to begin with: those of `default_starts` that it allows, and a random one.
+
+    Args:
+      space: the configurations to choose from.
+      seed: of the random one.
+    """
+    starts = default_starts(space.graph, space.num_devices)
+    starts["random"] = random_strategy(space, np.random.default_rng(seed))
+    return {name: each for name, each in starts.items() if space.can_run(each)}
+
+
 class _Budget:
     """Seconds, proposals or both; over when half of either brought no improvement."""
 

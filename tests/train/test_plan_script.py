@@ -17,13 +17,12 @@ import sys
 import jax
 import numpy as np
 import pytest
-from helpers import profile_of, timed
+from helpers import log_of, profile_of, timed
 
 import jpipe
 from jpipe import solvers
 from jpipe.plan import PROGRAMS
 from jpipe.solvers import Graph, Node, read_graph
-from models import Transformer
 from train import flags, plan
 from train.config import OptimizerConfig, PipelineConfig, TrainConfig
 from train.planned import file_of, planned_config
@@ -150,6 +149,22 @@ def test_published_configuration(capsys):
             "--config configs/quickstart.py --devices 2 --config.mesh.fsdp=2",
             "a plan gives each stage whole devices, got `--config.mesh.fsdp=2`",
         ),
+        (
+            "--config configs/quickstart.py --devices 2 --tensor --config.mesh.model=2",
+            "a plan gives each stage whole devices, got `--config.mesh.model=2`",
+        ),
+        (
+            "--config configs/gpt_1f1b.py --devices 2 --tensor --config.mesh.rules.vocab=stage",
+            "`--config.mesh.rules.vocab` splits layers over all stages, and `--tensor`",
+        ),
+        (
+            "--config configs/quickstart.py --devices 2 --config.strategy=s.json",
+            "a strategy of its own or none, got `--config.strategy=s.json`",
+        ),
+        (
+            "--graph chain.json --solver ideals --devices 2 --tensor",
+            "`--tensor` splits the operators of a model: name a configuration",
+        ),
     ],
 )
 def test_wrong_words(capsys, chain, monkeypatch, words, message):
@@ -234,9 +249,9 @@ def test_printed_commands_plan_a_model(capsys, clone, unmeasured, command, more)
         assert "skipped (" in out or refused not in out
     if "--save" in words:
         saved = words[words.index("--save") + 1]
-        flags.load(saved, TrainConfig)
+        model = type(flags.load(saved, TrainConfig).model)
         text = pathlib.Path(saved).read_text()
-        for kind in (TrainConfig, PipelineConfig, OptimizerConfig, Transformer):
+        for kind in (TrainConfig, PipelineConfig, OptimizerConfig, model):
             for field in dataclasses.fields(kind):
                 assert re.search(rf"\b{field.name}=", text), field.name
 
@@ -247,6 +262,63 @@ def test_no_plan_fits(capsys, clone, unmeasured):
     assert code == 2
     assert re.search(r"no plan fits: the smallest needs [\d.]+ \wiB per device", error)
     assert "the limit is 1.0 KiB" in error
+
+
+SMALL = (
+    "--config configs/quickstart.py --config.model=MLP --config.model.widths=64,64,64"
+)
+SMALL += " --config.batch_size=16 --config.num_steps=1 --microbatches 1"
+
+
+def test_tensor_in_words_and_json(capsys, clone, unmeasured):
+    """Plans with and without a strategy in one ranking; the first is saved with its strategy."""
+    words = f"{SMALL} --devices 2 --cores 2 --tensor".split()
+    code, out, error = run(capsys, *words, "--json", "--save", "planned.py")
+    assert code == 0, error
+    records = json.loads(out)
+    priced = [record for record in records if "seconds" in record]
+    assert {record["tensor"] for record in priced} == {1, 2}
+    assert {record["tensor"] for record in records} <= {1, 2}
+    # Links are free here, and one microbatch keeps neither stages nor replicas busy.
+    best = priced[0]
+    assert best["tensor"] == 2 and best["num_stages"] == best["num_replicas"] == 1
+    for tensor in (1, 2):
+        alone = [r["seconds"] for r in priced if r["tensor"] == tensor]
+        assert best["seconds"] <= min(alone)
+    config = flags.load("planned.py", TrainConfig)
+    assert config.strategy == "planned.strategy.json" and config.mesh.model == 2
+    records = json.loads(pathlib.Path(config.strategy).read_text())
+    assert records
+    text = pathlib.Path("planned.py").read_text()
+    assert "1 stage of 2 devices" in text
+
+    code, out, error = run(capsys, *words)
+    assert code == 0 and max(map(len, out.splitlines())) <= 120, error
+    (header,) = (line for line in out.splitlines() if "ms/step" in line)
+    assert header.split()[:4] == ["schedule", "stages", "tensor", "replicas"]
+    plain = run(capsys, *words[:-1])[1]
+    assert "tensor" not in plain
+
+
+@pytest.mark.exhaustive
+def test_a_plan_with_a_strategy_runs(capsys, clone, unmeasured):
+    """One step, by the configuration and the strategy that were saved beside each other."""
+    words = f"{SMALL} --devices 4 --cores 4 --tensor --save planned.py --json"
+    code, out, error = run(capsys, *words.split())
+    assert code == 0, error
+    best = json.loads(out)[0]
+    assert best["tensor"] > 1
+    train = [sys.executable, str(ROOT / "train" / "train.py"), "--config", "planned.py"]
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    result = subprocess.run(
+        [*train, "--config.run_dir=run"],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert result.returncode == 0, result.stderr
+    losses = [r["loss"] for r in log_of(pathlib.Path("run")) if "loss" in r]
+    assert losses and np.isfinite(losses).all()
 
 
 @pytest.mark.slow

@@ -1,0 +1,440 @@
+"""Plans with a strategy of `jpipe.soap` inside each stage: pipeline stages of several devices, which split every operator.
+
+profile, layers ── search ──> strategy for T devices ──> profile of a group of T devices ──┐
+                                                                                           ├──> choose ──> Ranking
+profile ───────────────────────────────────────────────────────────────────────────────────┘
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jpipe import soap
+from jpipe.plan import _choose
+from jpipe.plan._choose import Ranking
+from jpipe.plan._loops import PROGRAMS, Seconds
+from jpipe.plan._machine import fit_positive
+from jpipe.plan._profile import LayerProfile, Profile
+from jpipe.soap.layers import LayersGraph
+from jpipe.soap.splits import factor_axes
+from jpipe.soap.tasks import Tasks
+from jpipe.solvers import Machine
+
+
+class LayerShare(NamedTuple):
+    """What a strategy leaves of one layer, or of the loss, on the busiest of its devices.
+
+    Attributes:
+      forward, backward: seconds of computing, divided by those on one device.
+      forward_messages: seconds of messages of a forward.
+      backward_messages: seconds of messages of a backward, without those of weights.
+      weight_messages: seconds in which gradients of weights are added up, per microbatch.
+    """
+
+    forward: float = 1.0
+    backward: float = 1.0
+    forward_messages: float = 0.0
+    backward_messages: float = 0.0
+    weight_messages: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split:
+    """A strategy for the layers of a profile.
+
+    Attributes:
+      strategy: a configuration per operator.
+      graph: the operators of a microbatch.
+      num_devices: T, devices that split every operator.
+      profile: the costs of the layers on each of T devices, while as many devices compute as when they were measured.
+    """
+
+    strategy: soap.Strategy
+    graph: soap.OperatorGraph
+    num_devices: int
+    profile: Profile
+
+    @property
+    def microbatch_size(self) -> int:
+        """Samples per microbatch."""
+        return self.profile.microbatch_size
+
+    def on_groups(self, machine: Machine) -> Profile:
+        """The profile for `groups(machine, T)`.
+
+        With fewer cores than devices, `jpipe.plan.predict` takes a share of what was measured. For groups, whose cores are T times
+        as large, it would take another one; the seconds are changed by as much.
+        """
+        cores, profile = machine.num_cores, self.profile
+        if cores is None:
+            return profile
+        share, of_groups = (
+            min(number / profile.num_devices, 1.0)
+            for number in (cores, cores / self.num_devices)
+        )
+
+        def changed(layer: LayerProfile) -> LayerProfile:
+            seconds: dict[str, Any] = {
+                program: _scaled(getattr(layer, program), share / of_groups, 0.0)
+                for program in PROGRAMS
+            }
+            return dataclasses.replace(layer, **seconds)
+
+        layers = tuple(map(changed, profile.layers))
+        return dataclasses.replace(profile, layers=layers, loss=changed(profile.loss))
+
+
+def search(
+    profile: Profile,
+    traced: LayersGraph,
+    machine: Machine,
+    num_devices: int,
+    *,
+    num_proposals: int = 200,
+    seed: int = 0,
+) -> Split:
+    """Searches for a strategy that splits the layers over devices, and that a mesh can run.
+
+    The rates of a device are those with which FLOPs and bytes of the layers explain the measured seconds best, and the links are
+    those of `machine`. Memory does not limit the search; `choose` counts the bytes.
+
+    Args:
+      profile: the measured costs of the layers.
+      traced: the operators of the layers, for one microbatch of the profile.
+      machine: the devices and links.
+      num_devices: T.
+      num_proposals: number of changes that are tried by chance, and as many after that. So the seed alone decides.
+      seed: of the random numbers.
+    """
+    graph = traced.graph
+    group = soap_machine(profile, traced, machine, num_devices)
+    space = soap.Space(graph, num_devices, in_stages=True)
+    found = soap.search(
+        graph,
+        group,
+        space=space,
+        starts=soap.starts_of(space, seed),
+        max_proposals=num_proposals,
+        max_polish_proposals=num_proposals,
+        seed=seed,
+    )
+    return split(profile, traced, group, found.strategy)
+
+
+def split(
+    profile: Profile,
+    traced: LayersGraph,
+    machine: soap.Machine,
+    strategy: soap.Strategy,
+) -> Split:
+    """The costs of layers that a strategy splits.
+
+    - A program takes its measured seconds times the share of `layer_shares`, plus the seconds of its messages. The loss is computed
+      whole, because a pipeline leaves it to the compiler.
+    - A weight, and the optimizer state of its shape, takes the bytes of the largest part. An update takes the measured seconds times the
+      layer's share of these bytes.
+    - Everything else (activations, stashes, messages between stages, temporaries) counts whole, which is an upper bound.
+
+    Args:
+      profile: the measured costs of the layers.
+      traced: the operators of the layers, for one microbatch of the profile.
+      machine: the devices that split every operator.
+      strategy: a configuration per operator.
+    """
+    T = machine.num_devices
+    shares = layer_shares(traced, machine, strategy)
+    sizes = factor_axes("model", T)
+    specs = [each.parameter_specs for each in traced.splits(strategy, sizes)]
+    layers = [
+        _split_layer(layer, share, _parts(layer.parameters, spec, sizes))
+        for layer, share, spec in zip(profile.layers, shares[:-1], specs, strict=True)
+    ]
+    whole_loss = shares[-1]._replace(forward=1.0, backward=1.0)
+    kinds: dict[LayerProfile, int] = {}
+    # Layers of one kind that are split differently compute differently.
+    of_group = [
+        dataclasses.replace(
+            layer,
+            kind=kinds.setdefault(dataclasses.replace(layer, name=""), len(kinds)),
+        )
+        for layer in layers
+    ]
+    on_group = dataclasses.replace(
+        profile,
+        layers=tuple(of_group),
+        loss=_split_layer(profile.loss, whole_loss, ()),
+    )
+    return Split(tuple(strategy), traced.graph, T, on_group)
+
+
+def choose(
+    profiles: Sequence[Profile],
+    machine: Machine,
+    batch_size: int,
+    splits: Iterable[Split],
+    **options: Any,
+) -> Ranking:
+    """Prices every plan without and with strategies inside of its stages, and ranks them together.
+
+    `jpipe.plan.choose` plans for the devices, and for D / T groups of T devices with the profiles of each T. A plan of one stage on one
+    group of all devices is a strategy without a pipeline. So no plan of either kind is predicted faster than the first of the ranking.
+
+    Gathering an activation that is split at the end of a stage is not counted.
+
+    Args:
+      profiles: as of `jpipe.plan.choose`.
+      machine: all devices, D.
+      batch_size: samples per minibatch.
+      splits: strategies for some of the profiles, each for a divisor of D devices.
+      options: of `jpipe.plan.choose`.
+
+    Returns:
+      A `Ranking` whose candidates name T as `num_tensor_devices`.
+
+    Raises:
+      ValueError: as of `jpipe.plan.choose`, or if T does not divide D.
+    """
+    ranking = _choose.choose(profiles, machine, batch_size, **options)
+    candidates, skipped = list(ranking), list(ranking.skipped)
+    by_devices: dict[int, list[Profile]] = {}
+    for each in splits:
+        profile = each.on_groups(machine)
+        by_devices.setdefault(each.num_devices, []).append(profile)
+    for T, of_groups in by_devices.items():
+        ranking = _choose.choose(of_groups, groups(machine, T), batch_size, **options)
+        candidates += (dataclasses.replace(c, num_tensor_devices=T) for c in ranking)
+        skipped += (
+            dataclasses.replace(c, num_tensor_devices=T) for c in ranking.skipped
+        )
+    return _choose.ranked(candidates, skipped, machine.memory_limit)
+
+
+def groups(machine: Machine, num_devices: int) -> Machine:
+    """The machine whose devices are groups of neighbours.
+
+    Every device of a group sends its messages over its own link. A core of the result is `num_devices` cores, because that is what a
+    group needs to compute.
+
+    Args:
+      machine: the machine.
+      num_devices: T, devices per group.
+
+    Raises:
+      ValueError: if the groups do not use all devices.
+    """
+    if machine.num_devices % num_devices:
+        raise ValueError(
+            f"{machine.num_devices} devices do not fill groups of {num_devices}. Choose a divisor."
+        )
+    whole_groups = machine.server_size % num_devices == 0
+    cores = machine.num_cores
+    return dataclasses.replace(
+        machine,
+        num_devices=machine.num_devices // num_devices,
+        devices_per_server=machine.server_size // num_devices if whole_groups else 1,
+        num_cores=None if cores is None else cores / num_devices,
+    )
+
+
+def soap_machine(
+    profile: Profile, traced: LayersGraph, machine: Machine, num_devices: int
+) -> soap.Machine:
+    """A group of devices of a machine, with rates that explain the measured seconds of a profile.
+
+    Seconds per FLOP and seconds per byte are fitted to the forwards and backwards of all layers by least squares; neither is negative.
+
+    Args:
+      profile, traced, machine, num_devices: as of `search`.
+    """
+    one = soap.Machine("one", (soap.Level(1, 1.0),), 1.0, math.inf, overhead=0.0)
+    counted = [_whole_seconds(traced, machine) for machine in (one, _only_memory(one))]
+    flops, num_bytes = (each[: len(profile.layers)].sum(axis=1) for each in counted)
+    seconds = [
+        forward + backward
+        for forward, backward in zip(
+            (_median(layer.forward) for layer in profile.layers),
+            (_median(layer.backward) for layer in profile.layers),
+        )
+    ]
+    rows = np.stack([flops, num_bytes], axis=1)
+    # In equal units, so that FLOPs do not drown bytes.
+    scale = np.maximum(rows.max(axis=0), 1.0)
+    per_flop, per_byte = fit_positive(rows / scale, np.array(seconds)) / scale
+    per_server = math.gcd(machine.server_size, num_devices)
+    group = dataclasses.replace(
+        machine,
+        num_devices=num_devices,
+        devices_per_server=per_server,
+        memory_limit=math.inf,
+    )
+    fastest = 1e-18  # seconds per FLOP and byte of what takes no time
+    measured = soap.measured(
+        group,
+        flops=1 / max(per_flop, fastest),
+        memory_bandwidth=1 / max(per_byte, fastest),
+        device_kind=profile.device_kind,
+    )
+    return dataclasses.replace(measured, overhead=0.0)
+
+
+def layer_shares(
+    traced: LayersGraph, machine: soap.Machine, strategy: soap.Strategy
+) -> list[LayerShare]:
+    """What a strategy leaves of each layer, and last of the loss.
+
+    Operators run one after the other, as in one program for all devices: each takes as long as on its busiest device, and its messages
+    as long as on the busiest link. Messages between two operators, and between two layers, belong to the one that reads.
+    Nothing is computed while messages travel. An operator of several layers belongs to each of them by its share of the equations.
+
+    Args:
+      traced: the operators of the layers.
+      machine: the devices that split every operator.
+      strategy: a configuration per operator.
+    """
+    graph = traced.graph
+    costs = soap.Analytic(machine)
+    both, forward = (
+        Tasks(each, machine, costs, strategy) for each in (graph, _forwards(graph))
+    )
+    D = machine.num_devices
+    num_operators = len(graph.operators)
+    weights = _layer_weights(traced)
+    # Per layer: seconds of forward, backward, messages of both, messages of weights.
+    used = np.zeros((weights.shape[1], 5))
+
+    def count(number: int, readers: Sequence[int]) -> None:
+        loads = forward.blocks[number].load, both.blocks[number].load
+        for k, load in enumerate((loads[0], loads[1] - loads[0])):
+            seconds = load[1 : 1 + D].max(), load[1 + D :].max(initial=0.0)
+            for column, value in zip((k, 2 + k), seconds):
+                used[:, column] += value * weights[list(readers)].mean(axis=0)
+
+    for i in range(num_operators):
+        count(i, [i])
+    for e, (_, target, _) in enumerate(graph.edges):
+        count(num_operators + e, [target])
+    of_weights = [w for w in graph.weights if graph.tensors[w].has_gradient]
+    first = num_operators + len(graph.edges)
+    for w, weight in enumerate(of_weights):
+        readers = [i for i, _ in graph.readers_of_weight[weight]]
+        # Without the update, which is priced by the measured one.
+        seconds = both.blocks[first + w].load[1 + D :].max(initial=0.0)
+        used[:, 4] += seconds * weights[readers].mean(axis=0)
+    whole = _whole_seconds(traced, machine)
+    ratio = np.divide(used[:, :2], whole, out=np.ones_like(whole), where=whole > 0)
+    return [
+        LayerShare(*map(float, (*share, *messages)))
+        for share, messages in zip(ratio, used[:, 2:])
+    ]
+
+
+def _only_memory(machine: soap.Machine) -> soap.Machine:
+    return dataclasses.replace(machine, flops=math.inf, memory_bandwidth=1.0)
+
+
+def _whole_seconds(traced: LayersGraph, machine: soap.Machine) -> np.ndarray:
+    """`[layers + 1, 2]`: seconds of forward and backward of each layer, and last of the loss, on one device."""
+    graph = traced.graph
+    costs = soap.Analytic(machine)
+    seconds = [
+        costs.seconds(graph, i, tuple(loop.size for loop in operator.loops))
+        for i, operator in enumerate(graph.operators)
+    ]
+    return _layer_weights(traced).T @ np.array(seconds)
+
+
+def _layer_weights(traced: LayersGraph) -> np.ndarray:
+    """`[operators, layers + 1]`: the share of the equations of an operator that belong to each layer, and last to the loss."""
+    num_layers = len(traced.num_parameters)
+    weights = np.zeros((len(traced.graph.operators), num_layers + 1))
+    for i, operator in enumerate(traced.graph.operators):
+        for member in operator.equations:
+            # Each layer is a call of the traced function, in order. The rest is the loss.
+            layer = min(member.equation.place[0], num_layers)
+            weights[i, layer] += 1 / len(operator.equations)
+    return weights
+
+
+def _forwards(graph: soap.OperatorGraph) -> soap.OperatorGraph:
+    """The graph without its backward."""
+    return soap.OperatorGraph(
+        tuple(dataclasses.replace(o, backward_factor=0.0) for o in graph.operators),
+        tuple(dataclasses.replace(t, has_gradient=False) for t in graph.tensors),
+        graph.results,
+    )
+
+
+def _median(seconds: Seconds | None) -> float:
+    return 0.0 if seconds is None else seconds.median
+
+
+def _parts(
+    parameters: Sequence[jax.ShapeDtypeStruct], specs: Sequence[tuple], sizes: dict
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The part of each weight on one device."""
+
+    def part(aval: jax.ShapeDtypeStruct, spec: tuple) -> jax.ShapeDtypeStruct:
+        shape = list(aval.shape)
+        for dim, entry in enumerate(spec):
+            names = (entry,) if isinstance(entry, str) else entry or ()
+            shape[dim] //= math.prod(sizes[name] for name in names)
+        return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
+
+    return tuple(part(*each) for each in zip(parameters, specs, strict=True))
+
+
+def _split_layer(
+    layer: LayerProfile,
+    share: LayerShare,
+    parameters: tuple[jax.ShapeDtypeStruct, ...],
+) -> LayerProfile:
+    split = dataclasses.replace(
+        layer,
+        parameters=parameters,
+        optimizer_state=_like_parts(layer, parameters),
+    )
+    of_weights = share.weight_messages
+    all_messages = share.backward_messages + of_weights
+    kept = split.parameter_bytes / max(layer.parameter_bytes, 1)
+    return dataclasses.replace(
+        split,
+        forward=_scaled(layer.forward, share.forward, share.forward_messages),
+        forward_and_stash=_scaled(
+            layer.forward_and_stash, share.forward, share.forward_messages
+        ),
+        backward=_scaled(layer.backward, share.backward, all_messages),
+        input_grad=_scaled(layer.input_grad, share.backward, share.backward_messages),
+        weight_grad=_scaled(layer.weight_grad, share.backward, of_weights),
+        update=_scaled(layer.update, kept, 0.0),
+    )
+
+
+def _scaled(seconds: Seconds | None, share: float, more: float) -> Seconds | None:
+    if seconds is None:
+        return None
+    quantiles = dataclasses.astuple(seconds)
+    return Seconds(*(share * each + more for each in quantiles))
+
+
+def _like_parts(
+    layer: LayerProfile, parameters: Sequence[jax.ShapeDtypeStruct]
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """The optimizer state, in which every run of arrays of the weights' shapes is split as the weights are."""
+    state = list(layer.optimizer_state)
+    whole = [aval.shape for aval in layer.parameters]
+    start = 0
+    while whole and start + len(whole) <= len(state):
+        run = state[start : start + len(whole)]
+        if [aval.shape for aval in run] == whole:
+            state[start : start + len(whole)] = [
+                jax.ShapeDtypeStruct(part.shape, aval.dtype)
+                for part, aval in zip(parameters, run)
+            ]
+            start += len(whole)
+        else:
+            start += 1
+    return tuple(state)
