@@ -20,7 +20,6 @@ from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._machine import fit_positive
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.soap.layers import LayersGraph
-from jpipe.soap.splits import factor_axes
 from jpipe.soap.tasks import Tasks
 from jpipe.solvers import Machine
 
@@ -147,7 +146,7 @@ def split(
     """
     T = machine.num_devices
     shares = layer_shares(traced, machine, strategy)
-    sizes = factor_axes("model", T)
+    sizes = {"model": T}
     specs = [each.parameter_specs for each in traced.splits(strategy, sizes)]
     layers = [
         _split_layer(layer, share, _parts(layer.parameters, spec, sizes))
