@@ -20,7 +20,7 @@ def check_tensor(config: TrainConfig) -> None:
     if over_stages:
         raise ValueError(
             f"`--config.mesh.rules.{over_stages[0]}` splits layers over all stages, and `--tensor` splits the operators inside of each "
-            "stage. Leave one of them out."
+            f"stage. Leave `--tensor` out, or add `--config.mesh.rules.{over_stages[0]}=none`."
         )
 
 
