@@ -79,6 +79,17 @@ def parse(
     return name, override(config, overrides)
 
 
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that change fields of a configuration, and the other words.
+
+    Example:
+      >>> split(["--devices", "2", "--config.seed=1"])
+      (['--config.seed=1'], ['--devices', '2'])
+    """
+    overrides = [word for word in argv if word.startswith("--config.")]
+    return overrides, [word for word in argv if not word.startswith("--config.")]
+
+
 def load(path: str, config_class: type) -> Any:
     """Reads a configuration from a file.
 

@@ -84,8 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> int:
-    overrides = [word for word in argv if word.startswith("--config.")]
-    rest = [word for word in argv if not word.startswith("--config.")]
+    overrides, rest = flags.split(argv)
     if not argv:
         parser().print_help()
         return 0

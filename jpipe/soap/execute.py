@@ -80,7 +80,6 @@ def apply(
       True
     """
     found = splits(graph, strategy, mesh.shape)
-
     constrain = split_on(mesh)
     split = with_splits(function, found.plan, constrain)
 
@@ -103,10 +102,13 @@ def split_on(mesh: Mesh) -> Callable[[jax.Array, Spec], jax.Array]:
     """`(value, spec) -> value`, split over axes of a mesh."""
 
     def constrain(value: jax.Array, spec: Spec) -> jax.Array:
-        sharding = NamedSharding(mesh, PartitionSpec(*as_entries(spec)))
-        return lax.with_sharding_constraint(value, sharding)
+        return lax.with_sharding_constraint(value, _sharding(mesh, spec))
 
     return constrain
+
+
+def _sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec(*as_entries(spec)))
 
 
 def argument_shardings(
@@ -114,8 +116,7 @@ def argument_shardings(
 ) -> list[NamedSharding]:
     """How a strategy splits the arguments of its function, flat: weights as their first readers want them, other arguments not at all."""
     return [
-        NamedSharding(mesh, PartitionSpec(*as_entries(spec)))
-        for spec in splits(graph, strategy, mesh.shape).arguments
+        _sharding(mesh, spec) for spec in splits(graph, strategy, mesh.shape).arguments
     ]
 
 
