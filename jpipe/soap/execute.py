@@ -12,6 +12,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.soap.flatten import CALLS, called
 from jpipe.soap.graph import OperatorGraph
+from jpipe.soap.products import product_of
 from jpipe.soap.splits import Plan, Spec, Split, factor_axes, splits
 from jpipe.soap.strategy import Strategy
 
@@ -239,6 +240,8 @@ class _Run:
 
 def _bind(eqn: Any, values: Sequence) -> list:
     with eqn.ctx.manager:
+        if eqn.primitive.name == "dot_general" and not eqn.params.get("out_sharding"):
+            return [product_of(eqn.params, *values)]
         out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 

@@ -1,24 +1,29 @@
-"""Measures the seconds of an operator's shard on a device.
+"""Measures the seconds of an operator's shard on devices.
 
 The traced equations of the operator are run with the sizes of the shard. Views (transposes, reshapes, slices) are no part of
 it: XLA usually makes them a part of what reads them.
 """
 
+import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe.soap.flatten import Equation, Value
 from jpipe.soap.graph import OperatorGraph
+from jpipe.soap.products import product_of
 from jpipe.soap.regions import read
 from jpipe.soap.trace import Member
 
-_LEAST_SECONDS = 2e-3  # of a timed loop of calls
+_LEAST_SECONDS = 5e-3  # of a timed loop of calls
+_CACHE_BYTES = 2**26  # more than the caches of a device
+_MOST_COPIES = 16
 
 
 def measure(
@@ -26,16 +31,22 @@ def measure(
     operator: int,
     shape: tuple[int, ...],
     *,
-    device: Any = None,
+    devices: Sequence[Any] | None = None,
     num_timings: int = 5,
 ) -> tuple[float, float]:
     """Measures the forward and the backward of the first shard of a shape.
+
+    All devices run the shard at the same time, as in a training step, because devices may share a memory, and
+    fake CPU devices share cores. The launch of the program is not counted. The shard is not repeated in a loop of one
+    program: XLA moves what does not change out of a loop, and compiles gradients of convolutions in a loop to slower code
+    on CPU. Calls take turns with several copies of the function's arguments, because a step reads a weight long after it read it last, and caches
+    have other arrays then.
 
     Args:
       graph: of `jpipe.soap.trace`.
       operator: its number.
       shape: turns of each loop in the shard.
-      device: where to run; None is the first device.
+      devices: where to run; None is all devices of this process.
       num_timings: the median of so many timings counts.
 
     Returns:
@@ -49,63 +60,164 @@ def measure(
         raise ValueError(
             f"operator {each.name!r} has no equations to measure: the graph was read from a file. Trace the function."
         )
-    function, values = local_program(graph, operator, shape)
-    device = jax.devices()[0] if device is None else device
+    function, values, tensors = local_program(graph, operator, shape)
     rng = np.random.default_rng(0)
-    inputs = [jax.device_put(_sample(v, rng), device) for v in values]
-    forward = _seconds(jax.jit(function), inputs, num_timings)
+    inputs = [_sample(v, rng) for v in values]
+    cold = [t is not None and graph.tensors[t].producer is None for t in tensors]
+    devices = jax.local_devices() if devices is None else devices
+    forward = _seconds(function, inputs, cold, devices, num_timings)
     backward = 0.0
-    if each.has_backward:
-        places = [i for i, x in enumerate(inputs) if _is_float(x)]
-
-        def gradients(cotangents: list, *inputs: jax.Array) -> Any:
-            def of_floats(*floats: jax.Array) -> list:
-                given = list(inputs)
-                for i, x in zip(places, floats):
-                    given[i] = x
-                return [y for y in function(*given) if _is_float(y)]
-
-            _, pull = jax.vjp(of_floats, *(inputs[i] for i in places))
-            return pull(cotangents)
-
-        outputs = [y for y in jax.jit(function)(*inputs) if _is_float(y)]
-        both = _seconds(jax.jit(gradients), [outputs, *inputs], num_timings)
-        # The backward computes what it needs of the forward again, unless XLA finds that it needs nothing.
-        backward = max(both - forward, both / 3)
+    places = [
+        i
+        for i, t in enumerate(tensors)
+        if t is not None and graph.tensors[t].has_gradient
+    ]
+    if each.has_backward and places:
+        pull, given, is_cold = _backward(function, inputs, places, cold, rng)
+        backward = _seconds(pull, given, is_cold, devices, num_timings)
     return forward * each.repeats, backward * each.repeats
+
+
+def _backward(
+    function: Callable,
+    inputs: list[np.ndarray],
+    places: list[int],
+    cold: list[bool],
+    rng: np.random.Generator,
+) -> tuple[Callable, list[np.ndarray], list[bool]]:
+    """The backward of a function as a function of what the forward keeps for it and of the gradients of the results.
+
+    Args:
+      function: of `inputs`.
+      inputs: numbers to run it with.
+      places: the inputs whose gradients are wanted.
+      cold: of each input, as in `_seconds`.
+      rng: gives the gradients of the results.
+
+    Returns:
+      The function, its arguments, and which of them are cold.
+    """
+    arrays = [jnp.asarray(x) for x in inputs]
+
+    def of_floats(*floats: jax.Array) -> list:
+        given: list = list(arrays)
+        for i, x in zip(places, floats):
+            given[i] = x
+        return [y for y in function(*given) if _is_float(y)]
+
+    outputs, pull = jax.vjp(of_floats, *(arrays[i] for i in places))
+    kept, tree = jax.tree.flatten(pull)
+    cold_arrays = [x for x, is_cold in zip(arrays, cold) if is_cold]
+    is_cold = [any(x is y for y in cold_arrays) for x in kept]
+
+    def backward(*given: jax.Array) -> Any:
+        pull = jax.tree.unflatten(tree, given[: len(kept)])
+        return pull(list(given[len(kept) :]))
+
+    cotangents = [_sample(y, rng) for y in outputs]
+    return (
+        backward,
+        [*map(np.asarray, kept), *cotangents],
+        is_cold + [False] * len(outputs),
+    )
 
 
 def _is_float(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _seconds(function: Callable, inputs: list, num_timings: int) -> float:
-    """Median seconds of a call."""
-    jax.block_until_ready(function(*inputs))  # compiles
-    count = 1
-    timings: list[float] = []
-    while len(timings) < num_timings:
-        start = time.perf_counter()
-        for _ in range(count):
-            result = function(*inputs)
-        jax.block_until_ready(result)
-        elapsed = time.perf_counter() - start
-        if elapsed < _LEAST_SECONDS and not timings:
-            count *= 2
-            continue
-        timings.append(elapsed / count)
-    return statistics.median(timings)
+def _seconds(
+    function: Callable,
+    inputs: list[np.ndarray],
+    cold: list[bool],
+    devices: Sequence,
+    num_timings: int,
+) -> float:
+    """Median seconds of a call, while all devices call it, without the launch of the program.
+
+    Args:
+      function: of the inputs.
+      inputs: on each device.
+      cold: of each input, whether no cache has it when a call begins.
+      devices: where to run.
+      num_timings: the median of so many timings counts.
+    """
+    mesh = jax.make_mesh(
+        (len(devices),),
+        ("devices",),
+        devices=devices,
+        axis_types=(jax.sharding.AxisType.Auto,),
+    )
+    spec = PartitionSpec("devices")
+
+    def place(x: np.ndarray) -> jax.Array:
+        every = np.broadcast_to(x, (len(devices), *x.shape))
+        return jax.device_put(every, NamedSharding(mesh, spec))
+
+    cold_bytes = sum(x.nbytes for x, is_cold in zip(inputs, cold) if is_cold)
+    num_sets = 1
+    if cold_bytes:
+        num_sets = min(_MOST_COPIES, math.ceil(_CACHE_BYTES / cold_bytes))
+    warm = [None if is_cold else place(x) for x, is_cold in zip(inputs, cold)]
+    sets = [
+        [place(x) if w is None else w for x, w in zip(inputs, warm)]
+        for _ in range(num_sets)
+    ]
+
+    def compiled(function: Callable) -> Callable:
+        def on_device(*stacked: jax.Array) -> Any:
+            results = function(*(x[0] for x in stacked))
+            return jax.tree.map(lambda y: y[None], results)
+
+        return jax.jit(
+            jax.shard_map(
+                on_device, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
+            )
+        )
+
+    def launch(*arrays: jax.Array) -> list[jax.Array]:
+        return [x.ravel()[:1] for x in arrays]
+
+    programs = [compiled(function), compiled(launch)]
+    counts = []
+    for program in programs:
+        jax.block_until_ready(program(*sets[0]))  # compiles
+        first = _elapsed(program, sets, 1)
+        counts.append(max(1, math.ceil(_LEAST_SECONDS / first)))
+    whole, launched = (
+        statistics.median(each)
+        for each in zip(
+            *(
+                [_elapsed(p, sets, n) / n for p, n in zip(programs, counts)]
+                for _ in range(num_timings)
+            )
+        )
+    )
+    # The launch of an operator with little work differs from another launch by noise.
+    return max(whole - launched, whole / 20)
 
 
-def _sample(value: Value, rng: np.random.Generator) -> jax.Array:
+def _elapsed(
+    program: Callable, sets: Sequence[Sequence[jax.Array]], num_calls: int
+) -> float:
+    """Seconds of calls, one after the other, with the sets of inputs in turns."""
+    start = time.perf_counter()
+    for i in range(num_calls):
+        result = program(*sets[i % len(sets)])
+    jax.block_until_ready(result)
+    return time.perf_counter() - start
+
+
+def _sample(value: Any, rng: np.random.Generator) -> np.ndarray:
+    """Numbers of the shape and dtype of a value."""
     if jnp.issubdtype(value.dtype, jnp.inexact):
-        return jnp.asarray(rng.uniform(0.1, 0.9, value.shape), value.dtype)
-    return jnp.zeros(value.shape, value.dtype)
+        return rng.uniform(0.1, 0.9, value.shape).astype(value.dtype)
+    return np.zeros(value.shape, value.dtype)
 
 
 def local_program(
     graph: OperatorGraph, number: int, shape: tuple[int, ...]
-) -> tuple[Callable[..., list], list[Value]]:
+) -> tuple[Callable[..., list], list[Value], list[int | None]]:
     """An operator's equations with the sizes of its first shard.
 
     Args:
@@ -114,15 +226,18 @@ def local_program(
       shape: turns of each loop in the shard.
 
     Returns:
-      A function of arrays to the list of the results of all equations, and the shapes and dtypes of its inputs.
+      A function of arrays to the list of the results of all equations; shapes and dtypes of its inputs; and of each input the
+      number of the graph's tensor that it is or shows, or None.
     """
     members: list[Member] = graph.operators[number].equations
     box = tuple((0, n) for n in shape)
     inputs: dict[Value, tuple[int, ...]] = {}
+    numbers: dict[Value, int | None] = {}
     for each in members:
-        triples = zip(each.equation.inputs, each.reads, each.inner)
-        for value, access, inner in triples:
+        of_input = zip(each.equation.inputs, each.reads, each.inner, each.tensors)
+        for value, access, inner, tensor in of_input:
             if inner is None and value.literal is None:
+                numbers[value] = tensor
                 sizes = tuple(high - low for low, high in read(access, box))
                 inputs.setdefault(value, sizes)
     order = list(inputs)
@@ -151,7 +266,8 @@ def local_program(
             results += outputs
         return results
 
-    return run, [Value(sizes, value.dtype) for value, sizes in inputs.items()]
+    values = [Value(sizes, value.dtype) for value, sizes in inputs.items()]
+    return run, values, [numbers[value] for value in inputs]
 
 
 def _shown(
@@ -172,6 +288,8 @@ def _bind(
 ) -> list[jax.Array]:
     """Runs a primitive with the parameters that fit the sizes."""
     name, params, sizes = equation.primitive, dict(equation.params), sizes_of[0]
+    if name == "dot_general":
+        return [product_of(params, *given)]
     if name == "stack_turns":
         return [jnp.broadcast_to(given[0][None], sizes) + 0]
     if name in ("concatenate", "stack"):  # a shard may read nothing of some arrays

@@ -81,12 +81,14 @@ class Member:
       writes: per output and dim, the loop that it follows, or None.
       inner: per input, if another equation of the operator computes it: that value, and per dim of that value the dim of the input
         that it becomes, or None.
+      tensors: per input, number of the graph's tensor that it is or shows; None if it is none.
     """
 
     equation: Equation
     reads: tuple[Access, ...]
     writes: tuple[tuple[int | None, ...], ...]
     inner: tuple[tuple[Value, list[int | None]] | None, ...]
+    tensors: tuple[int | None, ...]
 
     @property
     def primitive(self) -> str:
@@ -285,7 +287,11 @@ class _Builder:
             rule = unsplittable
         nest = rule(equation)
         nothing = (None,) * len(equation.inputs)
-        return nest, [Member(equation, nest.reads, nest.writes, nothing)]
+        tensors = self._tensors_of(equation)
+        return nest, [Member(equation, nest.reads, nest.writes, nothing, tensors)]
+
+    def _tensors_of(self, equation: Equation) -> tuple[int | None, ...]:
+        return tuple(self._number.get(self._refs[v][0]) for v in equation.inputs)
 
     def _run(
         self, group: Group, equations: Sequence[Equation]
@@ -307,7 +313,10 @@ class _Builder:
                 for base, below in (self._refs[value] for value in equation.inputs)
             ]
             writes = (group.dims[output],)
-            members.append(Member(equation, tuple(reads), writes, tuple(inner)))
+            tensors = self._tensors_of(equation)
+            members.append(
+                Member(equation, tuple(reads), writes, tuple(inner), tensors)
+            )
             made.add(output)
             work += math.prod((equation.inputs or equation.outputs)[0].shape)
         points = math.prod(group.sizes)

@@ -7,7 +7,7 @@ import pytest
 import soap_graphs
 
 from jpipe import soap
-from jpipe.soap.measure import local_program, measure
+from jpipe.soap.measure import _backward, local_program, measure
 from jpipe.soap.strategy import local_shape
 
 GRAPHS = {
@@ -25,7 +25,7 @@ def test_programs_of_shards_have_the_shapes_of_shards(name):
     for i, operator in enumerate(graph.operators):
         for degrees in {config.degrees for config in space.configs(i)}:
             shape = local_shape(operator, degrees)
-            function, values = local_program(graph, i, shape)
+            function, values, _ = local_program(graph, i, shape)
             inputs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
             outputs = iter(jax.eval_shape(function, *inputs))
             for member in operator.equations:
@@ -47,15 +47,33 @@ def test_the_whole_program_of_an_operator_is_the_function():
     w, x = rng.normal(size=6).astype("f4"), rng.normal(size=(4, 6)).astype("f4")
     graph = soap.trace(function, w, x)
     (operator,) = graph.operators
-    program, values = local_program(graph, 0, (4, 6))
+    program, values, tensors = local_program(graph, 0, (4, 6))
     by_shape = {(6,): w, (1, 6): w[None], (4, 6): x}
     *_, result = program(*(by_shape[v.shape] for v in values))
     np.testing.assert_allclose(result, function(w, x), rtol=1e-6)
+    is_weight = [graph.tensors[t].weight is not None for t in tensors]
+    assert is_weight == [v.shape != (4, 6) for v in values]
     # A shard of two rows computes the first two rows: softmax needs whole rows alone.
-    program, values = local_program(graph, 0, (2, 6))
+    program, values, _ = local_program(graph, 0, (2, 6))
     by_shape = {(6,): w, (1, 6): w[None], (2, 6): x[:2]}
     *_, result = program(*(by_shape[v.shape] for v in values))
     np.testing.assert_allclose(result, function(w, x)[:2], rtol=1e-6)
+
+
+def test_the_measured_backward_is_the_gradient():
+    """By weights and activations alone, from what the forward keeps."""
+    rng = np.random.default_rng(0)
+    weight, x = rng.normal(size=(6, 4)), rng.normal(size=(8, 6))
+    program = lambda x, w: [jnp.tanh(x @ w)]  # noqa: E731
+    given = [np.asarray(a, "f4") for a in (x, weight)]
+    backward, arrays, cold = _backward(program, given, [1], [True, True], rng)
+    (gradient,) = backward(*arrays)
+    cotangent = arrays[-1]
+    assert cotangent.shape == (8, 4) and not cold[-1]
+    wanted = given[0].T @ (cotangent * (1 - np.tanh(given[0] @ given[1]) ** 2))
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-5, atol=1e-6)
+    # The backward reads the input again, and a step has read other arrays in between.
+    assert [a.shape for a, is_cold in zip(arrays, cold) if is_cold] == [(8, 6)]
 
 
 def test_measured_seconds(tmp_path):
