@@ -116,10 +116,23 @@ def seconds_of(function, *arguments, count: int = 5) -> float:
     return statistics.median(found)
 
 
-def least_of_rounds(graph, operator, shape):
-    """Seconds of an operator. Other work on the machine can only add to them."""
-    rounds = [measure(graph, operator, shape) for _ in range(NUM_ROUNDS)]
-    return tuple(map(min, zip(*rounds)))
+class Measured:
+    """Seconds of operators, the least of several rounds: other work on the machine can only add to them."""
+
+    def __init__(self):
+        self._seconds = {}
+
+    def __call__(self, graph, operator, shape):
+        key = operator, shape
+        if key not in self._seconds:
+            self._seconds[key] = measure(graph, operator, shape)
+        return self._seconds[key]
+
+    def again(self, graph):
+        """One more round of all operators and shapes that were asked for."""
+        for key, before in self._seconds.items():
+            now = measure(graph, *key)
+            self._seconds[key] = tuple(map(min, before, now))
 
 
 def measured_machine() -> soap.Machine:
@@ -191,11 +204,14 @@ def rows_of(name: str, machine: soap.Machine, args) -> list[dict]:
     weights = jax.tree.map(array, shapes, is_leaf=is_shape)
     arrays = (weights, *map(array, inputs))
     graph = soap.trace(loss, *arrays)
-    costs = soap.Profile(machine, None, least_of_rounds, optimizer_arrays=0)
+    seconds_of_operators = Measured()
     space = soap.Space(graph, NUM_DEVICES, executable=True)
 
+    def costs():
+        return soap.Profile(machine, None, seconds_of_operators, optimizer_arrays=0)
+
     def predicted(strategy):
-        return soap.simulate(graph, machine, strategy, costs, optimizer_arrays=0)
+        return soap.simulate(graph, machine, strategy, costs(), optimizer_arrays=0)
 
     strategies = {
         "data parallel": soap.data_parallel(graph, NUM_DEVICES),
@@ -205,12 +221,16 @@ def rows_of(name: str, machine: soap.Machine, args) -> list[dict]:
     # Random strategies spread over the range of predictions: the order of equal ones says nothing.
     rng = np.random.default_rng(0)
     drawn = [soap.random_strategy(space, rng) for _ in range(200)]
+    for strategy in (*strategies.values(), *drawn):
+        predicted(strategy)
+    for _ in range(NUM_ROUNDS - 1):
+        seconds_of_operators.again(graph)
     drawn.sort(key=lambda s: predicted(s).seconds)
     for i in range(args.random):
         chosen = drawn[round(i * (len(drawn) - 1) / max(args.random - 1, 1))]
         strategies[f"random {i}"] = chosen
     found = soap.search(
-        graph, machine, costs=costs, space=space, max_proposals=300, seed=0
+        graph, machine, costs=costs(), space=space, max_proposals=300, seed=0
     )
     strategies["found"] = found.strategy
     rows, steps = [], []
