@@ -120,6 +120,7 @@ def test_no_cycle():
         visit(name, ())
 
 
+@pytest.mark.exhaustive
 def test_every_module_can_be_imported_first():
     """One process imports each module with all others of the package forgotten."""
     program = """

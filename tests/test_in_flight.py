@@ -42,7 +42,7 @@ def pipeline(schedule):
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_unread_steps(name):
     pipe = pipeline(SCHEDULES[name])
     state = pipe.init(jax.random.key(0), BATCH)
@@ -58,6 +58,7 @@ def test_every_kind_of_schedule_is_run():
     assert kinds == set(jpipe.schedules.names()) - {"forward_only"}
 
 
+@pytest.mark.exhaustive
 def test_two_pipelines_in_turn_with_predict_evaluate_and_flush():
     pipes = [pipeline(one_f_one_b(4, 4)), pipeline(pipemare(2, 4))]
     states = [pipe.init(jax.random.key(0), BATCH) for pipe in pipes]

@@ -77,6 +77,7 @@ def test_without_donation_the_old_state_can_be_used_again(schedule):
 
 
 @pytest.mark.parametrize("schedule", [gpipe(2, 2), pipemare(2, 2)])
+@pytest.mark.sampled(2)
 def test_equal_pipelines_share_states(schedule):
     """One goes on where the other stopped, also with microbatches in flight."""
     first, second = make(schedule=schedule), make(schedule=schedule)

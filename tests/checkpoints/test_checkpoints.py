@@ -117,7 +117,7 @@ def assert_portable_equal(got, want):
     assert got.num_microbatches == want.num_microbatches
 
 
-@pytest.mark.sampled(307)
+@pytest.mark.sampled(614)
 @pytest.mark.parametrize("before,after", PAIRS, ids=str)
 def test_every_layout_restores_into_every_other(before, after, saved):
     restored = saved(before).restore(of_layout(after), batches(1)[0])

@@ -79,6 +79,7 @@ def is_quick(text):
     ],
     ids=pages.name,
 )
+@pytest.mark.sampled(3)
 def test_the_programs_of_a_page_run(page, tmp_path):
     result = pages.run_apart(page, tmp_path)
     assert result.returncode == 0, result.stderr
@@ -116,6 +117,7 @@ def run_command(page, command, folder):
 @pytest.mark.parametrize(
     "page, command", commands(lambda text: is_python(text) and is_quick(text))
 )
+@pytest.mark.sampled(2)
 def test_quick_commands_run(page, command, tmp_path):
     run_command(page, command, tmp_path)
 

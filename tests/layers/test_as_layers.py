@@ -119,6 +119,7 @@ def test_linen_and_pairs_equal_their_libraries(S, N):
     assert_close(pipe.predict(state, batch), np.asarray(y), "float32")
 
 
+@pytest.mark.exhaustive
 def test_the_same_numbers_at_any_number_of_stages():
     """Weights, masks and statistics depend on the key, the layer and the microbatch alone."""
     results, batch = [], batch_of(12)

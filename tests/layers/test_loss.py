@@ -64,7 +64,7 @@ def with_accuracy(loss):
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("schedule,S,N,replicas,recompute", SYNCHRONOUS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_a_masked_mean_equals_the_plain_model(schedule, S, N, replicas, recompute):
     table = schedule_named(schedule, S, N)
     with jax.enable_x64(True):
@@ -116,6 +116,7 @@ DELAYS = {  # of the forward's weights and of the backward's
 
 
 @pytest.mark.parametrize("schedule", DELAYS)
+@pytest.mark.sampled(2)
 def test_a_masked_mean_under_asynchronous_schedules(schedule):
     """Equal to the loop of the definition, whose microbatches get the sum times N over the minibatch's weight."""
     S, N, steps = 3, 5, 3

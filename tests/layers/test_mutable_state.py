@@ -121,7 +121,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("schedule,S,N,recompute,R", CASES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_batch_norm_and_dropout(schedule, S, N, recompute, R):
     with jax.enable_x64(True):
         table = schedule_named(schedule, S, N)

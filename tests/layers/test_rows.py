@@ -231,6 +231,7 @@ MODELS = {
 
 @pytest.mark.parametrize("train", [True, False], ids=["train", "evaluate"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(3)
 def test_no_model_is_accused(name, train):
     """The rows of every model are followed from the inputs to the outputs."""
     model, inputs = MODELS[name]

@@ -418,6 +418,7 @@ def test_recurrent_models_are_causal(model):
 
 
 @pytest.mark.parametrize("model, shape", MODELS, ids=IDS)
+@pytest.mark.sampled(2)
 def test_first_loss_is_that_of_a_guess(model, shape):
     logits = run(build(model), example(model, shape))
     labels = jnp.zeros(logits.shape[:-1], jnp.int32)

@@ -57,7 +57,7 @@ SYNCHRONOUS = [
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("family,schedule,S,N,recompute", SYNCHRONOUS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_synchronous_tables_equal_the_plain_model(family, schedule, S, N, recompute):
     with jax.enable_x64(True):
         family = FAMILIES[family].in_dtype("float64")
@@ -111,7 +111,7 @@ ROUNDS = 9
 
 
 @pytest.mark.parametrize("name,replicas,N,ticks,recompute", ASYNCHRONOUS, ids=str)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_asynchronous_tables_equal_the_definition(name, replicas, N, ticks, recompute):
     with jax.enable_x64(True):
         family, S = FAMILIES["mlp"].in_dtype("float64"), len(replicas)
@@ -216,6 +216,7 @@ def image_batches(count, N):
     [("gpipe", False), ("one_f_one_b/unit", False), ("pipedream/paired", True)],
 )
 @pytest.mark.sampled(3)
+@pytest.mark.exhaustive
 def test_batch_norm_moves_once_for_all_copies(schedule, asynchronous):
     """As without copies: from the statistics of all microbatches of a minibatch."""
     model, _ = MODELS["vgg"]
@@ -243,6 +244,7 @@ def test_batch_norm_moves_once_for_all_copies(schedule, asynchronous):
 
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
+@pytest.mark.exhaustive
 def test_dropout_and_tied_weights_are_those_without_copies():
     model, inputs = MODELS["tied transformer"]
     rng = np.random.default_rng(0)
@@ -264,6 +266,7 @@ def test_dropout_and_tied_weights_are_those_without_copies():
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("schedule", ["gpipe/3-1", "pipedream/unit/3-1"])
+@pytest.mark.sampled(2)
 def test_a_gradient_that_is_not_finite_on_one_copy_is_skipped_on_all(schedule):
     table = schedule_named(schedule, 2, 3)
     family = FAMILIES["mlp"]
@@ -291,6 +294,7 @@ def test_a_gradient_that_is_not_finite_on_one_copy_is_skipped_on_all(schedule):
         assert float(metrics["loss_scale"]) == 2.0**9
 
 
+@pytest.mark.exhaustive
 def test_copies_and_replicas_of_the_pipeline():
     """A mesh of two replicas, each with stages of two copies and one."""
     family, N = FAMILIES["mlp"], 4
@@ -420,6 +424,7 @@ def test_copies_at_different_positions_of_their_devices():
 
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
+@pytest.mark.exhaustive
 def test_a_state_goes_from_copies_to_none_and_back(tmp_path):
     """By `adopt` and by checkpoints: the same training goes on."""
     family, N = FAMILIES["mlp"], 3

@@ -68,6 +68,7 @@ def in_shares(a):
     return a.reshape(2, 2, 2, *a.shape[1:]).swapaxes(0, 1).reshape(a.shape)
 
 
+@pytest.mark.exhaustive
 def test_an_asynchronous_schedule_on_replicas_is_the_one_on_one_of_them():
     family = FAMILIES["mlp"]
     batches = family.batches(6, 8)
@@ -137,6 +138,7 @@ def test_gradients_are_reduced_once_a_minibatch():
 
 
 @pytest.mark.parametrize("axes", [("stage", "data"), ("data", "stage")])
+@pytest.mark.sampled(2)
 def test_the_order_of_the_axes_does_not_matter(axes):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = Mesh(devices, axes, axis_types=(AxisType.Auto,) * 2)

@@ -58,6 +58,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("family, schedule, axes, options", CASES, ids=str)
+@pytest.mark.sampled(2)
 def test_training_equals_the_plain_model(family, schedule, axes, options):
     model, (losses, _, params) = plain(family)
     mesh = jpipe.make_mesh(stage=2, fsdp=2, **axes)
@@ -84,6 +85,7 @@ def test_training_equals_the_plain_model(family, schedule, axes, options):
         pytest.param("pipedream_2bw", marks=SLOW),
     ],
 )
+@pytest.mark.exhaustive
 def test_asynchronous_training_equals_that_without_the_axis(schedule):
     """Which the oracles of `test_asynchronous.py` prove."""
     batches = FAMILIES["mlp"].batches(4, B)

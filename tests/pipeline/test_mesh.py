@@ -206,6 +206,7 @@ SAMPLE = [
 @pytest.mark.parametrize(
     "name, sizes", [case(name, *m.values()) for name in MODELS for m in MESHES]
 )
+@pytest.mark.sampled(2)
 def test_every_model_on_every_mesh_equals_the_plain_model(name, sizes):
     pipe = pipeline(name, sizes)
     assert_equal_training(trained(pipe, batches_of(name)), plain(name))

@@ -74,7 +74,7 @@ def plain(family, optimizer, num_rows):
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("family, schedule, S, N, data, optimizer", CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_training_equals_the_plain_model(family, schedule, S, N, data, optimizer):
     with jax.enable_x64(True):
         layers, batches, start, want = plain(family, optimizer, 2 * N * data)
@@ -123,6 +123,7 @@ def assert_replicas_equal(state):
         pytest.param("pipedream_2bw", 3, marks=SLOW),
     ],
 )
+@pytest.mark.exhaustive
 def test_asynchronous_training_equals_that_without_sharing(schedule, data):
     """Which the oracles of `test_asynchronous.py` prove; with the weights of a hook."""
     batches = FAMILIES["mlp"].batches(4, 4 * data)
@@ -260,6 +261,7 @@ def wide(optimizer, table, **options):
     "data, replicas", [(2, None), (4, None), (1, (2, 2)), (2, (2, 2))]
 )
 @pytest.mark.parametrize("name", ["adamw", "masked"])
+@pytest.mark.sampled(3)
 def test_the_state_of_a_device_falls_with_the_replicas(name, data, replicas):
     """By the figure that the compiler takes: the arrays of the state on a device."""
     batch = {"inputs": np.zeros((16, 32), np.float32)}
@@ -382,6 +384,7 @@ class Scaled(nnx.Module):
 
 
 @pytest.mark.parametrize("replicas, data", [(None, 2), ((1, 2), 2)])
+@pytest.mark.sampled(2)
 def test_norms_count_every_number_once(replicas, data):
     """Weights of one number, and a tied weight, with clipping, a loss scale and a gradient that is not finite."""
     with jax.enable_x64(True):

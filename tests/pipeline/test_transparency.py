@@ -142,7 +142,7 @@ def test_every_pair_is_covered():
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("family,schedule,S,N,recompute,boundaries,dtype", CASES)
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(22)
 def test_equals_the_plain_model(family, schedule, S, N, recompute, boundaries, dtype):
     with jax.enable_x64(dtype == "float64"):
         family = FAMILIES[family].in_dtype(dtype)
@@ -197,6 +197,7 @@ def test_equals_the_plain_model(family, schedule, S, N, recompute, boundaries, d
         assert_close(outputs, np.asarray(plain(params, inputs)), dtype)
 
 
+@pytest.mark.exhaustive
 def test_initial_weights_depend_on_the_seed_alone():
     family = FAMILIES["transformer"]
     plain = oracles.PlainModel(family.layers, jax.random.key(3))

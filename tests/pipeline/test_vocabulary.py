@@ -287,6 +287,7 @@ def test_a_state_goes_to_other_layouts_and_back(tmp_path):
     )
 
 
+@pytest.mark.exhaustive
 def test_no_stage_is_larger_or_slower_than_the_others():
     """4 equal stages of a transformer whose embedding and head are larger than its blocks."""
     sizes = dict(vocab_size=1000, seq_len=4, dim=8, num_heads=2, num_blocks=4)
@@ -399,6 +400,7 @@ def test_axes_that_the_compiler_splits():
         )
 
 
+@pytest.mark.exhaustive
 def test_replicas_share_the_updates_of_the_stages():
     """Each replica updates all of its part of the vocabulary, and a share of the stages' weights."""
     assert_same(

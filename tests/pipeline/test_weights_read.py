@@ -56,6 +56,7 @@ def test_a_backward_that_reads_what_the_forward_read_is_not_corrected(name, read
 
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
+@pytest.mark.exhaustive
 def test_a_synchronous_warm_up_hands_over_weights_that_stand_still():
     """PipeMare's T3: what follows is a run of its own from those weights, its velocity 0."""
     batches = FAMILY.batches(6, 4)
@@ -165,6 +166,7 @@ def test_a_transform_whose_state_no_hook_reads_warns():
         ("pipemare", 1, dict(backward_params=corrected_params), 2),
     ],
 )
+@pytest.mark.sampled(3)
 def test_weights_in_memory_are_what_the_table_says(name, N, hooks, copies):
     """Of a trunk of equal layers, from the arguments and temporaries of the compiled step."""
     dim, num_layers = 64, 24  # of a stage

@@ -24,6 +24,7 @@ jpipe.plan.measure_machine = jpipe.plan.Machine
     "before",
     [pytest.param(QUICK, id="quick"), pytest.param("", marks=pytest.mark.slow)],
 )
+@pytest.mark.exhaustive
 def test_the_program_runs(tmp_path, before):
     (tmp_path / "program.py").write_text(before + PROGRAM)
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}

@@ -48,7 +48,7 @@ def without_compiling(pipe, batch):
 @pytest.mark.parametrize("family", CUTS)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(14)
 def test_bytes_are_those_of_the_pipeline(family, name, recompute):
     schedule = schedule_named(name, 3, 4)
     pipe = pipeline(family, schedule, boundaries=CUTS[family], recompute=recompute)

@@ -246,6 +246,7 @@ MODELS = OTHERS | {
     "name",
     [slow(name) if name in SLOW_MODELS else name for name in MODELS],
 )
+@pytest.mark.sampled(3)
 def test_models(name):
     model, inputs = MODELS[name]
     batch = {"inputs": inputs(np.random.default_rng(0))}
@@ -346,6 +347,7 @@ def test_balances_by_hand():
 
 
 @pytest.mark.parametrize("by", ["flops", "time", "memory"])
+@pytest.mark.sampled(3)
 def test_a_pipeline_balances_by_it(by):
     pipe = jpipe.Pipeline(
         layers(),

@@ -228,7 +228,7 @@ def test_there_are_commands():
     [(command, "") for command in OF_MODELS]
     + [(GPT, "--asynchronous"), (GPT, "--json --asynchronous")],
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_printed_commands_plan_a_model(capsys, clone, unmeasured, command, more):
     """Everything but the measuring."""
     words = shlex.split(command)[1:]

@@ -77,6 +77,7 @@ def stopped_after(run_dir, step, folder):
 
 
 @pytest.mark.parametrize("step", [3, 6, 9])
+@pytest.mark.sampled(2)
 def test_the_log_and_the_weights_are_those_of_the_whole_run(
     whole, step, tmp_path, capsys
 ):
@@ -115,6 +116,7 @@ def test_stages_replicas_and_schedule_may_change(whole, words, tmp_path):
             )
 
 
+@pytest.mark.exhaustive
 def test_an_asynchronous_run_goes_on_with_what_is_in_flight(tmp_path):
     words = ["pipeline.schedule=pipemare", "pipeline.synchronous_steps=4"]
     whole = run_of(tmp_path / "whole", *words)

@@ -183,6 +183,7 @@ def test_a_run_is_repeated_from_its_config_json(base, tmp_path, monkeypatch):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.exhaustive
 def test_numbers_depend_on_the_seed_and_not_on_the_devices(base, tmp_path):
     def losses(name, *words):
         words = options(f"run_dir={tmp_path / name}", "num_steps=6", *words)
@@ -273,6 +274,7 @@ def test_a_synchronous_warm_up_is_handed_over(base, tmp_path, capsys):
     assert "step 3/6  pipemare takes over" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_text_is_counted_in_tokens_and_matrices_are_split(tmp_path, capsys):
     (tmp_path / "some.txt").write_text("To be, or not to be. " * 90)
     words = options(
@@ -326,6 +328,7 @@ def test_the_arguments_of_a_pipeline():
     assert options["boundaries"] == "flops" and options["mesh"] is mesh
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_gets_a_progress_bar(tmp_path):
     parent, child = pty.openpty()
     words = [*ONE_STAGE, *options("num_steps=40", f"run_dir={tmp_path / 'run'}")]
