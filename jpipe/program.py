@@ -78,7 +78,9 @@ class Program:
             key_impl=key_impl,
             overlap=settings.overlap,
             compute_dtype=settings.compute_dtype,
+            compress_gradients=settings.compress_gradients,
         )
+        self._check_compression()
         everywhere = NamedSharding(settings.mesh, PartitionSpec())
         options: dict[str, Any] = dict(
             donate_argnums=0 if settings.donate else (),
@@ -104,6 +106,23 @@ class Program:
         self._stepped = False  # the first step compiles
         self._predict = jax.jit(self._run_predict, **forward_options[0])
         self._evaluate = jax.jit(self._run_evaluate, **forward_options[1])
+
+    def _check_compression(self) -> None:
+        """Raises ValueError if a gradient cannot be compressed."""
+        compressor, units = (
+            self.settings.compress_gradients,
+            self.stages.vocabulary.units,
+        )
+        if compressor is not None and units:
+            raise ValueError(
+                "`compress_gradients` compresses gradients of stages, and all stages run the "
+                f"{' and the '.join(unit.name for unit in units)} together, because of an axis rule with "
+                '"stage". Leave the rule or `compress_gradients` out.'
+            )
+        for group in self.engine.gradient_groups:
+            assert compressor is not None
+            shape = "x".join(map(str, group.like.shape)) or "scalar"
+            compressor.check(group.like, f"the gradient of a weight ({shape})")
 
     def _state_shardings(self) -> tuple[Any, Any]:
         """The shardings of the arrays of `_pack_outputs`; None where it states them itself."""
@@ -555,8 +574,18 @@ class Program:
         )
         N = schedule.num_microbatches
         num_entered = (state.round + 1) * N
+        groups = engine.layout.groups
+        kept = {
+            "parameters": state.parameters,
+            "mutable_state": state.mutable_state,
+            "message_compression": {
+                key: state.message_compression[key]
+                for key in groups["message_compression"].shapes
+                if key in state.message_compression
+            },
+        }
         outputs = engine.run(
-            {"parameters": state.parameters, "mutable_state": state.mutable_state},
+            kept,
             buffers,
             self._counters(state),
             num_entered,

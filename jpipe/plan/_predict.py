@@ -18,6 +18,7 @@ from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
 from jpipe.solvers import Machine
+from jpipe.stages.codecs import NO_COMPRESSION, codecs_of
 from jpipe.stages.cut import check_boundaries, group
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
 from jpipe.stages.optimizer import read_delays
@@ -172,7 +173,12 @@ def stage_costs(
 def _routes(profile: Profile, starts: Sequence[int]) -> list[tuple[Route, Packing]]:
     """Every kind of message, packed as in the engine."""
     layers = profile.layers
-    ends = [[*map(Leaf, layers[stop - 1].activations)] for stop in starts[1:-1]]
+    ends = [
+        codecs_of(
+            [*map(Leaf, layers[stop - 1].activations)], NO_COMPRESSION, "a message"
+        )
+        for stop in starts[1:-1]
+    ]
     portals = find_portals(profile.skips, starts)
     return find_routes(len(starts) - 1, *pack_messages(ends), portals)
 
@@ -247,6 +253,7 @@ def predict_memory(
     used -= int(np.dot(schedule.replicas, of_stage - of_stage / num_shares))
     held = R * (versions * weights + weights + optimizer)
     return Memory(
+        compression=0,
         weights=R * versions * weights,
         optimizer=R * optimizer,
         gradients=R * weights,
