@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _MODULES = (
+    "compress",
     "distributed",
     "draw",
     "optim",

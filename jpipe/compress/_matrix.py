@@ -39,4 +39,4 @@ def orthonormal(columns: jax.Array) -> jax.Array:
     """
     q, r = jnp.linalg.qr(columns)
     signs = jnp.where(jnp.diagonal(r) < 0, -1, 1).astype(q.dtype)
-    return q * signs
+    return q * signs[None]

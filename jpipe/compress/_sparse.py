@@ -81,7 +81,7 @@ def unpack(wire: Mapping[str, jax.Array], n: int) -> jax.Array:
 
 def _take(x: jax.Array, indices: jax.Array) -> jax.Array:
     """Entries of x; 0 for indices out of range."""
-    return x.at[indices].get(mode="fill", fill_value=0)
+    return jnp.asarray(x).at[indices].get(mode="fill", fill_value=0)
 
 
 def _to_words(mask: jax.Array) -> jax.Array:

@@ -26,7 +26,7 @@ class Factors(NamedTuple):
 
     def matrix(self) -> jax.Array:
         """`[a, b]`."""
-        return (self.x * self.sigma) @ self.d.T
+        return (self.x * self.sigma[None]) @ self.d.T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,8 @@ class StreamingPCA(Compressor):
         D     = w D     + d_i^T (x_i X) / ((i + 2) s) / sigma;     D = its orthonormal basis
         sigma = w sigma + sum over rows of (d_i D) (x_i X) / ((i + 2) s)
 
-    As a compressor of a formed gradient G, which is all it gets, it takes G for x^T d / s in one part, with i = 0.
-    Then X and D go on from gradient to gradient, and half of what is sent comes of earlier gradients: use error feedback.
+    As a compressor it gets a formed gradient, and takes it for x^T d / s of one part, with i = 0. So half of sigma
+    comes of earlier gradients, and only error feedback corrects this.
 
     The last dim of an array gives the columns, b, and all other dims the rows, a. Arrays of less than 2 dims
     are sent whole, as `values`, and so are arrays whose factors would be no smaller.
@@ -75,7 +75,10 @@ class StreamingPCA(Compressor):
         check_rank(self, like, what)
 
     def init(self, like: Any) -> Any:
-        """Random orthonormal X and D, and sigma of 1; `()` for an array that is sent whole."""
+        """Random orthonormal X and D, and sigma of 0; `()` for an array that is sent whole.
+
+        The paper begins with a sigma of 1, so with a random gradient.
+        """
         if is_whole(like, self.rank):
             return ()
         dtype = jnp.promote_types(like.dtype, jnp.float32)
@@ -84,7 +87,7 @@ class StreamingPCA(Compressor):
             orthonormal(jax.random.normal(key, (n, self.rank), dtype))
             for key, n in zip(keys, matrix_shape(like))
         )
-        return Factors(x, d, jnp.ones(self.rank, dtype))
+        return Factors(x, d, jnp.zeros(self.rank, dtype))
 
     def update(
         self, factors: Factors, x: jax.Array, d: jax.Array, i: jax.Array | int
@@ -166,10 +169,10 @@ def _updated(
       i: the number of the part.
     """
     x, d, sigma = factors
-    # Gradients of zero leave a sigma of zero.
-    tiny = jnp.finfo(sigma.dtype).tiny
-    divisor = jnp.where(jnp.abs(sigma) < tiny, tiny, sigma)
     keep, new = (i + 1) / (i + 2), 1 / (i + 2)
-    x = orthonormal(keep * x + new * times_d(d) / divisor)
-    d = orthonormal(keep * d + new * times_x(x) / divisor)
+    # The paper divides what is new by sigma. To multiply what is kept by it scales the columns, and the basis
+    # is the same; but sigma may be 0.
+    signs = jnp.where(sigma < 0, -1, 1).astype(sigma.dtype)[None]
+    x = orthonormal((keep * x * sigma[None] + new * times_d(d)) * signs)
+    d = orthonormal((keep * d * sigma[None] + new * times_x(x)) * signs)
     return Factors(x, d, keep * sigma + new * diagonal(x, d))
