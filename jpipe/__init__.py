@@ -33,6 +33,7 @@ _MODULE_OF = {
     "Pipeline": "jpipe.pipeline",
     "PipelineState": "jpipe.state",
     "Schedule": "jpipe.schedule",
+    "MessageRecord": "jpipe.traffic",
     "ShardRecord": "jpipe.costs",
     "StageRecord": "jpipe.costs",
     "load_params": "jpipe.checkpoints",
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from jpipe.schedule import IDLE as IDLE
     from jpipe.schedule import Schedule as Schedule
     from jpipe.state import PipelineState as PipelineState
+    from jpipe.traffic import MessageRecord as MessageRecord
 
 
 def __getattr__(name: str) -> Any:

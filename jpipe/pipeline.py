@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jpipe import agreement, checks, costs, entry_points, portable
+from jpipe import agreement, checks, costs, entry_points, portable, traffic
 from jpipe._watchdog import watched
 from jpipe.compress import Compressor
 from jpipe.costs import Memory, ShardRecord, StageRecord
@@ -27,6 +27,7 @@ from jpipe.schedule import Schedule
 from jpipe.settings import Settings, same_shapes
 from jpipe.stages.cut import check_boundaries
 from jpipe.state import PipelineState
+from jpipe.traffic import MessageRecord
 from jpipe.warn import warn
 
 if TYPE_CHECKING:
@@ -470,7 +471,9 @@ class Pipeline:
           "gradient_norm", of the gradient over all stages before the optimizer, at the last update
           of the step; "skipped_updates" int32 `[S]`, 1 where a gradient that is not finite made a
           stage keep its weights; with `has_aux` "aux", means like the loss; with a loss scale
-          "loss_scale", after the step. JAX runs the step while Python goes on, and reading a metric
+          "loss_scale", after the step; with compression "compression", a dict of numbers over all devices:
+          "error_norm", the norm of what replicas have not sent of their gradients, and of thresholds
+          "gradient_density", "gradient_overflow", "message_density" and "message_overflow". JAX runs the step while Python goes on, and reading a metric
           waits for it.
 
         Raises:
@@ -560,6 +563,14 @@ class Pipeline:
         For minibatches shaped like `batch`. Compiles nothing.
         """
         return costs.shards(self._program(batch), batch)
+
+    @watched("messages")
+    def messages(self, batch: Any) -> list[MessageRecord]:
+        """What devices send: one record for each message between stages, and for the replicas of each stage.
+
+        For minibatches shaped like `batch`. Compiles nothing.
+        """
+        return traffic.messages(self._program(batch))
 
     @watched("memory")
     def memory(self, batch: Any) -> Memory:

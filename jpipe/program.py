@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe import _watchdog, in_flight
+from jpipe import _watchdog, in_flight, traffic
 from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
 from jpipe.engine.layout import batch_spec
@@ -255,6 +255,8 @@ class Program:
             metrics["aux"], *_ = loss.aux_tree.unflatten(map(nothing, loss.aux))
         if self.settings.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale["scale"][0]
+        if self.settings.compresses:
+            metrics["compression"] = traffic.counts(self, state.kept())
         return state, metrics
 
     def predict(self, state: PipelineState, batch: Any) -> Any:
@@ -449,6 +451,8 @@ class Program:
         }
         if self.settings.loss_scale is not None:
             totals["loss_scale"] = kept["loss_scale"]["scale"][0]
+        if self.settings.compresses:
+            totals["compression"] = traffic.counts(self, kept)
         state = dataclasses.replace(state, **kept, **in_flight, round=state.round + 1)
         return state, totals
 
@@ -471,6 +475,8 @@ class Program:
             metrics["aux"] = jax.tree.map(lambda a: a / divisor.astype(a.dtype), aux)
         if self.settings.loss_scale is not None:
             metrics["loss_scale"] = totals["loss_scale"]
+        if "compression" in totals:
+            metrics["compression"] = totals["compression"]
         return metrics
 
     def _counters(self, state: PipelineState) -> dict[str, jax.Array]:
@@ -517,11 +523,14 @@ class Program:
             latest = jnp.take(versions, newest[None] % V, axis=1)
             return jnp.broadcast_to(latest, versions.shape).reshape(a.shape)
 
-        latest = {
+        latest: dict[str, Any] = {
             name: totals.pop(name)[-1]
             for name in ("gradient_norm", "loss_scale")
             if name in totals
         }
+        if "compression" in totals:
+            of_rounds = totals.pop("compression")
+            latest["compression"] = jax.tree.map(lambda a: a[-1], of_rounds)
         totals = {**jax.tree.map(lambda a: a.sum(axis=0), totals), **latest}
         empty = jax.tree.map(
             jnp.zeros_like, {**state.in_flight(), "round": state.round}

@@ -23,7 +23,7 @@ from jpipe.mesh import DATA, FSDP, STAGE
 from jpipe.processes import Rows, is_global, is_shared
 from jpipe.schedule import Schedule
 from jpipe.stages import vocabulary
-from jpipe.stages.codecs import MessageCompression
+from jpipe.stages.codecs import NO_COMPRESSION, MessageCompression
 from jpipe.stages.cut import Stages, cut
 from jpipe.stages.optimizer import read_delays
 from jpipe.stages.shares import Replicas
@@ -68,6 +68,11 @@ class Settings:
     def num_replicas(self) -> int:
         """Replicas of the pipeline, along the axis "data" of the mesh."""
         return self.mesh.shape.get(DATA, 1)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything that is sent is compressed."""
+        return self.compress_messages != NO_COMPRESSION or bool(self.compress_gradients)
 
     @property
     def sharing_replicas(self) -> list[Replicas] | None:
