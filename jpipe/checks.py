@@ -228,9 +228,7 @@ def check_compress_gradients(
     return compressor
 
 
-def check_compress_messages(
-    compress: Any, mesh: Mesh, schedule: Schedule
-) -> MessageCompression:
+def message_compression(compress: Any) -> MessageCompression:
     """`compress_messages` as a compressor of activations and one of gradients."""
     if compress is None:
         return NO_COMPRESSION
@@ -253,6 +251,16 @@ def check_compress_messages(
                 f"`compress_messages` must be a compressor of `jpipe.compress`, got {compressor!r}. For example "
                 "`jpipe.compress.Quantize(bits=8)`."
             )
+    return found
+
+
+def check_compress_messages(
+    compress: Any, mesh: Mesh, schedule: Schedule
+) -> MessageCompression:
+    """`compress_messages`; there must be several stages, whose messages are whole."""
+    found = message_compression(compress)
+    if found == NO_COMPRESSION:
+        return found
     if schedule.num_stages == 1:
         raise ValueError(
             "`compress_messages` compresses what stages send to each other, and there is one stage. Choose a schedule with "

@@ -245,7 +245,7 @@ class Program:
         def nothing(a: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.asarray(np.full(a.shape, np.nan, a.dtype))
 
-        metrics = {
+        metrics: dict[str, Any] = {
             "loss": nothing(loss.outputs[0]),
             "num_microbatches": jnp.zeros((), jnp.int32),
             "gradient_norm": jnp.zeros((), self.engine.updates.norm_dtype),
