@@ -42,7 +42,7 @@ def parse(text: str) -> Compressor:
     name, _, options = text.partition(":")
     if name not in COMPRESSORS:
         raise ValueError(
-            f"there is no compressor {name!r}{did_you_mean(name, COMPRESSORS)}. Choose one of {', '.join(COMPRESSORS)}."
+            f"there is no compressor {name!r}.{did_you_mean(name, COMPRESSORS)} Choose one of {', '.join(COMPRESSORS)}."
         )
     compressor = COMPRESSORS[name]
     fields = {f.name: f for f in dataclasses.fields(compressor)}  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def parse(text: str) -> Compressor:
         key, equals, value = option.partition("=")
         if key not in fields or not equals:
             raise ValueError(
-                f"{name} has no option {option!r}{did_you_mean(key, fields)}. Write `{name}:option=value,...`; the "
+                f"{name} has no option {option!r}.{did_you_mean(key, fields)} Write `{name}:option=value,...`; the "
                 f"options are {', '.join(fields)}."
             )
         values[key] = _value(name, key, value, hints[key])
