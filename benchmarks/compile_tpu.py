@@ -22,6 +22,10 @@ row:
 - *operations*: thousands of estimated cycles of a middle stage's forward, backward and, where the
   schedule splits it, weight gradient. A loop over blocks counts as one iteration, so these are the
   cycles of one block.
+
+With `--compress-messages` or `--compress-gradients` the saved rows also have `exchanged_mb`: MB of the result of every
+all-gather and all-reduce above 1 KB. Those of compressed gradients stand in loops over the weights of one shape, and count
+once for each shape.
 """
 
 import argparse
@@ -32,7 +36,7 @@ import pathlib
 import re
 import sys
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 HERE = pathlib.Path(__file__).parent
 # Topology -> mesh, as (data, stage).
@@ -159,6 +163,14 @@ class Program:
                 )
         return transfers
 
+    def exchanged(self) -> list[float]:
+        """MB of the results of all-gathers and all-reduces above 1 KB."""
+        pattern = r" = (.*?) (?:all-gather|all-reduce)(?:-start)?\("
+        lines = [line for lines in self.computations.values() for line in lines]
+        found = [re.search(pattern, line) for line in lines]
+        sizes = [bytes_of_shape(match[1]) for match in found if match]
+        return sorted(round(size / 1e6, 4) for size in sizes if size > 1024)
+
     def operations(self, stage: int) -> dict[str, int]:
         """The estimated cycles of a stage's "forward", "backward" and, if split, "weight_grad"."""
         operations: dict[str, int] = {}
@@ -241,6 +253,8 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
         ),
         compute_dtype=jnp.bfloat16,
         recompute=args.recompute,
+        compress_messages=_compressor(args.compress_messages),
+        compress_gradients=_compressor(args.compress_gradients),
     )
     rows = data * args.microbatches * args.microbatch_size
     tokens = jax.ShapeDtypeStruct((rows, args.seq), jnp.int32)
@@ -276,7 +290,14 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
         "hidden": [round(t.hidden, 3) for t in transfers],
         "slack": [round(t.slack(CHIPS[topology[:3]]), 1) for t in transfers],
         "cycles": program.operations(schedule.num_stages // 2),
+        "exchanged_mb": program.exchanged(),
     }
+
+
+def _compressor(text: str | None) -> Any:
+    from jpipe.compress import parse
+
+    return None if text is None else parse(text)
 
 
 def table(rows: list[dict]) -> str:
@@ -316,6 +337,10 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--microbatch-size", type=int, default=2)
     parser.add_argument("--recompute", default="none", choices=["none", "full"])
+    for what in ("messages", "gradients"):
+        parser.add_argument(
+            f"--compress-{what}", help="a compressor, such as quantize:bits=8"
+        )
     parser.add_argument("--out", type=pathlib.Path, help="also write the rows as JSON")
     parser.add_argument(
         "--redraw", type=pathlib.Path, help="only print the table of such a file"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _MODULES = (
+    "compress",
     "distributed",
     "draw",
     "optim",
@@ -32,6 +33,7 @@ _MODULE_OF = {
     "Pipeline": "jpipe.pipeline",
     "PipelineState": "jpipe.state",
     "Schedule": "jpipe.schedule",
+    "MessageRecord": "jpipe.traffic",
     "ShardRecord": "jpipe.costs",
     "StageRecord": "jpipe.costs",
     "load_params": "jpipe.checkpoints",
@@ -74,6 +76,7 @@ if TYPE_CHECKING:
     from jpipe.schedule import IDLE as IDLE
     from jpipe.schedule import Schedule as Schedule
     from jpipe.state import PipelineState as PipelineState
+    from jpipe.traffic import MessageRecord as MessageRecord
 
 
 def __getattr__(name: str) -> Any:

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jpipe.compress import Compressor, SparseCompressor
 from jpipe.engine.loss_scale import LossScale
 from jpipe.lowering.lower import mixes_minibatches
 from jpipe.mesh import DATA, FSDP, STAGE
 from jpipe.packing import axes
 from jpipe.processes import check_processes
 from jpipe.schedule import Schedule
+from jpipe.stages.codecs import NO_COMPRESSION, MessageCompression
 from jpipe.stages.cut import Stages
 from jpipe.state import PipelineState
 from jpipe.suggest import did_you_mean
@@ -197,6 +199,85 @@ def check_shard_optimizer(shard: Any, mesh: Mesh, schedule: Schedule) -> bool:
             "`shard_optimizer` out."
         )
     return bool(shard)
+
+
+def check_compress_gradients(
+    compressor: Any, mesh: Mesh, schedule: Schedule, shard_optimizer: bool
+) -> Compressor | None:
+    """`compress_gradients`; there must be replicas whose weights are whole."""
+    if compressor is None:
+        return None
+    if not isinstance(compressor, Compressor):
+        raise ValueError(
+            f"`compress_gradients` must be a compressor of `jpipe.compress`, got {compressor!r}. For example "
+            "`jpipe.compress.PowerSGD(rank=4)`."
+        )
+    if mesh.shape.get(DATA, 1) == 1 and not schedule.has_copies:
+        raise ValueError(
+            "`compress_gradients` compresses what the replicas of a stage exchange, and there is one replica: the mesh "
+            f'has the axes {dict(mesh.shape)}. Give the mesh an axis "data", for example by '
+            f"`jpipe.make_mesh(stage={schedule.num_devices}, data=2)`, give the schedule `replicas`, or leave "
+            "`compress_gradients` out."
+        )
+    if shard_optimizer:
+        raise ValueError(
+            "`compress_gradients` and `shard_optimizer` exclude each other: every replica needs the whole gradient to "
+            "know what it has not sent, and a shared update gives it a share. Leave one of them out."
+        )
+    _check_whole("compress_gradients", mesh)
+    return compressor
+
+
+def message_compression(compress: Any) -> MessageCompression:
+    """`compress_messages` as a compressor of activations and one of gradients."""
+    if compress is None:
+        return NO_COMPRESSION
+    if isinstance(compress, Mapping):
+        unknown = [name for name in compress if name not in MessageCompression._fields]
+        if unknown or not compress:
+            raise ValueError(
+                '`compress_messages` must be a compressor or a dict with one for "activations", "gradients" or both, '
+                f"got a dict with {sorted(map(str, compress)) or 'nothing'}. For example "
+                '`{"activations": jpipe.compress.Quantize(8)}`.'
+            )
+        found = MessageCompression(**compress)
+    elif isinstance(compress, SparseCompressor):
+        found = MessageCompression(compress)
+    else:
+        found = MessageCompression(compress, compress)
+    for compressor in found:
+        if not isinstance(compressor, Compressor | None):
+            raise ValueError(
+                f"`compress_messages` must be a compressor of `jpipe.compress`, got {compressor!r}. For example "
+                "`jpipe.compress.Quantize(bits=8)`."
+            )
+    return found
+
+
+def check_compress_messages(
+    compress: Any, mesh: Mesh, schedule: Schedule
+) -> MessageCompression:
+    """`compress_messages`; there must be several stages, whose messages are whole."""
+    found = message_compression(compress)
+    if found == NO_COMPRESSION:
+        return found
+    if schedule.num_stages == 1:
+        raise ValueError(
+            "`compress_messages` compresses what stages send to each other, and there is one stage. Choose a schedule with "
+            "more stages, or leave it out."
+        )
+    _check_whole("compress_messages", mesh)
+    return found
+
+
+def _check_whole(argument: str, mesh: Mesh) -> None:
+    """Refuses a mesh that splits arrays inside of a stage."""
+    split = [n for n, size in mesh.shape.items() if size > 1 and n not in (STAGE, DATA)]
+    if split:
+        raise ValueError(
+            f"`{argument}` compresses arrays that are whole on a device, and the mesh splits them over the axes {split}: "
+            f"it has the axes {dict(mesh.shape)}. Leave these axes or `{argument}` out."
+        )
 
 
 def check_compiler_options(options: Any) -> dict[str, bool | int | float | str]:

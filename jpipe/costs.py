@@ -52,6 +52,7 @@ class Memory(NamedTuple):
         compute.
       optimizer: the optimizer's state.
       gradients: the accumulators.
+      compression: what compressed gradients keep: errors and the compressor's state.
       activations: stashes and messages in flight.
       batch: the minibatch, or the replica's share of it.
       temporaries: what the compiled step needs beside its arguments.
@@ -61,6 +62,7 @@ class Memory(NamedTuple):
     weights: int
     optimizer: int
     gradients: int
+    compression: int
     activations: int
     batch: int
     temporaries: int
@@ -212,6 +214,7 @@ def memory(program: Program, batch: Any) -> Memory:
         weights=weights,
         optimizer=optimizer,
         gradients=gradients,
+        compression=num_bytes["gradient_compression"],
         activations=num_bytes["buffers"],
         batch=batch_bytes(settings, batch),
         temporaries=int(analysis.temp_size_in_bytes),

@@ -8,8 +8,9 @@ import jax
 import optax
 from jax.sharding import Mesh
 
-from jpipe import agreement, checks, costs, entry_points, portable
+from jpipe import agreement, checks, costs, entry_points, portable, traffic
 from jpipe._watchdog import watched
+from jpipe.compress import Compressor
 from jpipe.costs import Memory, ShardRecord, StageRecord
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.as_layers import as_layers, shared_weights
@@ -26,6 +27,7 @@ from jpipe.schedule import Schedule
 from jpipe.settings import Settings, same_shapes
 from jpipe.stages.cut import check_boundaries
 from jpipe.state import PipelineState
+from jpipe.traffic import MessageRecord
 from jpipe.warn import warn
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class Pipeline:
 
     The arguments come in groups. The model and its training: `layers`, `loss`, `has_aux`, `optimizer`,
     `ties`. The pipeline: `schedule`, `boundaries`, `mesh`, `axis_rules`, `overlap`, `compiler_options`. Memory and precision:
-    `recompute`, `shard_optimizer`, `donate`, `compute_dtype`, `loss_scale`. Corrections of asynchronous schedules: `forward_params`,
+    `recompute`, `shard_optimizer`, `donate`, `compute_dtype`, `loss_scale`. Communication: `compress_messages`, `compress_gradients`. Corrections of asynchronous schedules: `forward_params`,
     `backward_params`.
 
     Args:
@@ -90,6 +92,15 @@ class Pipeline:
         as many bytes as without sharing. An update that works element by element, such as Adam's,
         is shared evenly. Of other updates (Muon, Adafactor, LAMB) each replica gets whole leaves. The
         numbers do not change but for the order of sums.
+      compress_messages: a compressor of `jpipe.compress`, by which stages send activations, skips and their
+        gradients; or a dict with a compressor for "activations", "gradients" or both. `Threshold` and `TopK` send
+        entries of an activation, and of its gradient the same entries, unless "gradients" says otherwise. For other
+        compressors the gradient passes what they round. Evaluation sends what training sends. None sends
+        messages as they are.
+      compress_gradients: a compressor of `jpipe.compress`, by which the replicas of a stage exchange gradients. The
+        replicas are those along the axis "data", and the copies of a stage that the schedule has. What
+        a replica does not send is added to its next gradient (error feedback). All replicas get the same gradient,
+        bit for bit. None exchanges gradients as they are.
       compute_dtype: every layer casts weights and activations to it, for example `jnp.bfloat16`.
         The kept weights, the gradients and the outputs that the loss sees have the weights' dtype.
         None casts nothing.
@@ -173,6 +184,8 @@ class Pipeline:
         backward_params: Callable[[Any, Any, Any], Any] | None = None,
         overlap: bool | None = None,
         shard_optimizer: bool = False,
+        compress_messages: Compressor | Mapping[str, Compressor] | None = None,
+        compress_gradients: Compressor | None = None,
         donate: bool = True,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ):
@@ -195,6 +208,12 @@ class Pipeline:
         self.shard_optimizer = checks.check_shard_optimizer(
             shard_optimizer, self.mesh, schedule
         )
+        self.compress_messages = checks.check_compress_messages(
+            compress_messages, self.mesh, schedule
+        )
+        self.compress_gradients = checks.check_compress_gradients(
+            compress_gradients, self.mesh, schedule, self.shard_optimizer
+        )
         self._settings = Settings(
             layers=self.layers,
             loss=Loss.of(loss, has_aux),
@@ -211,6 +230,8 @@ class Pipeline:
             hooks=hooks,
             overlap=self.overlap,
             shard_optimizer=self.shard_optimizer,
+            compress_messages=self.compress_messages,
+            compress_gradients=self.compress_gradients,
             donate=bool(donate),
             compiler_options=checks.check_compiler_options(compiler_options),
         )
@@ -410,6 +431,7 @@ class Pipeline:
         agreement.check_program(program)
         source = portable.to_portable(state, portable.layers_here(program))
         adopted = portable.from_portable(program, source)
+        adopted = portable.with_compression_of(adopted, state)
         self._fix_cut(program)
         return adopted
 
@@ -449,7 +471,9 @@ class Pipeline:
           "gradient_norm", of the gradient over all stages before the optimizer, at the last update
           of the step; "skipped_updates" int32 `[S]`, 1 where a gradient that is not finite made a
           stage keep its weights; with `has_aux` "aux", means like the loss; with a loss scale
-          "loss_scale", after the step. JAX runs the step while Python goes on, and reading a metric
+          "loss_scale", after the step; with compression "compression", a dict of numbers over all devices:
+          "error_norm", the norm of what replicas have not sent of their gradients, and of thresholds
+          "gradient_density", "gradient_overflow", "message_density" and "message_overflow". JAX runs the step while Python goes on, and reading a metric
           waits for it.
 
         Raises:
@@ -539,6 +563,14 @@ class Pipeline:
         For minibatches shaped like `batch`. Compiles nothing.
         """
         return costs.shards(self._program(batch), batch)
+
+    @watched("messages")
+    def messages(self, batch: Any) -> list[MessageRecord]:
+        """What devices send: one record for each message between stages, and for the replicas of each stage.
+
+        For minibatches shaped like `batch`. Compiles nothing.
+        """
+        return traffic.messages(self._program(batch))
 
     @watched("memory")
     def memory(self, batch: Any) -> Memory:

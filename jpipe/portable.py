@@ -5,6 +5,7 @@ portable form, `Portable`, holds the same training without them: one tree per la
 goes through the portable form, and so do checkpoints that are restored into another layout.
 """
 
+import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from jpipe.program import Program
 from jpipe.stages.optimizer import seen_by_optimizer, unit_tree
 from jpipe.stages.vocabulary import Unit
 from jpipe.state import PipelineState, num_rounds
+from jpipe.warn import warn
 
 OfLayers = Callable[[Sequence[int]], tuple[Sequence, Sequence, Any]]
 """The layers of a stage, or of a unit of vocabulary layers -> their weights and mutable state, one tree per layer of the
@@ -273,6 +275,7 @@ def new_state(
     """
     return PipelineState(
         **_pack(program, of_layers, loss_scale),
+        **_first_compression(program),
         **_zeros(program.engine.layout.global_shapes(["gradients", "buffers"])),
         **_counters(program, key_data, 0, started),
         program=program,
@@ -305,6 +308,73 @@ def with_arrays(
         **tree.unflatten([found[path] for path in paths]),
         **_counters(program, key_data, rounds, started),
         program=program,
+    )
+
+
+_COMPRESSION = ("gradient_compression", "message_compression")
+"""The groups of a state that compressors keep."""
+
+
+def _first_compression(program: Program) -> dict[str, Any]:
+    """What compressors keep, before training: equal on all devices."""
+    engine, num_devices = program.engine, program.settings.mesh.size
+    wanted = engine.layout.global_shapes(_COMPRESSION)
+
+    def first() -> dict[str, Any]:
+        of_device = {
+            "gradient_compression": engine.first_gradient_compression(),
+            "message_compression": engine.first_message_compression(),
+        }
+        return jax.tree.map(lambda a: jnp.concatenate([a] * num_devices), of_device)
+
+    return jax.jit(first, out_shardings=jax.tree.map(lambda a: a.sharding, wanted))()
+
+
+def with_compression_of(state: PipelineState, source: PipelineState) -> PipelineState:
+    """A state that has adopted another one, with what the other's compressors keep.
+
+    If the compressors, the stages or the replicas differ, what compressors keep starts anew, and a warning says so.
+    """
+    mine, theirs = (
+        {name: getattr(s, name) for name in _COMPRESSION} for s in (state, source)
+    )
+    if not jax.tree.leaves((mine, theirs)):
+        return state
+    if _meaning(state.program) != _meaning(source.program):
+        warn_of_new_compression()
+        return state
+    shardings = jax.tree.map(lambda a: a.sharding, mine)
+    # A copy, because a step of either pipeline donates its state.
+    copied = jax.jit(lambda tree: jax.tree.map(jnp.copy, tree))(theirs)
+    return dataclasses.replace(state, **jax.device_put(copied, shardings))
+
+
+def _meaning(program: Program) -> tuple:
+    """What decides the layout and the meaning of the arrays that compressors keep."""
+    settings, engine = program.settings, program.engine
+    groups = [
+        (group.name, [starts.tolist() for starts in group.starts])
+        for group in engine.gradient_groups
+    ]
+    shapes = jax.tree.map(
+        lambda a: (a.shape, a.dtype), engine.layout.local_shapes(_COMPRESSION)
+    )
+    return (
+        settings.compress_messages,
+        settings.compress_gradients,
+        groups,
+        shapes,
+        program.stages.starts,
+        engine.lowered.copies,
+        dict(settings.mesh.shape),
+    )
+
+
+def warn_of_new_compression() -> None:
+    """Says that a state continues without what compressors had kept."""
+    warn(
+        "compression starts anew: the state comes of other compressors, stages or replicas. Thresholds and factors are "
+        "computed again, and what replicas had not sent of their gradients is lost."
     )
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe import _watchdog, in_flight
+from jpipe import _watchdog, in_flight, traffic
 from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
 from jpipe.engine.layout import batch_spec
@@ -78,7 +78,9 @@ class Program:
             key_impl=key_impl,
             overlap=settings.overlap,
             compute_dtype=settings.compute_dtype,
+            compress_gradients=settings.compress_gradients,
         )
+        self._check_compression()
         everywhere = NamedSharding(settings.mesh, PartitionSpec())
         options: dict[str, Any] = dict(
             donate_argnums=0 if settings.donate else (),
@@ -104,6 +106,23 @@ class Program:
         self._stepped = False  # the first step compiles
         self._predict = jax.jit(self._run_predict, **forward_options[0])
         self._evaluate = jax.jit(self._run_evaluate, **forward_options[1])
+
+    def _check_compression(self) -> None:
+        """Raises ValueError if a gradient cannot be compressed."""
+        compressor, units = (
+            self.settings.compress_gradients,
+            self.stages.vocabulary.units,
+        )
+        if compressor is not None and units:
+            raise ValueError(
+                "`compress_gradients` compresses gradients of stages, and all stages run the "
+                f"{' and the '.join(unit.name for unit in units)} together, because of an axis rule with "
+                '"stage". Leave the rule or `compress_gradients` out.'
+            )
+        for group in self.engine.gradient_groups:
+            assert compressor is not None
+            shape = "x".join(map(str, group.like.shape)) or "scalar"
+            compressor.check(group.like, f"the gradient of a weight ({shape})")
 
     def _state_shardings(self) -> tuple[Any, Any]:
         """The shardings of the arrays of `_pack_outputs`; None where it states them itself."""
@@ -226,7 +245,7 @@ class Program:
         def nothing(a: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.asarray(np.full(a.shape, np.nan, a.dtype))
 
-        metrics = {
+        metrics: dict[str, Any] = {
             "loss": nothing(loss.outputs[0]),
             "num_microbatches": jnp.zeros((), jnp.int32),
             "gradient_norm": jnp.zeros((), self.engine.updates.norm_dtype),
@@ -236,6 +255,8 @@ class Program:
             metrics["aux"], *_ = loss.aux_tree.unflatten(map(nothing, loss.aux))
         if self.settings.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale["scale"][0]
+        if self.settings.compresses:
+            metrics["compression"] = traffic.counts(self, state.kept())
         return state, metrics
 
     def predict(self, state: PipelineState, batch: Any) -> Any:
@@ -430,6 +451,8 @@ class Program:
         }
         if self.settings.loss_scale is not None:
             totals["loss_scale"] = kept["loss_scale"]["scale"][0]
+        if self.settings.compresses:
+            totals["compression"] = traffic.counts(self, kept)
         state = dataclasses.replace(state, **kept, **in_flight, round=state.round + 1)
         return state, totals
 
@@ -452,6 +475,8 @@ class Program:
             metrics["aux"] = jax.tree.map(lambda a: a / divisor.astype(a.dtype), aux)
         if self.settings.loss_scale is not None:
             metrics["loss_scale"] = totals["loss_scale"]
+        if "compression" in totals:
+            metrics["compression"] = totals["compression"]
         return metrics
 
     def _counters(self, state: PipelineState) -> dict[str, jax.Array]:
@@ -498,11 +523,14 @@ class Program:
             latest = jnp.take(versions, newest[None] % V, axis=1)
             return jnp.broadcast_to(latest, versions.shape).reshape(a.shape)
 
-        latest = {
+        latest: dict[str, Any] = {
             name: totals.pop(name)[-1]
             for name in ("gradient_norm", "loss_scale")
             if name in totals
         }
+        if "compression" in totals:
+            of_rounds = totals.pop("compression")
+            latest["compression"] = jax.tree.map(lambda a: a[-1], of_rounds)
         totals = {**jax.tree.map(lambda a: a.sum(axis=0), totals), **latest}
         empty = jax.tree.map(
             jnp.zeros_like, {**state.in_flight(), "round": state.round}
@@ -555,8 +583,18 @@ class Program:
         )
         N = schedule.num_microbatches
         num_entered = (state.round + 1) * N
+        groups = engine.layout.groups
+        kept = {
+            "parameters": state.parameters,
+            "mutable_state": state.mutable_state,
+            "message_compression": {
+                key: state.message_compression[key]
+                for key in groups["message_compression"].shapes
+                if key in state.message_compression
+            },
+        }
         outputs = engine.run(
-            {"parameters": state.parameters, "mutable_state": state.mutable_state},
+            kept,
             buffers,
             self._counters(state),
             num_entered,

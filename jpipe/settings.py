@@ -12,6 +12,7 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from jpipe.checks import batch_size
+from jpipe.compress import Compressor
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.axis_rules import AxisRules, rules_for
 from jpipe.layers.layer import Layer
@@ -22,6 +23,7 @@ from jpipe.mesh import DATA, FSDP, STAGE
 from jpipe.processes import Rows, is_global, is_shared
 from jpipe.schedule import Schedule
 from jpipe.stages import vocabulary
+from jpipe.stages.codecs import NO_COMPRESSION, MessageCompression
 from jpipe.stages.cut import Stages, cut
 from jpipe.stages.optimizer import read_delays
 from jpipe.stages.shares import Replicas
@@ -56,6 +58,8 @@ class Settings:
     hooks: Mapping[str, Callable]
     overlap: bool
     shard_optimizer: bool
+    compress_messages: MessageCompression
+    compress_gradients: Compressor | None
     donate: bool
     compiler_options: Mapping[str, Any]
     strategy: str | os.PathLike[str] | None = None
@@ -64,6 +68,11 @@ class Settings:
     def num_replicas(self) -> int:
         """Replicas of the pipeline, along the axis "data" of the mesh."""
         return self.mesh.shape.get(DATA, 1)
+
+    @property
+    def compresses(self) -> bool:
+        """Whether anything that is sent is compressed."""
+        return self.compress_messages != NO_COMPRESSION or bool(self.compress_gradients)
 
     @property
     def sharing_replicas(self) -> list[Replicas] | None:
@@ -187,6 +196,8 @@ class Settings:
             "loss_scale": self.loss_scale,
             "overlap": self.overlap,
             "shard_optimizer": self.shard_optimizer,
+            "compress_messages": tuple(self.compress_messages),
+            "compress_gradients": self.compress_gradients,
             "has_aux": self.has_aux,
             "ties": tuple(map(tuple, self.ties)),
             "number of layers": len(self.layers),
@@ -271,6 +282,7 @@ class Settings:
             ties,
             ends_apart=guard_of(self.platform) == "switch",
             vocabulary_layers=self.vocabulary(traced, microbatch, key_impl),
+            compression=self.compress_messages,
         )
 
 

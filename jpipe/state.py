@@ -28,6 +28,9 @@ class PipelineState:
       mutable_state: packed mutable state of the layers, `[D * R, ...]`;
         `Pipeline.get_mutable_state` unpacks it.
       loss_scale: the loss scale and its counter, `[D]` each; empty without a loss scale.
+      gradient_compression: what the compression of gradients keeps on each device: "error", packed like
+        `gradients`, and "states" of the compressor, `[devices * R, ...]`; empty without compression.
+      message_compression: what the compressors of messages keep on each device, `[devices * R, ...]`; empty without.
       gradients: packed gradient accumulators, `[devices * R, ...]`; zero between minibatches.
       buffers: activations and gradients in flight.
       round: int32 `[D]`, steps since `init` or `flush`.
@@ -41,6 +44,8 @@ class PipelineState:
     optimizer_state: Mapping[str, jax.Array]
     mutable_state: Mapping[str, jax.Array]
     loss_scale: Mapping[str, jax.Array]
+    gradient_compression: Mapping[str, Any]
+    message_compression: Mapping[str, Any]
     gradients: Mapping[str, jax.Array]
     buffers: Any
     round: jax.Array
@@ -75,6 +80,8 @@ class PipelineState:
             "optimizer_state",
             "mutable_state",
             "loss_scale",
+            "gradient_compression",
+            "message_compression",
         )
         return {name: getattr(self, name) for name in names}
 

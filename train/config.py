@@ -34,6 +34,16 @@ def _check(holds: bool, config: Any, name: str, rule: str) -> None:
         raise ValueError(f"`{name}` {rule}, got {getattr(config, name)}.")
 
 
+def _compressor(name: str, text: str | None) -> Any:
+    """The compressor that a field names; None without one."""
+    if text is None:
+        return None
+    try:
+        return jpipe.compress.parse(text)
+    except ValueError as error:
+        raise ValueError(f"`{name}`: {error}") from error
+
+
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
     """The pipeline: schedule and stages."""
@@ -73,6 +83,13 @@ class PipelineConfig:
     loss_scale: Literal["none", "dynamic"] = "none"
     """Whether the loss is multiplied by a dynamic scale before its gradient is computed.
     float16 needs this."""
+    compress_messages: str | None = None
+    """How activations between stages, and their gradients, are compressed, such as
+    quantize:bits=8, cast:dtype=bfloat16, threshold:density=0.05 or topk:density=0.05. None:
+    not at all."""
+    compress_message_gradients: str | None = None
+    """The same for the gradients alone. None: as `compress_messages`; of threshold and topk
+    the entries that were sent forward."""
     synchronous_steps: int = 0
     """Number of steps at the start that GPipe trains, before an asynchronous schedule
     takes over: PipeMare's synchronous warm-up (T3)."""
@@ -83,6 +100,7 @@ class PipelineConfig:
         _check(
             self.synchronous_steps >= 0, self, "synchronous_steps", "must be at least 0"
         )
+        self.message_compressors()
 
     def options_of_pipeline(self) -> dict[str, Any]:
         """Further arguments of `jpipe.Pipeline` that this section sets."""
@@ -94,7 +112,23 @@ class PipelineConfig:
             "recompute": recompute,
             "compute_dtype": self.compute_dtype,
             "loss_scale": jpipe.LossScale() if self.loss_scale == "dynamic" else None,
+            "compress_messages": self.message_compressors(),
         }
+
+    def message_compressors(self) -> Any:
+        """`compress_messages` of `jpipe.Pipeline`.
+
+        Raises:
+          ValueError: if a text names no compressor.
+        """
+        activations = _compressor("compress_messages", self.compress_messages)
+        gradients = _compressor(
+            "compress_message_gradients", self.compress_message_gradients
+        )
+        if gradients is None:
+            return activations
+        both = {"activations": activations, "gradients": gradients}
+        return {use: c for use, c in both.items() if c is not None}
 
     def warm_up_table(self, table: jpipe.Schedule) -> jpipe.Schedule | None:
         """The schedule of the first `synchronous_steps`.
@@ -155,6 +189,10 @@ class MeshConfig:
     shard_optimizer: bool = False
     """Whether the replicas of a stage share its update and the optimizer's state (ZeRO, stage
     1). The replicas are those of `mesh.data` and of `pipeline.replicas`."""
+    compress_gradients: str | None = None
+    """How the replicas of a stage exchange gradients, such as powersgd:rank=4,
+    threshold:density=0.01 or cast:dtype=bfloat16. Each keeps what it has not sent for its next
+    gradient. None: as they are."""
     rules: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Rules before those of `jpipe.AXIS_RULES`: the axes, separated by commas, that dims
     of a logical name are split over, or none. `rules.length=model` splits activations of a
@@ -164,6 +202,7 @@ class MeshConfig:
     def __post_init__(self) -> None:
         for name in ("data", "fsdp", "model"):
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
+        self.gradient_compressor()
         for name, axes in self.rules.items():
             unknown = set(_axes(axes) or ()) - {"stage", "data", "fsdp", "model"}
             if unknown:
@@ -176,6 +215,14 @@ class MeshConfig:
     def sizes(self) -> dict[str, int]:
         """Axis -> number of devices, for `jpipe.make_mesh`."""
         return {"data": self.data, "fsdp": self.fsdp, "model": self.model}
+
+    def gradient_compressor(self) -> Any:
+        """`compress_gradients` of `jpipe.Pipeline`.
+
+        Raises:
+          ValueError: if the text names no compressor.
+        """
+        return _compressor("compress_gradients", self.compress_gradients)
 
     def axis_rules(self) -> tuple:
         """The rules of the run, for `jpipe.Pipeline`."""
@@ -367,6 +414,15 @@ class TrainConfig:
             )
         _check(0 <= self.seed < 2**32, self, "seed", "must lie in [0, 2**32)")
         replicas = self.mesh.data * max(self.pipeline.replicas or (1,))
+        if (
+            self.mesh.compress_gradients is not None
+            and replicas == 1
+            and not self.pipeline.schedule_file
+        ):
+            raise ValueError(
+                "`mesh.compress_gradients` compresses what the replicas of a stage exchange, and there is one. "
+                "Set `--config.mesh.data=2` or `--config.pipeline.replicas=2,1`, or leave it out."
+            )
         # A table in a file may have copies of its own.
         if (
             self.mesh.shard_optimizer

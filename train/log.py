@@ -96,6 +96,7 @@ class Log:
         self._losses: list[float | None] = []
         self._gradient_norms: list[float | None] = []
         self._skipped = self._steps_without_update = 0
+        self._compression: dict[str, float] = {}
         self._since = time.perf_counter()
         self._timed_steps = self._timed_units = 0
         self.last_step = self._last_line = 0
@@ -176,6 +177,7 @@ class Log:
         gradient_norm: float | None = None,
         num_skipped: int = 0,
         updated: bool = True,
+        compression: Mapping[str, float] | None = None,
     ) -> None:
         """Records one step.
 
@@ -189,6 +191,7 @@ class Log:
             of means.
           num_skipped: number of stages that skipped their update.
           updated: whether any stage was updated.
+          compression: what compressors report, see `jpipe.Pipeline.step`; None or empty without.
 
         Raises:
           NonFiniteLossError: if the loss is not finite.
@@ -201,6 +204,7 @@ class Log:
             self.write({"step": step, "loss": None, "error": f"the loss is {loss}"})
             raise NonFiniteLossError(step, loss)
         self.last_step = step
+        self._compression = dict(compression or {})
         if gradient_norm is not None and not math.isfinite(gradient_norm):
             gradient_norm = None
         self._losses.append(loss)
@@ -251,6 +255,12 @@ class Log:
         if self._skipped:
             record["skipped_updates"] = self._skipped
             words.append(f"updates skipped, gradients not finite: {self._skipped}")
+        if self._compression:
+            record["compression"] = self._compression
+            words += [
+                f"{name.replace('_', ' ')} {value:.3g}"
+                for name, value in self._compression.items()
+            ]
         num_bytes = peak_memory_bytes()
         if num_bytes is not None:
             record["peak_memory_bytes"] = num_bytes

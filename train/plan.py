@@ -380,6 +380,8 @@ def _decide(profiles: list, machine, config, args, argv: list[str]) -> None:
         splits,
         asynchronous=args.asynchronous,
         shard_optimizer=(False, True),
+        compress_messages=config.pipeline.message_compressors(),
+        compress_gradients=config.mesh.gradient_compressor(),
     )
     best = ranking[0]
     if args.json:
@@ -460,7 +462,12 @@ def _profiles(name: str, config, numbers, args) -> list:
     folder.mkdir(parents=True, exist_ok=True)
     devices = jax.local_devices()[: args.devices]
     mesh = jpipe.make_mesh(stage=1, devices=devices)
-    alone = {"boundaries": None, "shard_optimizer": False}
+    alone = {
+        "boundaries": None,
+        "shard_optimizer": False,
+        "compress_messages": None,
+        "compress_gradients": None,
+    }
     options = options_of_pipeline(config, mesh) | alone
     schedule = jpipe.schedules.gpipe(1, 1)
     pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)

@@ -90,15 +90,22 @@ def planned_config(
         replicas=best.options.get("replicas"),
         boundaries=best.boundaries or None,
         recompute=best.recompute,
+        **(
+            {"compress_messages": None, "compress_message_gradients": None}
+            if best.num_stages == 1
+            else {}
+        ),
         synchronous_steps=0
         if best.table().synchronous
         else config.pipeline.synchronous_steps,
     )
+    has_replicas = best.num_replicas > 1 or best.table().has_copies
     mesh = dataclasses.replace(
         config.mesh,
         data=best.num_replicas,
         model=best.num_tensor_devices,
         shard_optimizer=best.shard_optimizer,
+        compress_gradients=config.mesh.compress_gradients if has_replicas else None,
     )
     return dataclasses.replace(config, pipeline=pipeline, mesh=mesh, strategy=strategy)
 

@@ -78,12 +78,41 @@ def shards(records: Sequence[jpipe.ShardRecord]) -> str:
     return _table(rows, left={0, 2})
 
 
+def messages(records: Sequence[jpipe.MessageRecord]) -> str:
+    """A line for each kind of message: its bytes with and without compression; equal neighbours are one line."""
+    rows = [("message", "stages", "sent", "without compression", "ratio")]
+    key = lambda r: (r.what, r.num_bytes, r.plain_bytes)  # noqa: E731
+    for _, group in itertools.groupby(records, key):
+        alike = list(group)
+        first, last = alike[0], alike[-1]
+        if first.source == first.target:
+            what, places = "gradients of weights, a step", f"{first.source}"
+            if last is not first:
+                places += f"..{last.source}"
+        else:
+            what = f"{first.what}, a microbatch"
+            places = f"{first.source} to {first.target}"
+            if last is not first:
+                places += f" .. {last.source} to {last.target}"
+        rows.append(
+            (
+                what,
+                places,
+                size_text(first.num_bytes),
+                size_text(first.plain_bytes),
+                f"{first.ratio:.1f}",
+            )
+        )
+    return _table(rows, left={0, 1})
+
+
 def memory(memory: jpipe.Memory) -> str:
     """A line for each use of a device's memory."""
     uses = {
         "weights": memory.weights,
         "optimizer": memory.optimizer,
         "gradients": memory.gradients,
+        **({"compression": memory.compression} if memory.compression else {}),
         "activations in flight": memory.activations,
         "minibatch": memory.batch,
         "temporaries": memory.temporaries,

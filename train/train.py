@@ -86,6 +86,7 @@ class Run(NamedTuple):
       warm_up: the pipeline of the first `synchronous_steps`; None if there are none.
       partition: the stages.
       shards: what each device holds.
+      messages: what devices send; empty if nothing of it is compressed.
       run_dir: the folder of the run.
       checkpoints: those of the run.
       resumes: whether the run goes on from one of them.
@@ -99,6 +100,7 @@ class Run(NamedTuple):
     warm_up: jpipe.Pipeline | None
     partition: list[jpipe.StageRecord]
     shards: list[jpipe.ShardRecord]
+    messages: list[jpipe.MessageRecord]
     run_dir: pathlib.Path
     checkpoints: jpipe.Checkpoints
     resumes: bool
@@ -173,6 +175,11 @@ def prepare(argv: list[str]) -> Run:
         if is_first():
             write_config(run_dir, text)
             draw.save(schedule, run_dir / "schedule.svg")
+    compressed = (
+        config.pipeline.message_compressors(),
+        config.mesh.gradient_compressor(),
+    )
+    compresses = any(c is not None for c in compressed)
     return Run(
         name,
         config,
@@ -182,6 +189,7 @@ def prepare(argv: list[str]) -> Run:
         warm_up,
         partition,
         pipe.shards(batch),
+        pipe.messages(batch) if compresses else [],
         run_dir,
         jpipe.Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep),
         resumes=resumed_dir is not None,
@@ -208,6 +216,7 @@ def options_of_pipeline(config: TrainConfig, mesh: jax.sharding.Mesh) -> dict[st
         "axis_rules": config.mesh.axis_rules(),
         "strategy": config.strategy,
         "shard_optimizer": config.mesh.shard_optimizer,
+        "compress_gradients": config.mesh.gradient_compressor(),
         "ties": config.model.ties() if hasattr(config.model, "ties") else (),
         **config.pipeline.options_of_pipeline(),
         **config.optimizer.options_of_pipeline(),
@@ -226,6 +235,8 @@ def print_head(run: Run) -> None:
     print(f"run folder: {run.run_dir}\n")
     print(f"{report.partition(run.partition)}\n")
     print(f"{report.shards(run.shards)}\n")
+    if run.messages:
+        print(f"{report.messages(run.messages)}\n")
     print(draw.text(run.pipe.schedule, color=terminal, width=width))
 
 
@@ -395,6 +406,7 @@ def record(
         # While an asynchronous pipeline fills, nothing is updated and the norm is 0.
         gradient_norm=norm if norm or schedule.synchronous else None,
         num_skipped=int(np.sum(skipped)),
+        compression={n: float(a) for n, a in metrics.get("compression", {}).items()},
         updated=not (schedule.synchronous and np.all(skipped)),
     )
 

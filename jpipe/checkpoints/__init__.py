@@ -363,6 +363,8 @@ def _restored(
             key_impl=program.engine.key_impl,
         )
         state = portable.from_portable(program, source)
+        if _layout.has_compression(layout) or _layout.has_compression(mine):
+            portable.warn_of_new_compression()
     pipe._fix_cut(program)
     return state
 

@@ -17,6 +17,7 @@ from flax.traverse_util import unflatten_dict
 from jpipe.locations import Block, Location, Locations, locations
 from jpipe.portable import is_in_flight
 from jpipe.program import Program
+from jpipe.stages.codecs import NO_COMPRESSION
 from jpipe.state import PipelineState, num_rounds
 
 
@@ -61,6 +62,7 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         "num_microbatches": schedule.num_microbatches,
         "starts": list(program.stages.starts),
         **copies,
+        **_compressors(program),
         "mesh": {name: n for name, n in mesh.shape.items() if n > 1},
         "shard_optimizer": settings.shard_optimizer,
         "in_flight": in_flight,
@@ -73,6 +75,16 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         ],
         "loss_scale": {n: _to_json(leaf) for n, leaf in found.loss_scale.items()},
     }
+
+
+def _compressors(program: Program) -> dict[str, str]:
+    """Argument -> its compressors, as text; only those that are given."""
+    settings = program.settings
+    given = {
+        "compress_messages": settings.compress_messages,
+        "compress_gradients": settings.compress_gradients,
+    }
+    return {n: str(c) for n, c in given.items() if c not in (None, NO_COMPRESSION)}
 
 
 def layout_of_state(state: PipelineState) -> dict[str, Any]:
@@ -89,6 +101,8 @@ _IN_WORDS = (
     "copies",
     "mesh",
     "shard_optimizer",
+    "compress_messages",
+    "compress_gradients",
 )
 
 
@@ -98,12 +112,18 @@ def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     With nothing in flight the schedule does not count.
     """
     ignored = () if saved["in_flight"] else _SCHEDULE
-    keys = dict.fromkeys([*mine, "copies"])  # which only tables with copies have
+    # Only tables with copies have "copies", and only pipelines with compressors name them.
+    keys = dict.fromkeys([*mine, "copies", "compress_messages", "compress_gradients"])
     different = [k for k in keys if k not in ignored and mine.get(k) != saved.get(k)]
     in_words = [key for key in _IN_WORDS if key in different]
     return [
         f"{k} {mine.get(k)!r} instead of {saved.get(k)!r}" for k in in_words
     ] or different
+
+
+def has_compression(layout: Mapping[str, Any]) -> bool:
+    """Whether a layout has arrays that compressors keep."""
+    return any("_compression'" in name for name in layout["arrays"])
 
 
 def locations_in(layout: Mapping[str, Any]) -> Locations:

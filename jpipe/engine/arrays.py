@@ -24,6 +24,8 @@ class TickArrays:
       count: int32 `[1]`, finished microbatches.
       embedded: outputs of an embedding that all devices run together, `[microbatch, ...]` each.
       embedded_gradient: the gradient by those of them that have one.
+      gradient_compression: "error", packed like `gradients`, what this replica has not sent yet; and "states",
+        group of gradients -> state of the compressor for each, `[R, n, ...]`. Empty without compression.
       gradient_norm: `[1]`, norm of the gradient over all stages at the latest update.
       gradients: packed gradient accumulators, `[R, ...]`.
       head_gradient: the gradient by the inputs of a head that all devices run together,
@@ -33,6 +35,8 @@ class TickArrays:
       input_stash: packed values that a backward needs of its forward, `[K, ...]`.
       loss: `[1]`, sum of the losses of finished microbatches.
       loss_scale: the arrays of `LossScale`, `[1]` each.
+      message_compression: what the compressors of messages keep, by `jpipe.stages.codecs.state_key`, `[R, ...]`;
+        empty without compression.
       mutable_state: packed mutable state of the layers, `[R, ...]`.
       optimizer_state: packed optimizer state, `[R, ...]`.
       outputs: outputs of the last stage, `[N, microbatch, ...]` each; only in forward-only tables.
@@ -58,6 +62,7 @@ class TickArrays:
     count: jax.Array
     embedded: list[jax.Array]
     embedded_gradient: list[jax.Array]
+    gradient_compression: Mapping[str, Any]
     gradient_norm: jax.Array
     gradients: Packed
     head_gradient: list[jax.Array]
@@ -66,6 +71,7 @@ class TickArrays:
     input_stash: Packed
     loss: jax.Array
     loss_scale: Mapping[str, jax.Array]
+    message_compression: Mapping[str, Any]
     mutable_state: Packed
     optimizer_state: Packed
     outputs: list[jax.Array]

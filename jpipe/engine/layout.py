@@ -25,7 +25,6 @@ from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import HEAD_GRADIENT, STASHES, Lowered
 from jpipe.mesh import DATA, DEVICE_MEMORY, FSDP, STAGE
 from jpipe.packing import Packing
-from jpipe.stages.messages import IDENTITY
 
 NUM_DISCARD_SLOTS = 1
 """An inbox ends with a discard slot, for the messages of ticks in which nothing arrives for it."""
@@ -131,8 +130,8 @@ class StateLayout:
     Attributes:
       mesh: the devices.
       groups: name -> group: "parameters", "read_parameters", "optimizer_state", "mutable_state",
-        "loss_scale", "round", "started", "key", "gradients" and "buffers". A forward-only table has
-        "parameters", "mutable_state" and "buffers".
+        "loss_scale", "gradient_compression", "message_compression", "round", "started", "key", "gradients" and
+        "buffers". A forward-only table has "parameters", "mutable_state", "message_compression" and "buffers".
     """
 
     mesh: Mesh
@@ -206,6 +205,8 @@ def training_layout(
     loss_scale: LossScale | None = None,
     key_impl: Any = None,
     shares_updates: bool = False,
+    gradient_compression: Any = None,
+    message_compression: Any = None,
 ) -> StateLayout:
     """The layout of a training state.
 
@@ -220,6 +221,8 @@ def training_layout(
       loss_scale: the loss scale, or None.
       key_impl: implementation of the random keys.
       shares_updates: whether each replica of a stage keeps a share of the optimizer's state.
+      gradient_compression: local shapes of what compression of gradients keeps; None: nothing.
+      message_compression: the same of messages.
     """
     assert packings.optimizer_state is not None
     R, V = lowered.num_chunks, lowered.num_versions
@@ -240,6 +243,8 @@ def training_layout(
         "optimizer_state": packings.of_state(mesh, R),
         "mutable_state": packed_shapes(None, packings.mutable_state, R),
         "loss_scale": {} if loss_scale is None else loss_scale.shapes(),
+        "gradient_compression": gradient_compression or {},
+        "message_compression": message_compression or {},
         "round": counter,
         "started": counter,
         "key": key,
@@ -247,7 +252,8 @@ def training_layout(
         "buffers": buffers,
     }
     private = {"optimizer_state"} if shares_updates else set()
-    return _layout(mesh, groups, {"gradients", "buffers", *private})
+    private |= {"gradient_compression", "message_compression", "gradients", "buffers"}
+    return _layout(mesh, groups, private)
 
 
 def forward_only_layout(
@@ -257,6 +263,7 @@ def forward_only_layout(
     *,
     num_versions: int,
     microbatch: Any,
+    message_compression: Any = None,
 ) -> StateLayout:
     """The layout of the arrays that a forward-only table reads and writes.
 
@@ -266,14 +273,16 @@ def forward_only_layout(
       packings: how the leaves are packed.
       num_versions: V of the state that holds the weights.
       microbatch: the abstract microbatch.
+      message_compression: local shapes of what compression of messages keeps; None: nothing.
     """
     R = lowered.num_chunks
     groups = {
         "parameters": packings.of_weights(mesh, num_versions, R),
         "mutable_state": packed_shapes(None, packings.mutable_state, R),
+        "message_compression": message_compression or {},
         "buffers": buffer_shapes(mesh, lowered, packings, microbatch),
     }
-    return _layout(mesh, groups, {"buffers"})
+    return _layout(mesh, groups, {"message_compression", "buffers"})
 
 
 def _layout(mesh: Mesh, groups: Mapping, private: Container[str]) -> StateLayout:
@@ -322,7 +331,7 @@ def buffer_shapes(
         "sent_gradients": sent["backward"],
         # Under overlap what a backward sends arrives within a tick and needs no place here.
         "received": {
-            i: _encoded(mesh, channel.codec, message[next(iter(channel.arrives))])
+            i: packed_shapes(mesh, message[next(iter(channel.arrives))])
             for i, channel in enumerate(lowered.channels)
             if channel.operation != "backward"
         },
@@ -339,14 +348,6 @@ def buffer_shapes(
         num_rows = lowered.num_batches * schedule.num_microbatches
         shapes["batches"] = microbatch_shapes(mesh, microbatch, num_rows)
     return shapes
-
-
-def _encoded(
-    mesh: Mesh | None, codec: Any, message: Packing
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a message as it is transferred."""
-    shapes = packed_shapes(mesh, message)
-    return shapes if codec in (None, IDENTITY) else jax.eval_shape(codec.encode, shapes)
 
 
 def microbatch_shapes(mesh: Mesh | None, microbatch: Any, number: int) -> Any:

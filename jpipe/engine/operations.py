@@ -30,15 +30,16 @@ from jpipe.engine.stage_layers import (
 from jpipe.engine.transport import (
     SENT,
     arrived_skip_gradients,
+    neighbour_end,
     put_row,
-    send,
+    send_skip_gradients,
     send_skips,
+    wires_with_gradients,
 )
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
 from jpipe.lowering.rings import HEAD_GRADIENT, STASHES
 from jpipe.lowering.scalars import LaneScalars
-from jpipe.packing import Packing, Place
 from jpipe.stages.cut import LayerRun
 
 FORWARD_STASHES, SPLIT = ["input_stash", "weight_stash"], "split_residuals"
@@ -75,25 +76,11 @@ def microbatch_of(lane: LaneScalars, leaves: Sequence[jax.Array]) -> list[jax.Ar
     ]
 
 
-def _message_places(
-    stage: StageContext, owner_offset: int, messages: Packing
-) -> Sequence[Place]:
-    """Places of the message from the stage before (offset -1) or to the stage after (offset 0).
-
-    Stages that share a program have messages of one shape, and the first of them gives the places.
-    """
-    owners = [s + owner_offset for s in stage.program.stages]
-    num_messages = stage.stages.num_stages - 1
-    return messages.places[next(o for o in owners if 0 <= o < num_messages)]
-
-
 def _stage_inputs(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
     """Inputs of the stage: from the batch on the first stage, from the inbox on others."""
 
     def from_inbox() -> list[jax.Array]:
-        places = _message_places(stage, -1, stage.stages.activations)
-        slot = [stage.scalars.slot("activation")]
-        return packing.read_all(read.inbox["activation"], places, slot)
+        return neighbour_end(stage, -1, "activation").arrived(read)
 
     def first() -> list[jax.Array]:
         if stage.stages.vocabulary.embedding is not None:
@@ -134,7 +121,7 @@ def forward_writes(stage: StageContext) -> list[str]:
     if stage.spec.schedule.forward_only:
         return ["head_input" if head else "outputs", SENT["forward"]]
     names = ["head_input"] if head else ["loss", "aux", "count"]
-    names.append(SENT["forward"])
+    names += [SENT["forward"], "message_compression"]
     if not stage.spec.recompute:
         names += FORWARD_STASHES
     if not _moves_state(stage):
@@ -167,17 +154,16 @@ def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         written = written.replace(statistics=result.statistics)
     if commits:
         written = _commit_state(stage, written)
-    lane = stage.scalars
-    written = send_skips(stage.spec, stage.program, written, lane, result.skips)
+    written = send_skips(stage, written, read, result.skips)
 
     def collect() -> Written:
-        index = lane.microbatch
+        index = stage.scalars.microbatch
         values = zip(written.outputs, result.outputs)
         return written.replace(outputs=[put_row(a, y, index) for a, y in values])
 
     def send_activation() -> Written:
-        places = _message_places(stage, 0, stage.stages.activations)
-        return send(stage.spec, written, lane, "activation", places, result.outputs)
+        end = neighbour_end(stage, 0, "activation")
+        return end.send(written, read, result.outputs)
 
     def add_loss() -> Written:
         return _add_loss(stage, written, result.outputs, stashes)
@@ -298,7 +284,7 @@ def _commit_layer(
 
 def backward_writes(stage: StageContext) -> list[str]:
     """The arrays that `backward` writes."""
-    names = [SENT["backward"], "embedded_gradient"]
+    names = [SENT["backward"], "message_compression", "embedded_gradient"]
     names += [SPLIT] if stage.spec.schedule.splits_backward else ["gradients"]
     return names + (FORWARD_STASHES if stage.spec.recompute else [])
 
@@ -319,7 +305,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     rings = _rings(written, read)
     gradients = None if split else written.gradients
     lane = stage.scalars
-    skip_gradients = arrived_skip_gradients(stage.spec, stage.program, read.inbox, lane)
+    skip_gradients = arrived_skip_gradients(stage, read)
     for r, run in reversed(list(enumerate(stage.program.runs))):
         kind = stage.stages.layer_kinds[run.kind]
         gy = [*gy, *(g for name, _ in run.stash for g in skip_gradients.pop(name))]
@@ -358,11 +344,11 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     written = _with_rings(written, rings)
     if not split:
         written = written.replace(gradients=gradients)
-    written = send_skips(stage.spec, stage.program, written, lane, skip_gradients)
+    written = send_skip_gradients(stage, written, read, skip_gradients)
 
     def send_gradient() -> Written:
-        places = _message_places(stage, -1, stage.stages.gradients)
-        return send(stage.spec, written, lane, "gradient", places, gy)
+        arrived = wires_with_gradients(neighbour_end(stage, -1, "activation"), read)
+        return neighbour_end(stage, -1, "gradient").send(written, read, gy, arrived)
 
     def to_embedding() -> Written:
         if stage.stages.vocabulary.embedding is None:
@@ -426,9 +412,7 @@ def loss_gradient(device: Device, lane: LaneScalars, read: TickArrays) -> jax.Ar
 
 def _arrived_gradient(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
     """The gradient by the stage's outputs, from the next stage."""
-    places = _message_places(stage, 0, stage.stages.gradients)
-    slot = [stage.scalars.slot("gradient")]
-    return packing.read_all(read.inbox["gradient"], places, slot)
+    return neighbour_end(stage, 0, "gradient").arrived(read)
 
 
 # -- Weight gradient

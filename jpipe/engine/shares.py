@@ -10,7 +10,7 @@ exchange what one copy has. So the gradients of a stage travel once, and so do i
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,8 @@ from jpipe.packing import Place
 from jpipe.stages.optimizer import StageUpdate
 from jpipe.stages.shares import Division, Replicas
 from jpipe.stages.update_groups import LeafSlots
+
+Arrays = TypeVar("Arrays")
 
 
 class Rank(NamedTuple):
@@ -254,7 +256,7 @@ def scatter_over_copies(
             program, "inputs", ("gradients",), n, gradients, lead, scattered
         )
 
-    return _each_stage_with_copies(device, scalars, scatter, gradients)
+    return each_stage(device, scalars, scatter, gradients)
 
 
 def _each_turn(
@@ -332,26 +334,29 @@ def gather_over_copies(
         lead = [version, ring.chunk]
         return _each_turn(program, "outputs", (name,), n, weights, lead, gathered)
 
-    return _each_stage_with_copies(device, scalars, gather, weights)
+    return each_stage(device, scalars, gather, weights)
 
 
-def _each_stage_with_copies(
+def each_stage(
     device: Device,
     scalars: TickScalars,
-    exchange: Callable[[Ring, StageUpdate, Packed, Any], Packed],
-    arrays: Packed,
-) -> Packed:
+    exchange: Callable[[Ring, StageUpdate, Arrays, Any], Arrays],
+    arrays: Arrays,
+    *,
+    alone: bool = False,
+) -> Arrays:
     """Arrays after the exchange between the copies of every stage that updates in this tick.
 
     Args:
       device: the device.
       scalars: of the tick.
       exchange: `(ring, program, arrays, number of updates) -> arrays`.
-      arrays: packed.
+      arrays: a tree of packed arrays.
+      alone: whether stages with one copy take part.
     """
     spec = device.spec
     for s, copies in enumerate(spec.lowered.copies):
-        if len(copies) == 1:
+        if len(copies) == 1 and not alone:
             continue
         now = scalars.get("copies", "update", s) >= 0
         ring = Ring.of(device, copies)
@@ -365,6 +370,6 @@ def _each_stage_with_copies(
 
 
 def _once(
-    exchange: Callable, ring: Ring, program: StageUpdate, arrays: Packed, _: None
-) -> Packed:
+    exchange: Callable, ring: Ring, program: StageUpdate, arrays: Arrays, _: None
+) -> Arrays:
     return exchange(ring, program, arrays, 1)

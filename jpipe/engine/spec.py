@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jpipe.compress import Compressor
 from jpipe.engine.layout import (
     StateLayout,
     StatePackings,
@@ -21,8 +24,14 @@ from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
 from jpipe.mesh import DATA
 from jpipe.packing import Packing, Place
 from jpipe.schedule import Schedule
+from jpipe.stages.codecs import first_states
 from jpipe.stages.cut import Stages
-from jpipe.stages.messages import find_routes
+from jpipe.stages.gradient_groups import (
+    GradientGroup,
+    compressor_states,
+    gradient_groups,
+)
+from jpipe.stages.messages import find_routes, with_gradients
 from jpipe.stages.optimizer import StageUpdates, read_delays
 
 
@@ -62,6 +71,7 @@ class PassSpec:
       overlap: whether transfers overlap with compute. If False, all messages of a tick are sent
         after its compute, which is faster where devices share cores.
       compute_dtype: to which layers cast weights; None: they cast nothing.
+      compress_gradients: how replicas exchange gradients: see `jpipe.engine.gradients`. None: as they are.
     """
 
     schedule: Schedule
@@ -75,14 +85,23 @@ class PassSpec:
     trained: Lowered | None = None
     overlap: bool = False
     compute_dtype: np.dtype | None = None
+    compress_gradients: Compressor | None = None
 
     @functools.cached_property
     def routes(self) -> list[tuple[Route, Packing]]:
         """Every kind of message, with its packing."""
         stages = self.stages
         gradients = None if self.schedule.forward_only else stages.gradients
+        codecs = [
+            *itertools.chain(*stages.codecs),
+            *(c for p in stages.portals for cs in p.codecs.values() for c in cs),
+        ]
         return find_routes(
-            stages.num_stages, stages.activations, gradients, stages.portals
+            stages.num_stages,
+            stages.activations,
+            gradients,
+            stages.portals,
+            kept=any(codec.compression.is_sparse for codec in codecs),
         )
 
     @functools.cached_property
@@ -108,6 +127,44 @@ class PassSpec:
         if self.updates is None:
             return False
         return any(update.replicas.number > 1 for update in self.updates.programs)
+
+    @functools.cached_property
+    def gradient_groups(self) -> list[GradientGroup]:
+        """The gradients, in groups that are compressed alike; `[]` if none are compressed."""
+        if self.updates is None or self.compress_gradients is None:
+            return []
+        return gradient_groups(self.updates.programs, self.stages.parameters)
+
+    def first_gradient_compression(self) -> dict[str, Any]:
+        """What compression of gradients keeps, on one device before training; `{}` without."""
+        if not self.gradient_groups:
+            return {}
+        assert self.compress_gradients is not None
+        R = self.lowered.num_chunks
+        shapes = self.packings.of_weights(self.mesh, R)
+        return {
+            "error": {n: jnp.zeros(a.shape, a.dtype) for n, a in shapes.items()},
+            "states": compressor_states(
+                self.compress_gradients, self.gradient_groups, R
+            ),
+        }
+
+    def first_message_compression(self) -> dict[str, Any]:
+        """What the compressors of messages keep, on one device before training."""
+        stages = self.stages
+        messages: dict[str, list] = {"activation": [*stages.codecs]}
+        messages |= {
+            f"skip{i}": [tuple(itertools.chain(*portal.codecs.values()))]
+            for i, portal in enumerate(stages.portals)
+        }
+        if not self.schedule.forward_only:
+            messages |= {
+                "gradient" if inbox == "activation" else f"{inbox}.gradient": [
+                    with_gradients(codecs) for codecs in of_inbox
+                ]
+                for inbox, of_inbox in messages.items()
+            }
+        return first_states(messages, self.lowered.num_chunks)
 
     @property
     def updates_in_every_tick(self) -> bool:
@@ -158,6 +215,7 @@ class PassSpec:
                 self.packings,
                 num_versions=self.num_versions,
                 microbatch=self.microbatch,
+                message_compression=jax.eval_shape(self.first_message_compression),
             )
         hooks = self.updates.programs[0].param_hooks
         return training_layout(
@@ -171,6 +229,8 @@ class PassSpec:
             loss_scale=self.loss_scale,
             key_impl=self.key_impl,
             shares_updates=self.shares_updates,
+            gradient_compression=jax.eval_shape(self.first_gradient_compression),
+            message_compression=jax.eval_shape(self.first_message_compression),
         )
 
     @functools.cached_property

@@ -257,7 +257,7 @@ def run_layers(
       rings: ring -> stashes; None: nothing is stashed.
       statistics: sums of statistics; None: they are not kept.
     """
-    skips = arrived_skips(stage.spec, stage.program, read.inbox, stage.scalars)
+    skips = arrived_skips(stage, read)
     for r, run in enumerate(stage.program.runs):
         kind = stage.stages.layer_kinds[run.kind]
         popped = [leaf for name, _ in run.pop for leaf in skips.pop(name)]

@@ -2,27 +2,33 @@
 
 A message takes this way:
 
-    operation of the source: `send` writes it into `sent_activations` or `sent_gradients`
-    `move`: encode, `ppermute`                      -> `received`
-    `receive`: decode, write it into its inbox      -> `inbox`
-    operation of the target reads its slot of the inbox
+    operation of the source: `send` encodes it and writes it into `sent_activations` or `sent_gradients`
+    `move`: `ppermute`                              -> `received`
+    `receive`: write it into its inbox              -> `inbox`
+    operation of the target reads its slot of the inbox, and `arrived` decodes it
+
+What is between is the *wire*: see `jpipe.stages.codecs`.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jpipe import packing
-from jpipe.engine.arrays import Packed, TickArrays, Written
+from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
+from jpipe.engine.context import StageContext
 from jpipe.engine.spec import PassSpec
+from jpipe.layers.avals import is_inexact
 from jpipe.lowering.channels import Channel
-from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.lowering.scalars import TickScalars
 from jpipe.mesh import STAGE
-from jpipe.stages.cut import StageProgram
-from jpipe.stages.messages import IDENTITY, Portal
+from jpipe.stages.codecs import LeafCodec, is_gradient, state_key
+from jpipe.stages.messages import with_gradients
 
 SENT = {"forward": "sent_activations", "backward": "sent_gradients"}
 """Operation -> the array of `TickArrays` that it sends from."""
@@ -46,9 +52,8 @@ def receive(
 ) -> TickArrays:
     """Writes messages, by channel, into their inboxes."""
     inboxes = dict(arrays.inbox)
-    for number, encoded in received.items():
+    for number, message in received.items():
         channel = spec.lowered.channels[number]
-        message = (channel.codec or IDENTITY).decode(encoded)
         for inbox in channel.arrives:
             slot = scalars.channel(number).slot(inbox)
             inboxes[inbox] = {
@@ -76,14 +81,13 @@ def move(
         of the tick.
 
     Returns:
-      Channel -> the received message, encoded.
+      Channel -> the received message.
     """
     received = {}
     for number, channel in enumerate(spec.lowered.channels):
         if channel.operation != after:
             continue
-        codec = channel.codec or IDENTITY
-        message = codec.encode(_select_output(arrays, scalars, number, channel))
+        message = _select_output(arrays, scalars, number, channel)
         transfer = functools.partial(_transfer, channel)
         if after is None:
             # Reading `op_count` delays the transfer until all operations of the tick have run: a
@@ -120,82 +124,192 @@ def _transfer(channel: Channel, message: Packed) -> Packed:
     return jax.tree.map(lambda a: lax.ppermute(a, STAGE, channel.pairs), message)
 
 
-def send(
-    spec: PassSpec,
-    written: Written,
-    lane: LaneScalars,
-    inbox: str,
-    places: Sequence[packing.Place],
-    values: Sequence[jax.Array],
-) -> Written:
-    """Writes `values` to their places in the message that the lane sends to an inbox."""
-    name = SENT[lane.operation]
-    outputs = getattr(written, name)
-    j = spec.lowered.outgoing.index((inbox, lane.lane))
-    message = packing.write_all(outputs[j], places, [], values)
-    return written.replace(**{name: {**outputs, j: message}})
+# -- At the ends
+
+
+class MessageEnd(NamedTuple):
+    """A message at a stage that sends or receives it.
+
+    Attributes:
+      stage: the stage.
+      inbox: of the message.
+      codecs: of its leaves; if it has gradients, of the leaves of the activation that have one.
+      places: of what is sent, in the message.
+      first: number of the first leaf in the message.
+    """
+
+    stage: StageContext
+    inbox: str
+    codecs: Sequence[LeafCodec]
+    places: Sequence[packing.Place]
+    first: int = 0
+
+    def wires(self, read: TickArrays) -> list[list[jax.Array]]:
+        """What has arrived of each leaf."""
+        slot = [self.stage.scalars.slot(self.inbox)]
+        places, wires = iter(self.places), []
+        for codec in self.codecs:
+            of_leaf = itertools.islice(places, len(codec.wire(self._gradient)))
+            wires.append(packing.read_all(read.inbox[self.inbox], list(of_leaf), slot))
+        return wires
+
+    def arrived(self, read: TickArrays) -> list[jax.Array]:
+        """The leaves that have arrived."""
+        return [
+            codec.decode(wire, self._gradient)
+            for codec, wire in zip(self.codecs, self.wires(read), strict=True)
+        ]
+
+    def send(
+        self,
+        written: Written,
+        read: ReadOnly,
+        values: Sequence[jax.Array],
+        arrived: Sequence[list[jax.Array]] = (),
+    ) -> Written:
+        """Encodes values, and writes them to their places in the message that the lane sends.
+
+        Args:
+          written: hold the messages that are sent, and in training what compressors keep.
+          read: all other arrays.
+          values: the leaves.
+          arrived: for gradients what has arrived of each leaf; `[]` each if no codec reads it.
+        """
+        states = read if "message_compression" in read else written
+        kept: dict[str, Any] = dict(states.message_compression)
+        wires: list[jax.Array] = []
+        for i, (codec, value) in enumerate(zip(self.codecs, values, strict=True)):
+            first_state = jax.eval_shape(
+                functools.partial(codec.first_state, self._gradient)
+            )
+            key = state_key(self.inbox, self.first + i, first_state)
+            state = self._state(codec, kept.get(key))
+            if self._gradient:
+                wire, state = codec.encode_gradient(value, state, arrived[i])
+            else:
+                wire, state = codec.encode(value, state)
+            wires += wire
+            if key in kept:
+                (chunk,) = self.stage.column
+                kept[key] = jax.tree.map(
+                    lambda a, b, chunk=chunk: put_row(a, b, chunk), kept[key], state
+                )
+        if "message_compression" in written:
+            written = written.replace(message_compression=kept)
+        lane, spec = self.stage.scalars, self.stage.spec
+        name = SENT[lane.operation]
+        outputs = getattr(written, name)
+        j = spec.lowered.outgoing.index((self.inbox, lane.lane))
+        message = packing.write_all(outputs[j], self.places, [], wires)
+        return written.replace(**{name: {**outputs, j: message}})
+
+    @property
+    def _gradient(self) -> bool:
+        return is_gradient(self.inbox)
+
+    def _state(self, codec: LeafCodec, kept: Any) -> Any:
+        """The state of the compressor of a leaf; the first one if none is kept, as in evaluation with other shapes."""
+        if kept is None:
+            return codec.first_state(self._gradient)
+        (chunk,) = self.stage.column
+        return jax.tree.map(
+            lambda a: lax.dynamic_index_in_dim(
+                a, chunk, keepdims=False, allow_negative_indices=False
+            ),
+            kept,
+        )
+
+
+def neighbour_end(stage: StageContext, offset: int, inbox: str) -> MessageEnd:
+    """The end of a message from the stage before (offset -1) or to the stage after (offset 0), or of its gradient.
+
+    Stages that share a program have messages of one shape, and the first of them gives the places.
+    """
+    stages, num_messages = stage.stages, stage.stages.num_stages - 1
+    owners = [s + offset for s in stage.program.stages]
+    owner = next(o for o in owners if 0 <= o < num_messages)
+    codecs: Sequence[LeafCodec] = stages.codecs[owner]
+    if is_gradient(inbox):
+        return MessageEnd(
+            stage, inbox, with_gradients(codecs), stages.gradients.places[owner]
+        )
+    return MessageEnd(stage, inbox, codecs, stages.activations.places[owner])
 
 
 # -- Skips
 
 
-def portals_of(
-    spec: PassSpec, program: StageProgram, end: str
-) -> Iterator[tuple[int, Portal]]:
-    """Number and record of each portal whose `end`, "source" or "target", is in a program."""
-    for i, portal in enumerate(spec.stages.portals):
-        if getattr(portal, end) in program.stages:
-            yield i, portal
-
-
-def arrived_skips(
-    spec: PassSpec,
-    program: StageProgram,
-    inbox: Mapping[str, Packed],
-    lane: LaneScalars,
-) -> dict[str, list[jax.Array]]:
-    """Name -> leaves of the skips that earlier stages have sent to this stage."""
-    skips = {}
-    for i, portal in portals_of(spec, program, "target"):
-        messages, slot = inbox[f"skip{i}"], [lane.slot(f"skip{i}")]
+def _skip_ends(
+    stage: StageContext, end: str, gradient: bool
+) -> Iterator[tuple[str, MessageEnd]]:
+    """Skip -> its end, for skips whose `end`, "source" or "target", is in the stage's program."""
+    for i, portal in enumerate(stage.stages.portals):
+        if getattr(portal, end) not in stage.program.stages:
+            continue
+        inbox = f"skip{i}.gradient" if gradient else f"skip{i}"
+        first = 0
         for name in portal.names:
-            skips[name] = packing.read_all(messages, portal.places[name], slot)
-    return skips
+            codecs, places = portal.codecs[name], portal.places[name]
+            if gradient:
+                codecs = tuple(with_gradients(codecs))
+                places = portal.gradient_places[name]
+            yield name, MessageEnd(stage, inbox, codecs, places, first)
+            first += len(codecs)
+
+
+def arrived_skips(stage: StageContext, read: TickArrays) -> dict[str, list[jax.Array]]:
+    """Name -> leaves of the skips that earlier stages have sent to this stage."""
+    ends = _skip_ends(stage, "target", gradient=False)
+    return {name: end.arrived(read) for name, end in ends}
 
 
 def arrived_skip_gradients(
-    spec: PassSpec,
-    program: StageProgram,
-    inbox: Mapping[str, Packed],
-    lane: LaneScalars,
+    stage: StageContext, read: TickArrays
 ) -> dict[str, list[jax.Array]]:
     """Name -> gradients of the skips that this stage has sent to later stages."""
-    gradients = {}
-    for i, portal in portals_of(spec, program, "source"):
-        message = f"skip{i}.gradient"
-        for name in portal.names:
-            places = portal.gradient_places[name]
-            gradients[name] = (
-                packing.read_all(inbox[message], places, [lane.slot(message)])
-                if places
-                else []
-            )
-    return gradients
+    ends = _skip_ends(stage, "source", gradient=True)
+    return {name: end.arrived(read) if end.places else [] for name, end in ends}
 
 
 def send_skips(
-    spec: PassSpec,
-    program: StageProgram,
+    stage: StageContext,
     written: Written,
-    lane: LaneScalars,
+    read: ReadOnly,
     skips: Mapping[str, Sequence[jax.Array]],
 ) -> Written:
-    """Sends the skips that leave the stage; in a backward, the gradients of skips that it popped."""
-    backward = lane.operation == "backward"
-    for i, portal in portals_of(spec, program, "target" if backward else "source"):
-        inbox = f"skip{i}.gradient" if backward else f"skip{i}"
-        places = portal.gradient_places if backward else portal.places
-        if (inbox, lane.lane) in spec.lowered.outgoing:
-            for name in portal.names:
-                written = send(spec, written, lane, inbox, places[name], skips[name])
+    """Sends the skips that leave the stage."""
+    for name, end in _skip_ends(stage, "source", gradient=False):
+        if _is_sent(stage, end):
+            written = end.send(written, read, skips[name])
     return written
+
+
+def send_skip_gradients(
+    stage: StageContext,
+    written: Written,
+    read: ReadOnly,
+    gradients: Mapping[str, Sequence[jax.Array]],
+) -> Written:
+    """Sends the gradients of the skips that the stage has popped."""
+    activations = dict(_skip_ends(stage, "target", gradient=False))
+    for name, end in _skip_ends(stage, "target", gradient=True):
+        if _is_sent(stage, end):
+            arrived = wires_with_gradients(activations[name], read)
+            written = end.send(written, read, gradients[name], arrived)
+    return written
+
+
+def _is_sent(stage: StageContext, end: MessageEnd) -> bool:
+    return (end.inbox, stage.scalars.lane) in stage.spec.lowered.outgoing
+
+
+def wires_with_gradients(end: MessageEnd, read: TickArrays) -> list[list[jax.Array]]:
+    """What has arrived of each leaf with a gradient; `[]` each if it is not kept until the backward."""
+    codecs = end.codecs
+    if not any(codec.compression.is_sparse for codec in codecs):
+        return [[] for _ in with_gradients(codecs)]
+    return [
+        wire
+        for codec, wire in zip(codecs, end.wires(read), strict=True)
+        if is_inexact(codec.leaf.aval)
+    ]

@@ -20,6 +20,11 @@ from jpipe.engine.apply import APPLY_WRITES, Apply
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device
 from jpipe.engine.copies import sum_over_copies
+from jpipe.engine.gradients import (
+    EXCHANGE_WRITES,
+    exchange_over_copies,
+    exchange_over_data,
+)
 from jpipe.engine.guard import Branch, guarded, run_one_of
 from jpipe.engine.shares import (
     gather_over_copies,
@@ -38,6 +43,7 @@ from jpipe.stages.optimizer import StageUpdate
 Record = TypeVar("Record", bound=TickArrays)
 
 UPDATE_WRITES = (
+    "gradient_compression",
     "gradient_norm",
     "gradients",
     "loss_scale",
@@ -158,6 +164,8 @@ def _over_replicas(
     If replicas share the update, each gets the sum for its share of a column, and zeros elsewhere.
     """
     spec = device.spec
+    if spec.compress_gradients is not None:
+        return _over_compressed(device, scalars, lanes, arrays)
     shared = spec.shares_updates
     if spec.num_replicas > 1:
         for lane in units if shared else [*lanes, *units]:
@@ -186,6 +194,32 @@ def _over_replicas(
     elif spec.schedule.has_copies:
         gradients = sum_over_copies(device, scalars, "update", arrays.gradients)
         arrays = arrays.replace(gradients=gradients)
+    return arrays
+
+
+def _over_compressed(
+    device: Device,
+    scalars: TickScalars,
+    lanes: Sequence[LaneScalars],
+    arrays: TickArrays,
+) -> TickArrays:
+    """The same for replicas that exchange compressed gradients."""
+    if device.spec.schedule.has_copies:
+        return exchange_over_copies(device, scalars, arrays)
+    for lane in lanes:
+
+        def exchange(
+            program: StageUpdate,
+            _: int,
+            num_updates: jax.Array | int,
+            arrays: Written,
+            lane: LaneScalars = lane,
+        ) -> Written:
+            return exchange_over_data(device, lane, program, num_updates, arrays)
+
+        arrays = _run_program(
+            device, lane, "exchange", EXCHANGE_WRITES, exchange, arrays
+        )
     return arrays
 
 

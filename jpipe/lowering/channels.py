@@ -27,15 +27,14 @@ class Route:
       operation: the operation that sends the message and reads it: "forward" or "backward".
       target: sending stage -> receiving stage.
       payload: shapes of the message. Routes share a channel only if their payloads are equal.
-      codec: how the message is encoded for its transfer, see `jpipe.stages.messages.Codec`.
-        Lowering only compares it: routes share a channel only if their codecs are equal.
+      kept: whether the backward of the receiver reads a message that a forward has sent.
     """
 
     inbox: str
     operation: str
     target: Mapping[int, int]
     payload: Any
-    codec: Any = None
+    kept: bool = False
 
 
 def neighbours(num_stages: int, activation: Any = 0, gradient: Any = 0) -> list[Route]:
@@ -71,7 +70,6 @@ class Channel:
       arrives: inbox -> int32 `[T, D, 2]`, the column and the position of the message that is
         readable from tick t, which determine its slot; column -1: no message. Holds only inboxes
         that the channel fills in some tick.
-      codec: the codec of all routes that share the channel.
     """
 
     operation: str | None
@@ -80,7 +78,6 @@ class Channel:
     lane: np.ndarray
     lanes: tuple[int, ...]
     arrives: Mapping[str, np.ndarray]
-    codec: Any = None
 
 
 @dataclasses.dataclass
@@ -89,7 +86,7 @@ class _Draft:
 
     Attributes:
       local: whether messages stay on their device.
-      shared: payload, codec and operation that all messages of the channel have in common.
+      shared: payload and operation that all messages of the channel have in common.
       pairs: source device -> target device.
       lanes: (tick, source device) -> position in `Lowered.outgoing`.
       arrivals: (tick, target device) -> (inbox, (column, position)).
@@ -126,7 +123,7 @@ class _Draft:
             cells = arrives.setdefault(inbox, np.full((T, D, 2), -1, np.int32))
             before = num_in_column[column] * next_round
             cells[next_tick, target] = column, position - before
-        *_, codec, operation = self.shared
+        _, operation = self.shared
         return Channel(
             operation=operation,
             pairs=None if self.local else tuple(sorted(self.pairs.items())),
@@ -134,7 +131,6 @@ class _Draft:
             lane=lane,
             lanes=tuple(sorted(set(self.lanes.values()))),
             arrives=arrives,
-            codec=codec,
         )
 
 
@@ -165,7 +161,7 @@ def assign_channels(
     drafts: list[_Draft] = []
     for route in routes:
         lanes = operations[route.operation]
-        shared = (route.payload, route.codec, route.operation if overlap else None)
+        shared = (route.payload, route.operation if overlap else None)
         for tick, source, lane in np.argwhere(lanes.stage >= 0).tolist():
             stage = route.target.get(int(lanes.stage[tick, source, lane]))
             if stage is None:

@@ -173,6 +173,7 @@ def _lifetimes(
         read = forward
         if not schedule.forward_only:
             read = stashed if route.operation == "forward" else backward
+            read = backward if route.kept else read
         lifetimes[route.inbox] = arrival, read
     if not schedule.forward_only:
         lifetimes["input_stash"] = (stashed, backward)

@@ -299,13 +299,11 @@ def scalar_table(
 
 
 def _add_flags(table: ScalarTable, lowered: Lowered, operation: str) -> None:
-    """Adds 0 where the copies of a stage update or commit, else -1; the same on all devices."""
+    """Adds 0 where any copy of a stage updates or commits, else -1; the same on all devices."""
     if not lowered.schedule.has_copies:
         return
     N, operations = lowered.schedule.num_microbatches, lowered.operations[operation]
-    for s, copies in enumerate(lowered.copies):
-        if len(copies) == 1 or not operations.num_lanes:
-            continue
+    for s in range(len(lowered.copies)) if operations.num_lanes else ():
         here = operations.stage == s
         now = here.any(axis=(1, 2))[:, None]
         least = np.iinfo(np.int32).min

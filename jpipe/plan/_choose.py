@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jpipe import schedules
+from jpipe.compress import Compressor
 from jpipe.plan._predict import Prediction, predict
 from jpipe.plan._profile import Profile, balance_by_memory, balance_by_time
 from jpipe.schedule import Schedule
@@ -122,6 +123,8 @@ def choose(
     recompute: str | Sequence[str] = _SAME_PROGRAMS,
     schedule_names: Sequence[str] | None = None,
     shard_optimizer: bool | Sequence[bool] = False,
+    compress_messages: Any = None,
+    compress_gradients: Compressor | None = None,
 ) -> Ranking:
     """Prices every plan that the profiles allow and ranks them.
 
@@ -143,6 +146,8 @@ def choose(
       schedule_names: names of `jpipe.schedules` to consider; None: all of them.
         Asynchronous schedules among them still need `asynchronous`.
       shard_optimizer: whether replicas of a stage share its update, as of `Pipeline`; both values try both.
+      compress_messages: as of `predict`.
+      compress_gradients: as of `predict`. Updates are then not shared.
 
     Returns:
       A `Ranking`: first the candidates that fit, the fastest first, then the others, the
@@ -167,15 +172,39 @@ def choose(
         if isinstance(shard_optimizer, bool)
         else list(shard_optimizer)
     )
+    if compress_gradients is not None:
+        sharing = [False]
+    compressed = dict(
+        compress_messages=compress_messages, compress_gradients=compress_gradients
+    )
     names = schedules.names() if schedule_names is None else list(schedule_names)
     names = [name for name in names if _is_wanted(name, asynchronous)]
     candidates: list[Candidate] = []
     skipped: list[Skipped] = []
     for profile in profiles:
         for plan in _plans(profile, machine, batch_size, names):
-            _price(plan, profile, machine, recompute, sharing, candidates, skipped)
+            _price(
+                plan,
+                profile,
+                machine,
+                recompute,
+                sharing,
+                candidates,
+                skipped,
+                compressed,
+            )
         for plan, cut in _plans_with_copies(profile, machine, batch_size, names):
-            _price(plan, profile, machine, recompute, sharing, candidates, skipped, cut)
+            _price(
+                plan,
+                profile,
+                machine,
+                recompute,
+                sharing,
+                candidates,
+                skipped,
+                compressed,
+                cut,
+            )
     if not candidates:
         sizes = sorted({profile.microbatch_size for profile in profiles})
         raise ValueError(
@@ -372,12 +401,13 @@ def _price(
     sharing: Sequence[bool],
     candidates: list[Candidate],
     skipped: list[Skipped],
+    compressed: Mapping[str, Any],
     cut: list[int] | None = None,
 ) -> None:
     """Appends a plan's candidates, or the reason to skip it.
 
     There is one per kind of recomputation and, with replicas, per value of `shard_optimizer` in `sharing`.
-    `cut` are the boundaries; None: they are chosen.
+    `compressed` are the compressors, as of `predict`. `cut` are the boundaries; None: they are chosen.
     """
     counts = plan.num_stages, plan.num_microbatches
     refusal = schedules.refusal(plan.schedule, *counts, **plan.options)
@@ -391,7 +421,7 @@ def _price(
         sharing = [False]
     for value, shard in itertools.product(recompute, dict.fromkeys(sharing)):
         profiled = dataclasses.replace(profile, recompute=value)
-        candidate = _best_cut(schedule, plan, profiled, machine, cut, shard)
+        candidate = _best_cut(schedule, plan, profiled, machine, cut, shard, compressed)
         if candidate is None:
             skipped.append(Skipped(*plan, why=_tied(profile)))
             return
@@ -413,6 +443,7 @@ def _best_cut(
     machine: Machine,
     cut: list[int] | None,
     shard: bool,
+    compressed: Mapping[str, Any],
 ) -> Candidate | None:
     """The cut with balanced times; or the one with balanced bytes, if only that fits or is smaller.
 
@@ -439,7 +470,13 @@ def _best_cut(
     candidates: list[Candidate] = []
     for boundaries in filter(trains, cuts()):
         prediction = predict(
-            schedule, profile, boundaries, machine, plan.num_replicas, shard
+            schedule,
+            profile,
+            boundaries,
+            machine,
+            plan.num_replicas,
+            shard,
+            **compressed,
         )
         candidate = Candidate(
             **plan._asdict(),

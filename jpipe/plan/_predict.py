@@ -1,13 +1,17 @@
 """Predicts the seconds and bytes of a table, for a profiled model that is cut at boundaries."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
+from jpipe.checks import message_compression
+from jpipe.compress import Compressor
 from jpipe.costs import Memory
 from jpipe.engine.layout import StatePackings, buffer_shapes
 from jpipe.layers.avals import num_bytes
@@ -18,6 +22,7 @@ from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
 from jpipe.solvers import Machine
+from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
 from jpipe.stages.cut import check_boundaries, group
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
 from jpipe.stages.optimizer import read_delays
@@ -53,6 +58,8 @@ def predict(
     machine: Machine,
     num_replicas: int = 1,
     shard_optimizer: bool = False,
+    compress_messages: Any = None,
+    compress_gradients: Compressor | None = None,
 ) -> Prediction:
     """Predicts the cost of a table in lockstep. Each of its cells is one microbatch of the profile.
 
@@ -73,6 +80,8 @@ def predict(
       shard_optimizer: whether the replicas of a stage share its update, as of `Pipeline`. Each takes an
         equal part of its time and of the optimizer's state, which is exact for updates that work element by
         element.
+      compress_messages: as of `Pipeline`. Fewer bytes travel. The time to encode and decode is not included.
+      compress_gradients: as of `Pipeline`; without replicas it does nothing.
 
     Returns:
       A `Prediction`. Its bytes are those of `Pipeline.memory`, except for the temporaries, which
@@ -92,14 +101,17 @@ def predict(
     S = schedule.num_stages
     starts = check_boundaries(list(boundaries), len(profile.layers), S)
     assert starts is not None  # as it is for a list of boundaries
+    compressors = message_compression(compress_messages), compress_gradients
     costs = stage_costs(
-        schedule, profile, starts, machine, num_replicas, shard_optimizer
+        schedule, profile, starts, machine, num_replicas, shard_optimizer, *compressors
     )
     timing = simulate(schedule, costs)
     return Prediction(
         seconds=timing.makespan + machine.step,
         timing=timing,
-        memory=predict_memory(schedule, profile, starts, num_replicas, shard_optimizer),
+        memory=predict_memory(
+            schedule, profile, starts, num_replicas, shard_optimizer, *compressors
+        ),
         delay=int(schedule.facts().forward_delay.max()),
     )
 
@@ -111,13 +123,16 @@ def stage_costs(
     machine: Machine,
     num_replicas: int = 1,
     shard_optimizer: bool = False,
+    compress_messages: MessageCompression = NO_COMPRESSION,
+    compress_gradients: Compressor | None = None,
 ) -> Costs:
     """The costs of each stage in the form of `jpipe.simulate`.
 
     Args:
       schedule: the table, for the devices of the stages and for split backwards.
-      profile, machine, num_replicas, shard_optimizer: as of `predict`.
+      profile, machine, num_replicas, shard_optimizer, compress_gradients: as of `predict`.
       starts: the first layer of each stage, then the number of layers.
+      compress_messages: compressors of messages.
     """
     split = schedule.splits_backward
 
@@ -133,7 +148,7 @@ def stage_costs(
     D, S = schedule.num_devices, schedule.num_stages
     # Seconds of the messages after a stage's forward, and after the backward of the next stage.
     sent = {"forward": np.zeros(S), "backward": np.zeros(S)}
-    for route, packing in _routes(profile, starts):
+    for route, packing in _routes(profile, starts, compress_messages):
         for source, target in route.target.items():
             # Of the links between copies the slowest, because it ends the tick.
             pairs = itertools.product(copies[source], copies[target])
@@ -151,6 +166,13 @@ def stage_costs(
         ring = [copies[s][0] + r * D for r in range(num_replicas)]
         if shard_optimizer:
             update[s] /= len(copies[s]) * num_replicas
+        replicas = [d + r * D for d in copies[s] for r in range(num_replicas)]
+        if compress_gradients is not None and len(replicas) > 1:
+            num_bytes = _exchanged_bytes(
+                profile.layers[start:stop], compress_gradients, len(replicas)
+            )
+            update[s] += machine.reduce_seconds(num_bytes, replicas)
+            continue
         # To scatter gradients and to gather weights takes as long as to add up gradients.
         update[s] += machine.reduce_seconds(weights, ring)
         update[s] += machine.reduce_seconds(weights, copies[s])
@@ -169,12 +191,43 @@ def stage_costs(
     )
 
 
-def _routes(profile: Profile, starts: Sequence[int]) -> list[tuple[Route, Packing]]:
+def _exchanged_bytes(
+    layers: Sequence[LayerProfile], compressor: Compressor, num_replicas: int
+) -> int:
+    """Bytes of an array whose sum in a ring takes as many bytes as the compressed gradients of layers do."""
+    received = sum(
+        compressor.exchanged_bytes(aval, num_replicas)
+        for layer in layers
+        for aval in layer.avals("parameters")
+    )
+    return math.ceil(received * num_replicas / (2 * (num_replicas - 1)))
+
+
+def _codecs(
+    profile: Profile, starts: Sequence[int], compression: MessageCompression
+) -> list[tuple[LeafCodec, ...]]:
+    """How the message of each stage but the last is encoded."""
+    return [
+        codecs_of(
+            [*map(Leaf, profile.layers[stop - 1].activations)],
+            compression,
+            f"the message from stage {s} to stage {s + 1}",
+        )
+        for s, stop in enumerate(starts[1:-1])
+    ]
+
+
+def _routes(
+    profile: Profile,
+    starts: Sequence[int],
+    compression: MessageCompression = NO_COMPRESSION,
+) -> list[tuple[Route, Packing]]:
     """Every kind of message, packed as in the engine."""
-    layers = profile.layers
-    ends = [[*map(Leaf, layers[stop - 1].activations)] for stop in starts[1:-1]]
-    portals = find_portals(profile.skips, starts)
-    return find_routes(len(starts) - 1, *pack_messages(ends), portals)
+    codecs = _codecs(profile, starts, compression)
+    portals = find_portals(profile.skips, starts, compression=compression)
+    return find_routes(
+        len(starts) - 1, *pack_messages(codecs), portals, kept=compression.is_sparse
+    )
 
 
 def predict_memory(
@@ -183,12 +236,15 @@ def predict_memory(
     starts: Sequence[int],
     num_replicas: int = 1,
     shard_optimizer: bool = False,
+    compress_messages: MessageCompression = NO_COMPRESSION,
+    compress_gradients: Compressor | None = None,
 ) -> Memory:
     """Bytes per device, by use.
 
     Args:
-      schedule, profile, num_replicas, shard_optimizer: as of `predict`.
+      schedule, profile, num_replicas, shard_optimizer, compress_gradients: as of `predict`.
       starts: the first layer of each stage, then the number of layers.
+      compress_messages: compressors of messages.
     """
     layers = profile.layers
     kinds = [(one.kind, one.stash, one.pop) for one in layers]
@@ -204,7 +260,7 @@ def predict_memory(
             tight=name in ("parameters", "optimizer_state"),
         )
 
-    routes = _routes(profile, starts)
+    routes = _routes(profile, starts, compress_messages)
     recompute = profile.recompute == "full"
     lowered = lower(schedule, recompute, [route for route, _ in routes])
     R, V = lowered.num_chunks, lowered.num_versions
@@ -247,6 +303,9 @@ def predict_memory(
     used -= int(np.dot(schedule.replicas, of_stage - of_stage / num_shares))
     held = R * (versions * weights + weights + optimizer)
     return Memory(
+        compression=R
+        * _kept_bytes(parameters, compress_gradients)
+        * (num_replicas > 1 or schedule.has_copies),
         weights=R * versions * weights,
         optimizer=R * optimizer,
         gradients=R * weights,
@@ -255,6 +314,25 @@ def predict_memory(
         temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss)),
         padding=max(held - used // schedule.num_devices, 0),
     )
+
+
+def _kept_bytes(parameters: Packing, compressor: Compressor | None) -> int:
+    """Bytes of errors, and of the compressor's state for each gradient, as in the engine."""
+    if compressor is None:
+        return 0
+    most: dict[tuple, int] = {}
+    for places in parameters.places:
+        of_program: dict[tuple, int] = {}
+        for place in places:
+            key = place.array, place.shape
+            of_program[key] = of_program.get(key, 0) + place.count
+        most |= {k: max(n, most.get(k, 0)) for k, n in of_program.items()}
+    total = parameters.num_bytes
+    for (array, shape), number in most.items():
+        like = jax.ShapeDtypeStruct(shape, parameters.arrays[array].dtype)
+        state = jax.eval_shape(functools.partial(compressor.init, like))
+        total += number * num_bytes(jax.tree.leaves(state))
+    return total
 
 
 def _temporary_bytes(layer: LayerProfile) -> int:

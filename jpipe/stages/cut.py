@@ -23,6 +23,7 @@ from jpipe.layers.sharding import ValueSplit
 from jpipe.layers.trace import Mutable, Traced
 from jpipe.packing import Leaf, Packing
 from jpipe.solvers import min_max
+from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
 from jpipe.stages.vocabulary import NO_VOCABULARY, Vocabulary
 
@@ -91,8 +92,8 @@ class Stages:
       input_stash: the same for stashed values that only the input gradient reads.
       weight_stash: the same for stashed values that the weight gradient reads.
       split_residuals: the same for values that the input gradient computes and the weight gradient reads.
-      activations: how the messages between stages are packed; owner s is the message from stage s
-        to stage s + 1.
+      codecs: `[S - 1]`, how each output leaf of a stage is encoded for the next stage.
+      activations: how what is sent is packed; owner s is the message from stage s to stage s + 1.
       gradients: the same for their gradients.
       portals: the direct messages of skips between stages.
       values: how the values that layers pass on are split over automatic axes of the mesh.
@@ -117,6 +118,7 @@ class Stages:
     input_stash: Packing
     weight_stash: Packing
     split_residuals: Packing
+    codecs: Sequence[tuple[LeafCodec, ...]]
     activations: Packing
     gradients: Packing
     values: ValueSplit
@@ -287,6 +289,7 @@ def cut(
     ties: Sequence[Sequence[tuple[int, int]]] = (),
     ends_apart: bool = False,
     vocabulary_layers: Vocabulary = NO_VOCABULARY,
+    compression: MessageCompression = NO_COMPRESSION,
 ) -> Stages:
     """Cuts traced layers into stages.
 
@@ -297,6 +300,10 @@ def cut(
       ties: as in `Stages`.
       ends_apart: as in `group`.
       vocabulary_layers: the layers that all stages run together.
+      compression: of messages between stages.
+
+    Raises:
+      ValueError: if a message cannot be compressed.
     """
     layers = traced.layers
     if starts is None:
@@ -324,8 +331,15 @@ def cut(
             tight=name == "parameters",
         )
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
-    messages = [[traced.of_microbatch(a) for a in leaves] for leaves in outputs]
-    activations, gradients = pack_messages(messages)
+    codecs = [
+        codecs_of(
+            [traced.of_microbatch(a) for a in leaves],
+            compression,
+            f"the message from stage {s} to stage {s + 1}",
+        )
+        for s, leaves in enumerate(outputs)
+    ]
+    activations, gradients = pack_messages(codecs)
     return Stages(
         layers=layers,
         layer_kinds=traced.layer_kinds,
@@ -343,11 +357,12 @@ def cut(
         program_of_stage=groups.program_of_stage,
         lengths=groups.lengths,
         **packings,
+        codecs=codecs,
         activations=activations,
         gradients=gradients,
         values=traced.values,
         ties=ties,
-        portals=find_portals(traced.skips, starts, traced.of_microbatch),
+        portals=find_portals(traced.skips, starts, traced.of_microbatch, compression),
         vocabulary=vocabulary_layers,
     )
 

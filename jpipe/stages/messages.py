@@ -6,35 +6,12 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jpipe.layers.avals import is_inexact
 from jpipe.lowering.channels import Route, neighbours
 from jpipe.packing import Leaf, Packing, Place
-
-
-@dataclasses.dataclass(frozen=True)
-class Codec:
-    """How messages are encoded for their transfer between devices.
-
-    The source encodes a packed message right before the transfer, and the target decodes it before
-    it writes it into its inbox. Inboxes and stages never see an encoded message.
-
-    Attributes:
-      name: name of the codec.
-      encode: packed message, a dict of arrays `[...]` -> dict of arrays that are transferred.
-      decode: dict of transferred arrays -> packed message, with the shapes and dtypes of the
-        argument of `encode`.
-    """
-
-    name: str
-    encode: Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]
-    decode: Callable[[Mapping[str, jax.Array]], dict[str, jax.Array]]
-
-
-IDENTITY = Codec("identity", dict, dict)
-"""Transfers messages as they are."""
+from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,8 +24,9 @@ class Portal:
       names: the skips in the message.
       activations: how the message is packed; one owner.
       gradients: how the message of the gradients is packed; one owner.
-      places: skip -> places of its leaves in the message.
-      gradient_places: skip -> places of its gradients' leaves.
+      codecs: skip -> how each of its leaves is encoded.
+      places: skip -> places of what is sent of its leaves.
+      gradient_places: skip -> places of what is sent of its gradients' leaves.
     """
 
     source: int
@@ -56,32 +34,49 @@ class Portal:
     names: tuple[str, ...]
     activations: Packing
     gradients: Packing
+    codecs: Mapping[str, tuple[LeafCodec, ...]]
     places: Mapping[str, tuple[Place, ...]]
     gradient_places: Mapping[str, tuple[Place, ...]]
 
 
-def pack_messages(outputs: Sequence[Sequence[Leaf]]) -> tuple[Packing, Packing]:
-    """Packs the messages between neighbours.
+def pack_messages(
+    messages: Sequence[Sequence[LeafCodec]],
+) -> tuple[Packing, Packing]:
+    """Packs what is sent between neighbours.
 
-    If all messages are alike, each leaf stays an array of its own shape. Messages that differ share
-    flat vectors, and so share transfers.
+    If all messages are alike, each array keeps its shape. Messages that differ share flat vectors, and so
+    share transfers.
 
     Args:
-      outputs: the output leaves of every stage except the last.
+      messages: the codecs of the output leaves of every stage except the last.
 
     Returns:
       The packing of the activations, and the packing of their gradients.
     """
-    alike = len(set(map(tuple, outputs))) <= 1
-    inexact = [[leaf for leaf in leaves if is_inexact(leaf.aval)] for leaves in outputs]
+    alike = len(set(map(tuple, messages))) <= 1
     occupancy = 0.5 if alike else np.inf
-    return Packing.of(outputs, occupancy), Packing.of(inexact, occupancy)
+    wires, gradient_wires = (
+        [_wires(codecs, gradient) for codecs in messages] for gradient in (False, True)
+    )
+    return Packing.of(wires, occupancy), Packing.of(gradient_wires, occupancy)
+
+
+def with_gradients(codecs: Sequence[LeafCodec]) -> list[LeafCodec]:
+    """The codecs of the leaves that have gradients."""
+    return [codec for codec in codecs if is_inexact(codec.leaf.aval)]
+
+
+def _wires(codecs: Sequence[LeafCodec], gradient: bool) -> list[Leaf]:
+    """The arrays of a message."""
+    sent = with_gradients(codecs) if gradient else codecs
+    return [leaf for codec in sent for leaf in codec.wire(gradient)]
 
 
 def find_portals(
     skips: Mapping[str, tuple[int, int, tuple]],
     starts: Sequence[int],
     leaf: Callable[[Any], Leaf] = Leaf,
+    compression: MessageCompression = NO_COMPRESSION,
 ) -> list[Portal]:
     """One portal for each pair of stages that skips connect.
 
@@ -89,6 +84,7 @@ def find_portals(
       skips: as in `Traced`.
       starts: first layer of each stage, and the number of layers at the end.
       leaf: abstract leaf -> the `Leaf` that is packed.
+      compression: of messages.
     """
     names_of: dict[tuple[int, int], list[str]] = {}
     for name, (first, last, _) in skips.items():
@@ -97,10 +93,14 @@ def find_portals(
             names_of.setdefault((source, target), []).append(name)
     portals = []
     for (source, target), names in names_of.items():
-        leaves = {name: list(skips[name][2]) for name in names}
-        inexact = {name: list(filter(is_inexact, leaves[name])) for name in names}
-        activations, places = _pack_skips(leaves, leaf)
-        gradients, gradient_places = _pack_skips(inexact, leaf)
+        codecs = {
+            name: codecs_of(
+                [leaf(a) for a in skips[name][2]], compression, f"the skip `{name}`"
+            )
+            for name in names
+        }
+        activations, places = _pack_skips(codecs, gradient=False)
+        gradients, gradient_places = _pack_skips(codecs, gradient=True)
         portals.append(
             Portal(
                 source,
@@ -108,6 +108,7 @@ def find_portals(
                 tuple(names),
                 activations,
                 gradients,
+                codecs,
                 places,
                 gradient_places,
             )
@@ -116,14 +117,15 @@ def find_portals(
 
 
 def _pack_skips(
-    leaves: Mapping[str, Sequence], leaf: Callable[[Any], Leaf]
+    codecs: Mapping[str, Sequence[LeafCodec]], gradient: bool
 ) -> tuple[Packing, dict[str, tuple[Place, ...]]]:
-    """One message of all skips, and skip -> places of its leaves."""
-    packing = Packing.of([[leaf(a) for avals in leaves.values() for a in avals]])
+    """One message of all skips, and skip -> places of what is sent of its leaves."""
+    wires = {name: _wires(of_skip, gradient) for name, of_skip in codecs.items()}
+    packing = Packing.of([[leaf for leaves in wires.values() for leaf in leaves]])
     places = iter(packing.places[0])
     return packing, {
-        name: tuple(itertools.islice(places, len(avals)))
-        for name, avals in leaves.items()
+        name: tuple(itertools.islice(places, len(leaves)))
+        for name, leaves in wires.items()
     }
 
 
@@ -132,7 +134,7 @@ def find_routes(
     activations: Packing,
     gradients: Packing | None,
     portals: Sequence[Portal],
-    codec: Codec = IDENTITY,
+    kept: bool = False,
 ) -> list[tuple[Route, Packing]]:
     """Every kind of message, with its packing.
 
@@ -141,17 +143,18 @@ def find_routes(
       activations: as in `Stages`.
       gradients: as in `Stages`; None if nothing runs backward.
       portals: as in `Stages`.
-      codec: how every message is encoded for its transfer.
+      kept: whether backwards read the activations that have arrived.
 
     Returns:
       The routes of forwards, then those of backwards.
     """
     backward = () if gradients is None else gradients.arrays
     to_next, to_previous = neighbours(num_stages, activations.arrays, backward)
-    routes = [(to_next, activations)]
+    routes = [(dataclasses.replace(to_next, kept=kept), activations)]
     for i, portal in enumerate(portals):
         target, pack = {portal.source: portal.target}, portal.activations
-        routes.append((Route(f"skip{i}", "forward", target, pack.arrays), pack))
+        route = Route(f"skip{i}", "forward", target, pack.arrays, kept)
+        routes.append((route, pack))
     if gradients is not None:
         routes.append((to_previous, gradients))
         for i, portal in enumerate(portals):
@@ -159,7 +162,7 @@ def find_routes(
             if pack.arrays:
                 route = Route(f"skip{i}.gradient", "backward", target, pack.arrays)
                 routes.append((route, pack))
-    return [(dataclasses.replace(route, codec=codec), pack) for route, pack in routes]
+    return routes
 
 
 def stage_of_layer(starts: Sequence[int], layer: int) -> int:

@@ -14,6 +14,7 @@ from skipping import LAYERS as SKIPPING
 from skipping import loss_fn as mean_squares
 
 import jpipe
+from jpipe.compress import PowerSGD, Quantize, Threshold, TopK
 from jpipe.plan import Machine, predict
 
 FREE = Machine(num_devices=16)
@@ -62,6 +63,49 @@ def test_bytes_are_those_of_the_pipeline(family, name, recompute):
     # Adam counts its steps once a stage, not once a layer; and there is a squared norm in flight.
     assert 0 <= got.optimizer - want.optimizer <= 4 * len(FAMILIES[family].layers)
     assert 0 <= want.activations - got.activations <= 4
+
+
+@pytest.mark.parametrize(
+    "messages,gradients",
+    [(TopK(0.25), PowerSGD(2)), (Quantize(8), None), (None, Threshold(0.1))],
+    ids=str,
+)
+def test_bytes_with_compression(messages, gradients):
+    compressors = {"compress_messages": messages, "compress_gradients": gradients}
+    schedule, family = schedule_named("one_f_one_b", 3, 4), "mlp"
+    mesh = jpipe.make_mesh(stage=3, data=2)
+    cut = CUTS[family]
+    pipe = pipeline(family, schedule, boundaries=cut, mesh=mesh, **compressors)
+    want = without_compiling(pipe, FAMILIES[family].batches(1, 16)[0])
+    profile = timed(profile_of(family), forward=1.0)
+    free = dataclasses.replace(FREE, num_devices=6)
+    plain, got = (
+        predict(schedule, profile, cut, free, num_replicas=2, **options).memory
+        for options in ({}, compressors)
+    )
+    assert got.compression == want.compression
+    assert (got.compression > 0) == (gradients is not None)
+    assert 0 <= want.activations - got.activations <= 4
+    if messages is not None:
+        assert got.activations < plain.activations
+
+
+def test_compressed_messages_and_gradients_are_faster():
+    schedule, family = schedule_named("one_f_one_b", 3, 4), "mlp"
+    machine = dataclasses.replace(FREE, num_devices=6, bandwidth=(1e3,))
+    profile = timed(profile_of(family), forward=1.0)
+
+    def seconds(**options):
+        prediction = predict(
+            schedule, profile, CUTS[family], machine, num_replicas=2, **options
+        )
+        return prediction.seconds
+
+    plain = seconds()
+    assert seconds(compress_messages=Quantize(8)) < plain
+    assert seconds(compress_gradients=Quantize(8)) < plain
+    # A ring of 2 sends as many bytes as each gets of the other.
+    np.testing.assert_allclose(seconds(compress_gradients=TopK(1.0)), plain, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream/paired", "pipemare/unit"])

@@ -322,6 +322,20 @@ def test_json_that_is_no_configuration(tmp_path, change, message):
             lambda: MeshConfig(rules={"mlp": "modle"}),
             "`rules.mlp` must be stage, data, fsdp or model, several of them separated by commas, or none, got 'modle'.",
         ),
+        (
+            lambda: MeshConfig(data=2, compress_gradients="topk:density=2"),
+            "`compress_gradients`: `density` of TopK must be above 0 and at most 1, got 2.0",
+        ),
+        (
+            lambda: PipelineConfig(compress_messages="quantise:bits=8"),
+            "`compress_messages`: there is no compressor 'quantise'. Did you mean 'quantize'?",
+        ),
+        (
+            lambda: TrainConfig(
+                MLP(), MNIST(), mesh=MeshConfig(compress_gradients="powersgd:rank=2")
+            ),
+            "`mesh.compress_gradients` compresses what the replicas of a stage exchange, and there is one.",
+        ),
         (lambda: OptimizerConfig(learning_rate=0.0), "`learning_rate` must be above 0"),
         (lambda: OptimizerConfig(learning_rate=float("nan")), "above 0, got nan"),
         (lambda: OptimizerConfig(b2=1.0), "`b2` must lie in [0, 1), got 1.0."),

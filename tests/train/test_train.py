@@ -315,6 +315,26 @@ def test_text_is_counted_in_tokens_and_matrices_are_split(tmp_path, capsys):
     assert weights[1] < weights[0]
 
 
+def test_a_compressed_run_says_what_it_sends_and_loses(tmp_path, capsys):
+    words = options(
+        "mesh.data=2",
+        "mesh.compress_gradients=threshold:density=0.1",
+        "pipeline.compress_messages=quantize:bits=8",
+    )
+    assert main([*TINY, *words, f"--config.run_dir={tmp_path / 'run'}"]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"activation, a microbatch +0 to 1 .* 3\.\d$", printed, re.M)
+    assert re.search(r"gradients of weights, a step +0 .* \d\.\d$", printed, re.M)
+    assert re.search(r"compression +[\d.]+ KiB", printed)
+    assert "error norm" in printed
+    lines = [r for r in log_of(tmp_path / "run") if "each_step" in r]
+    for line in lines:
+        numbers = line["compression"]
+        assert numbers["error_norm"] > 0
+        assert 0.05 < numbers["gradient_density"] < 1
+        assert numbers["gradient_overflow"] >= 0
+
+
 def test_the_arguments_of_a_pipeline():
     config = TrainConfig(model=MLP(), data=MNIST())
     tied = flags.override(

@@ -1,0 +1,59 @@
+"""Arrays in a smaller floating-point type."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.compress._compressor import Compressor, Wire
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Compressor):
+    """Sends values in a smaller floating-point type.
+
+    Finite values beyond the range of the type become its largest ones. Infinities and NaNs stay
+    what they are; types without infinities, such as `float8_e4m3fn`, send NaN for them.
+
+    Attributes:
+      dtype: of the values that are sent: "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2".
+
+    Raises:
+      ValueError: if `dtype` is no floating-point type.
+    """
+
+    dtype: Any = "bfloat16"
+
+    def __post_init__(self):
+        try:
+            dtype = jnp.dtype(self.dtype)
+        except TypeError:
+            dtype = None
+        if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+            raise ValueError(
+                f"`dtype` of Cast must be a floating-point type, got {self.dtype!r}. Choose for "
+                "example bfloat16, float16 or float8_e4m3fn; integers come of Quantize."
+            )
+        object.__setattr__(self, "dtype", dtype.name)
+
+    def check(self, like: Any, what: str = "the array") -> None:
+        """As in `Compressor`; refuses arrays that the cast would make larger as well."""
+        super().check(like, what)
+        if jnp.dtype(self.dtype).itemsize > jnp.dtype(like.dtype).itemsize:
+            raise ValueError(
+                f"Cast to {self.dtype} makes {what} larger: it is "
+                f"{jnp.dtype(like.dtype).name}{list(like.shape)}. Choose a smaller type."
+            )
+
+    def encode(self, x: jax.Array, state: Any) -> tuple[Wire, Any]:
+        """`values` in the smaller type."""
+        largest = float(jnp.finfo(self.dtype).max)
+        if largest < float(jnp.finfo(x.dtype).max):
+            x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
+        return {"values": x.astype(self.dtype)}, state
+
+    def decode(self, wire: Mapping[str, jax.Array], like: Any) -> jax.Array:
+        """The values in `like`'s dtype."""
+        return wire["values"].astype(like.dtype)

@@ -1,0 +1,187 @@
+"""What every compressor of arrays does."""
+
+import abc
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Wire = dict[str, jax.Array]
+"""Name -> array, as it is sent."""
+
+
+class Replicas(Protocol):
+    """Devices that each have an array of one shape, as code that runs on all of them sees them."""
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+
+    def gather(self, value: jax.Array) -> jax.Array:
+        """`[number, ...]`, the arrays of all, in one order on all of them."""
+
+    def mean(self, value: jax.Array) -> jax.Array:
+        """The mean of the arrays of all, bit for bit the same on all of them."""
+
+
+class AlongAxis(NamedTuple):
+    """The replicas along an axis of a mesh, inside of `jax.shard_map`.
+
+    Attributes:
+      axis: its name.
+      number: devices along it.
+    """
+
+    axis: str
+    number: int
+
+    def gather(self, value: jax.Array) -> jax.Array:
+        """As of `Replicas`."""
+        return lax.all_gather(value, self.axis)
+
+    def mean(self, value: jax.Array) -> jax.Array:
+        """As of `Replicas`."""
+        return lax.pmean(value, self.axis)
+
+
+class Compressor(abc.ABC):
+    """Encodes arrays before they are sent, and decodes them on arrival.
+
+    `encode` and `decode` are pure functions for `jax.jit`. The shapes and dtypes of what is sent
+    depend on the shape and dtype of the array only. A compressor is a frozen dataclass: two equal
+    ones encode alike.
+
+    Below, `like` is an array or `jax.ShapeDtypeStruct` of any shape and a floating-point dtype.
+    """
+
+    def check(self, like: Any, what: str = "the array") -> None:
+        """Refuses an array that cannot be compressed; nothing is traced or compiled.
+
+        Args:
+          like: the array or its shape and dtype.
+          what: how the message names the array.
+
+        Raises:
+          ValueError: if the array is not of floating point or is empty.
+        """
+        if not jnp.issubdtype(like.dtype, jnp.floating):
+            raise ValueError(
+                f"{type(self).__name__} compresses floating-point arrays, but {what} is "
+                f"{jnp.dtype(like.dtype).name}{list(like.shape)}. Send it as it is."
+            )
+        if size_of(like) == 0:
+            raise ValueError(
+                f"{type(self).__name__} cannot compress {what}: it has shape "
+                f"{list(like.shape)}, so no entries. Send it as it is."
+            )
+
+    def init(self, like: Any) -> Any:
+        """The state before the first `encode`: a pytree of arrays; `()` if none is needed."""
+        del like
+        return ()
+
+    @abc.abstractmethod
+    def encode(self, x: jax.Array, state: Any) -> tuple[Wire, Any]:
+        """What is sent for `x`, and the next state.
+
+        Args:
+          x: the array.
+          state: of `init`, or of the `encode` before.
+        """
+
+    @abc.abstractmethod
+    def decode(self, wire: Mapping[str, jax.Array], like: Any) -> jax.Array:
+        """The array that was encoded, about, in `like`'s shape and dtype."""
+
+    def mean_over(
+        self, x: jax.Array, state: Any, replicas: Replicas
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """What replicas exchange in place of a mean.
+
+        Every replica gets the wires of all, and decodes them in one order. So all have the same mean, bit for bit.
+
+        Args:
+          x: of this replica.
+          state: of `init`, or of the call before.
+          replicas: all replicas.
+
+        Returns:
+          The mean, the same on all replicas; what this replica has sent, so that `x` minus it is the
+          error to send later; and the next state.
+        """
+        wire, state = self.encode(x, state)
+        return self._mean_of(wire, x, replicas), self.decode(wire, x), state
+
+    def _mean_of(self, wire: Wire, like: jax.Array, replicas: Replicas) -> jax.Array:
+        """The mean of what the wires of all replicas decode to."""
+        wires = {name: replicas.gather(a) for name, a in wire.items()}
+        dtype = jnp.promote_types(like.dtype, jnp.float32)
+
+        def add(i: jax.Array, total: jax.Array) -> jax.Array:
+            of_replica = {name: a[i] for name, a in wires.items()}
+            return total + self.decode(of_replica, like).astype(dtype)
+
+        zeros = jnp.zeros(like.shape, dtype)
+        total = lax.fori_loop(0, replicas.number, add, zeros)
+        return (total / replicas.number).astype(like.dtype)
+
+    def exchanged_bytes(self, like: Any, number: int) -> int:
+        """Bytes that a replica receives of the others in `mean_over`.
+
+        Args:
+          like: of the array.
+          number: of replicas.
+        """
+        return (number - 1) * self.wire_bytes(like)
+
+    def wire_of(self, like: Any) -> dict[str, jax.ShapeDtypeStruct]:
+        """Name -> shape and dtype of the arrays that are sent."""
+        like = jax.ShapeDtypeStruct(like.shape, like.dtype)
+        state = jax.eval_shape(lambda: self.init(like))
+        return jax.eval_shape(self.encode, like, state)[0]
+
+    def wire_bytes(self, like: Any) -> int:
+        """Bytes that are sent for one array."""
+        return sum(
+            size_of(leaf) * jnp.dtype(leaf.dtype).itemsize
+            for leaf in self.wire_of(like).values()
+        )
+
+    def counts(self, state: Any) -> dict[str, jax.Array]:
+        """Name -> scalar for the log, such as the density that was sent; may be empty."""
+        del state
+        return {}
+
+
+class SparseCompressor(Compressor):
+    """A compressor that sends some entries exactly and the others not at all.
+
+    Both ends know from the wire which entries were sent. The gradient of the decoded array is
+    needed at these entries only, so a receiver can send it back with `encode_at`.
+    """
+
+    def _mean_of(self, wire: Wire, like: jax.Array, replicas: Replicas) -> jax.Array:
+        if set(wire) == {"values"}:  # all entries
+            return replicas.mean(wire["values"]).astype(like.dtype)
+        return super()._mean_of(wire, like, replicas)
+
+    @abc.abstractmethod
+    def support(self, wire: Mapping[str, jax.Array]) -> Wire:
+        """The part of a wire that says which entries were sent; `{}`: all of them."""
+
+    @abc.abstractmethod
+    def encode_at(self, x: jax.Array, support: Mapping[str, jax.Array]) -> Wire:
+        """The wire of the entries of `x` in `support`, for `decode`.
+
+        Args:
+          x: an array of the shape that was encoded; its dtype may be another one.
+          support: of a wire of the same compressor.
+        """
+
+
+def size_of(like: Any) -> int:
+    """Number of entries."""
+    return math.prod(like.shape)

@@ -1,0 +1,178 @@
+"""Streaming batch PCA: a gradient of low rank that is updated from parts of a batch."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.compress._compressor import Compressor, Replicas, Wire
+from jpipe.compress._matrix import check_rank, is_whole, matrix_shape, orthonormal
+
+
+class Factors(NamedTuple):
+    """A matrix X diag(sigma) D^T of rank k.
+
+    Attributes:
+      x: `[a, k]`, orthonormal.
+      d: `[b, k]`, orthonormal.
+      sigma: `[k]`.
+    """
+
+    x: jax.Array
+    d: jax.Array
+    sigma: jax.Array
+
+    def matrix(self) -> jax.Array:
+        """`[a, b]`."""
+        return (self.x * self.sigma[None]) @ self.d.T
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamingPCA(Compressor):
+    """Keeps the leading singular vectors of a gradient, and updates them part by part of a batch.
+
+    The gradient of a dense layer is the mean of x_j d_j^T over the rows j of a batch, x_j its inputs and d_j
+    the gradients by its outputs. `update` takes part i, of s rows, and never forms the gradient. With w =
+    (i + 1) / (i + 2):
+
+        X     = w X     + x_i^T (d_i D) / ((i + 2) s) / sigma;     X = its orthonormal basis
+        D     = w D     + d_i^T (x_i X) / ((i + 2) s) / sigma;     D = its orthonormal basis
+        sigma = w sigma + sum over rows of (d_i D) (x_i X) / ((i + 2) s)
+
+    As a compressor it gets a formed gradient, and takes it for x^T d / s of one part, with i = 0. So half of sigma
+    comes of earlier gradients, and only error feedback corrects this.
+
+    The last dim of an array gives the columns, b, and all other dims the rows, a. Arrays of less than 2 dims
+    are sent whole, as `values`, and so are arrays whose factors would be no smaller.
+
+    Attributes:
+      rank: k.
+      seed: of the first X and D.
+
+    Raises:
+      ValueError: if `rank` is below 1.
+
+    References:
+      Huang, Hoskins, Daniels, Stiles and Adam, "Memory-efficient training with streaming dimensionality
+      reduction", arXiv:2004.12041.
+    """
+
+    rank: int
+    seed: int = 0
+
+    def __post_init__(self):
+        if self.rank < 1:
+            raise ValueError(
+                f"`rank` of StreamingPCA must be at least 1, got {self.rank}: it is the number of singular "
+                "vectors. 1 to 10 are usual."
+            )
+
+    def check(self, like: Any, what: str = "the array") -> None:
+        """As in `Compressor`; refuses a rank above the smaller dim as well."""
+        super().check(like, what)
+        check_rank(self, like, what)
+
+    def init(self, like: Any) -> Any:
+        """Random orthonormal X and D, and sigma of 0; `()` for an array that is sent whole.
+
+        The paper begins with a sigma of 1, so with a random gradient.
+        """
+        if is_whole(like, self.rank):
+            return ()
+        dtype = jnp.promote_types(like.dtype, jnp.float32)
+        keys = jax.random.split(jax.random.key(self.seed))
+        x, d = (
+            orthonormal(jax.random.normal(key, (n, self.rank), dtype))
+            for key, n in zip(keys, matrix_shape(like))
+        )
+        return Factors(x, d, jnp.zeros(self.rank, dtype))
+
+    def update(
+        self, factors: Factors, x: jax.Array, d: jax.Array, i: jax.Array | int
+    ) -> Factors:
+        """The factors after part i of a batch.
+
+        Args:
+          factors: before it. Those of the batch before, if i is 0.
+          x: `[s, a]`, inputs of the layer.
+          d: `[s, b]`, gradients by its outputs.
+          i: the number of the part in its batch.
+
+        Returns:
+          Factors of about the mean of the gradients of rows.
+        """
+        num_rows = x.shape[0]
+        return _updated(
+            factors,
+            lambda of_d: x.T @ (d @ of_d) / num_rows,
+            lambda of_x: d.T @ (x @ of_x) / num_rows,
+            lambda of_x, of_d: jnp.sum((x @ of_x) * (d @ of_d), axis=0) / num_rows,
+            i,
+        )
+
+    def encode(self, x: jax.Array, state: Any) -> tuple[Wire, Any]:
+        """`x` `[a, k]`, `d` `[b, k]` and `sigma` `[k]`; or `values`."""
+        if is_whole(x, self.rank):
+            return {"values": x}, state
+        state = self._of_matrix(x, state, lambda product: product)
+        return {n: a.astype(x.dtype) for n, a in state._asdict().items()}, state
+
+    def decode(self, wire: Mapping[str, jax.Array], like: Any) -> jax.Array:
+        """X diag(sigma) D^T."""
+        if "values" in wire:
+            return wire["values"].astype(like.dtype)
+        return Factors(**wire).matrix().reshape(like.shape).astype(like.dtype)
+
+    def mean_over(
+        self, x: jax.Array, state: Any, replicas: Replicas
+    ) -> tuple[jax.Array, jax.Array, Any]:
+        """As in `Compressor`, by means of the products with X and D, as in `PowerSGD`."""
+        if is_whole(x, self.rank):
+            return replicas.mean(x), x, state
+        state = self._of_matrix(x, state, replicas.mean)
+        mean = state.matrix().reshape(x.shape).astype(x.dtype)
+        return mean, mean, state
+
+    def exchanged_bytes(self, like: Any, number: int) -> int:
+        """As in `Compressor`; a mean sends and receives 2 (number - 1) / number of its bytes."""
+        return round(2 * (number - 1) / number * self.wire_bytes(like))
+
+    def _of_matrix(
+        self, x: jax.Array, factors: Factors, mean: Callable[[jax.Array], jax.Array]
+    ) -> Factors:
+        matrix = x.reshape(matrix_shape(x)).astype(factors.sigma.dtype)
+        return _updated(
+            factors,
+            lambda of_d: mean(matrix @ of_d),
+            lambda of_x: mean(matrix.T @ of_x),
+            lambda of_x, of_d: mean(jnp.sum(of_x * (matrix @ of_d), axis=0)),
+            0,
+        )
+
+
+def _updated(
+    factors: Factors,
+    times_d: Callable[[jax.Array], jax.Array],
+    times_x: Callable[[jax.Array], jax.Array],
+    diagonal: Callable[[jax.Array, jax.Array], jax.Array],
+    i: jax.Array | int,
+) -> Factors:
+    """The factors after part i.
+
+    Args:
+      factors: before it.
+      times_d: D -> the gradient of the part times D.
+      times_x: X -> its transpose times X.
+      diagonal: X, D -> the diagonal of X^T times the gradient times D.
+      i: the number of the part.
+    """
+    x, d, sigma = factors
+    keep, new = (i + 1) / (i + 2), 1 / (i + 2)
+    # The paper divides what is new by sigma. To multiply what is kept by it scales the columns, and the basis
+    # is the same; but sigma may be 0.
+    signs = jnp.where(sigma < 0, -1, 1).astype(sigma.dtype)[None]
+    x = orthonormal((keep * x * sigma[None] + new * times_d(d)) * signs)
+    d = orthonormal((keep * d * sigma[None] + new * times_x(x)) * signs)
+    return Factors(x, d, keep * sigma + new * diagonal(x, d))

@@ -1,0 +1,211 @@
+"""Gradients of replicas, compressed: what they exchange instead of the mean over "data" and over copies.
+
+Each gradient of a weight is exchanged by itself:
+
+    gradient + error  ── encode ──>  wire  ── to all replicas ──>  decode, mean  ──>  gradient
+           └──────────── minus what was sent ─────────────────────────────────────>  error
+
+The mean is bit for bit the same on all replicas of a stage, and so their weights stay equal. The error is
+what a replica has not sent, and is sent later (error feedback: Seide et al., 2014; Karimireddy et al., 2019).
+It has the unit of the gradient without loss scale, so the scale may move.
+
+A gradient that is not finite is sent too, so all replicas skip the update. The errors and the states of the
+compressor then stay what they were.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jpipe import packing
+from jpipe.engine.arrays import Packed, TickArrays
+from jpipe.engine.context import Device
+from jpipe.engine.copies import Ring
+from jpipe.engine.shares import each_stage
+from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.mesh import DATA
+from jpipe.stages.gradient_groups import GradientGroup
+from jpipe.stages.optimizer import StageUpdate
+
+Record = TypeVar("Record", bound=TickArrays)
+
+EXCHANGE_WRITES = ("gradients", "gradient_compression")
+"""The arrays of `TickArrays` that an exchange writes."""
+
+
+class Replicas(NamedTuple):
+    """All replicas of a stage: those along "data", each with all copies of the stage.
+
+    Attributes:
+      data: number along the axis "data".
+      ring: the copies; None: one.
+    """
+
+    data: int
+    ring: Ring | None = None
+
+    @property
+    def number(self) -> int:
+        """Replicas together."""
+        return self.data * (1 if self.ring is None else len(self.ring.group))
+
+    def gather(self, value: jax.Array) -> jax.Array:
+        """`[number, ...]`, the values of all replicas, in one order on all of them."""
+        values = value[None] if self.ring is None else self.ring.gather(value)
+        if self.data > 1:
+            values = lax.all_gather(values, DATA).reshape(-1, *value.shape)
+        return values
+
+    def mean(self, value: jax.Array) -> jax.Array:
+        """The mean of the values of all replicas, bit for bit the same on all of them."""
+        if self.ring is not None:
+            value = self.ring.sum(value) / len(self.ring.group)
+        return lax.pmean(value, DATA) if self.data > 1 else value
+
+
+class Exchange(NamedTuple):
+    """What the gradients of a column take part in.
+
+    Attributes:
+      device: the device.
+      chunk: int32 `[]`, the column.
+      replicas: of its stage.
+      scale: `[]`, the loss scale of the gradients, or None.
+    """
+
+    device: Device
+    chunk: jax.Array
+    replicas: Replicas
+    scale: jax.Array | None
+
+    def run(
+        self,
+        program: StageUpdate,
+        gradients: Packed,
+        compression: Mapping[str, Any],
+        num_updates: jax.Array | int,
+    ) -> tuple[Packed, Mapping[str, Any]]:
+        """The gradients of all replicas, and what compression keeps, after 0 or 1 updates.
+
+        Args:
+          program: the update of the column.
+          gradients: packed.
+          compression: "error", packed like gradients, and "states" of the compressor.
+          num_updates: 0 or 1.
+        """
+        spec = self.device.spec
+        number = spec.updates.programs.index(program)
+        for group in spec.gradient_groups:
+            starts = group.starts[number]
+            if not len(starts):
+                continue
+
+            def turn(
+                i: jax.Array, carry: tuple, group=group, starts=starts
+            ) -> tuple[Packed, Packed, Any]:
+                base: Any = jnp.asarray(starts)[i]
+                place = dataclasses.replace(group.place, base=base)
+                return self._turn(group, place, i, *carry)
+
+            states = compression["states"]
+            carry = gradients, compression["error"], states[group.name]
+            gradients, error, state = lax.fori_loop(
+                0, num_updates * len(starts), turn, carry
+            )
+            compression = {"error": error, "states": {**states, group.name: state}}
+        return gradients, compression
+
+    def _turn(
+        self,
+        group: GradientGroup,
+        place: packing.Place,
+        i: jax.Array,
+        gradients: Packed,
+        errors: Packed,
+        states: Any,
+    ) -> tuple[Packed, Packed, Any]:
+        """One gradient."""
+        compressor: Any = self.device.spec.compress_gradients
+        lead = [self.chunk]
+        scaled = packing.read(gradients, place, lead)
+        error = packing.read(errors, place, lead)
+        state = jax.tree.map(lambda a: a[self.chunk, i], states)
+        scale = self._scale(scaled.dtype)
+        own = scaled / scale + error
+        mean, sent, new_state = compressor.mean_over(own, state, self.replicas)
+        finite = jnp.isfinite(mean).all()
+        new_error = jnp.where(finite, own - sent, error)
+        new_state = jax.tree.map(
+            lambda new, old: jnp.where(finite, new, old), new_state, state
+        )
+        total = mean * scale
+        if self.replicas.ring is not None:
+            # Copies have parts of one sum, and replicas along "data" have sums of their own.
+            total = total * len(self.replicas.ring.group)
+            total, new_error, *leaves = self.replicas.ring.on_members(
+                [total, new_error, *jax.tree.leaves(new_state)],
+                [scaled, error, *jax.tree.leaves(state)],
+            )
+            new_state = jax.tree.unflatten(jax.tree.structure(state), leaves)
+        states = jax.tree.map(
+            lambda a, b: a.at[self.chunk, i].set(b), states, new_state
+        )
+        return (
+            packing.write(gradients, place, lead, total.astype(scaled.dtype)),
+            packing.write(errors, place, lead, new_error.astype(error.dtype)),
+            states,
+        )
+
+    def _scale(self, dtype: Any) -> jax.Array | int:
+        return 1 if self.scale is None else self.scale.astype(dtype)
+
+
+def exchange_over_data(
+    device: Device,
+    lane: LaneScalars,
+    program: StageUpdate,
+    num_updates: jax.Array | int,
+    arrays: Record,
+) -> Record:
+    """The arrays after the replicas along "data" have exchanged the gradients of a lane's column.
+
+    Args:
+      device: the device.
+      lane: of the update.
+      program: the update.
+      num_updates: 0 or 1.
+      arrays: hold `EXCHANGE_WRITES`.
+    """
+    replicas = Replicas(device.spec.num_replicas)
+    exchange = Exchange(device, lane.chunk, replicas, _scale_of(device, arrays))
+    gradients, compression = exchange.run(
+        program, arrays.gradients, arrays.gradient_compression, num_updates
+    )
+    return arrays.replace(gradients=gradients, gradient_compression=compression)
+
+
+def exchange_over_copies(
+    device: Device, scalars: TickScalars, arrays: Record
+) -> Record:
+    """The same for all replicas of the stages that update, in a table with copies. All devices call this."""
+    scale = _scale_of(device, arrays)
+
+    def exchange(ring: Ring, program: StageUpdate, carry: tuple, n: Any) -> tuple:
+        of_copies = ring if len(ring.group) > 1 else None
+        replicas = Replicas(device.spec.num_replicas, of_copies)
+        gradients, compression = carry
+        of_stage = Exchange(device, ring.chunk, replicas, scale)
+        return of_stage.run(program, gradients, compression, n)
+
+    carry = arrays.gradients, arrays.gradient_compression
+    alone = device.spec.num_replicas > 1
+    gradients, compression = each_stage(device, scalars, exchange, carry, alone=alone)
+    return arrays.replace(gradients=gradients, gradient_compression=compression)
+
+
+def _scale_of(device: Device, arrays: TickArrays) -> jax.Array | None:
+    return None if device.spec.loss_scale is None else arrays.loss_scale["scale"][0]

@@ -1,0 +1,201 @@
+"""How the leaves of messages between stages are encoded, and what their compressors keep.
+
+    forward     output ── encode ──> wire ── inbox of the next stage ── decode ──> input
+    backward    gradient by the input ── encode ──> wire ── inbox of the stage before ── decode ──> gradient
+
+Where a sparse compressor sends some entries of an activation, the receiver knows these entries from the wire,
+and the gradient by the others is 0. So it sends the gradient by the same entries (Gupta et al.,
+arXiv:2010.08899, section 3.2), and keeps the wire until its backward. Other compressors round, and the gradient
+by what is rounded passes as if it was not (a straight-through estimate).
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.compress import Compressor, SparseCompressor
+from jpipe.layers.avals import is_inexact
+from jpipe.packing import Leaf
+
+
+class MessageCompression(NamedTuple):
+    """How messages are compressed.
+
+    Attributes:
+      activations: compressor of activations and skips; None: they go as they are.
+      gradients: compressor of their gradients; None: they go as they are, or by the entries that `activations`
+        has sent.
+    """
+
+    activations: Compressor | None = None
+    gradients: Compressor | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether a backward reads which entries of an activation were sent."""
+        return isinstance(self.activations, SparseCompressor)
+
+
+NO_COMPRESSION = MessageCompression()
+"""Messages go as they are."""
+
+
+class LeafCodec(NamedTuple):
+    """How one leaf of messages is encoded.
+
+    Attributes:
+      leaf: shape and dtype of the leaf.
+      compression: of the leaf and of its gradient.
+    """
+
+    leaf: Leaf
+    compression: MessageCompression
+
+    def wire(self, gradient: bool = False) -> list[Leaf]:
+        """The arrays that are sent for the leaf, or for its gradient."""
+        compressor = self._compressor(gradient)
+        if compressor is None:
+            return [self.leaf]
+        wire = _wire_of(compressor, self.leaf.aval)
+        return [Leaf(wire[name]) for name in sorted(wire)]
+
+    def first_state(self, gradient: bool = False) -> Any:
+        """What the compressor keeps, before the first message."""
+        own = self.compression.gradients if gradient else self.compression.activations
+        return () if own is None else own.init(self.leaf.aval)
+
+    def encode(self, x: jax.Array, state: Any) -> tuple[list[jax.Array], Any]:
+        """The wire of the leaf, and the next state."""
+        compressor = self.compression.activations
+        if compressor is None:
+            return [x], state
+        wire, state = compressor.encode(x, state)
+        return _in_order(wire), state
+
+    def encode_gradient(
+        self, x: jax.Array, state: Any, arrived: Sequence[jax.Array]
+    ) -> tuple[list[jax.Array], Any]:
+        """The wire of the gradient, and the next state.
+
+        Args:
+          x: the gradient by the leaf that has arrived.
+          state: of the compressor of gradients.
+          arrived: the wire of the leaf; read if the compressor is sparse.
+        """
+        sparse, own = self.compression
+        if isinstance(sparse, SparseCompressor):
+            support = sparse.support(self._named(arrived))
+            wire = sparse.encode_at(x, support)
+            if own is None:
+                return _in_order(wire), state
+            x = sparse.decode(wire, self.leaf.aval)
+        if own is None:
+            return [x], state
+        wire, state = own.encode(x, state)
+        return _in_order(wire), state
+
+    def decode(self, wire: Sequence[jax.Array], gradient: bool = False) -> jax.Array:
+        """The leaf, or its gradient."""
+        compressor = self._compressor(gradient)
+        if compressor is None:
+            (x,) = wire
+            return x
+        return compressor.decode(self._named(wire, gradient), self.leaf.aval)
+
+    def _compressor(self, gradient: bool) -> Compressor | None:
+        activations, gradients = self.compression
+        if not gradient or (gradients is None and self.compression.is_sparse):
+            return activations
+        return gradients
+
+    def _named(
+        self, wire: Sequence[jax.Array], gradient: bool = False
+    ) -> dict[str, jax.Array]:
+        compressor = self._compressor(gradient)
+        assert compressor is not None
+        names = sorted(_wire_of(compressor, self.leaf.aval))
+        return dict(zip(names, wire, strict=True))
+
+
+def codecs_of(
+    leaves: Sequence[Leaf], compression: MessageCompression, what: str
+) -> tuple[LeafCodec, ...]:
+    """The codec of each leaf of a message; leaves that are not of floating point go as they are.
+
+    Args:
+      leaves: of the message.
+      compression: of messages.
+      what: names the message in errors.
+
+    Raises:
+      ValueError: if a leaf cannot be compressed, or no leaf can.
+    """
+    inexact = [leaf for leaf in leaves if is_inexact(leaf.aval)]
+    compressors = [c for c in compression if c is not None]
+    if compressors and leaves and not inexact:
+        dtypes = ", ".join(str(leaf.aval.dtype) for leaf in leaves)
+        raise ValueError(
+            f"`compress_messages` compresses floating-point arrays, and {what} has none: its arrays are of {dtypes}. "
+            "Leave `compress_messages` out, or choose boundaries at which the model passes on real numbers."
+        )
+    for leaf in inexact:
+        for compressor in compressors:
+            compressor.check(leaf.aval, what)
+    return tuple(
+        LeafCodec(leaf, compression if is_inexact(leaf.aval) else NO_COMPRESSION)
+        for leaf in leaves
+    )
+
+
+def state_key(message: str, number: int, first_state: Any) -> str:
+    """Names the state of the compressor of a leaf; states of unlike shapes have names of their own.
+
+    Args:
+      message: the inbox of the message.
+      number: of the leaf in the message.
+      first_state: of the codec.
+    """
+    shapes = [f"{a.dtype}{list(a.shape)}" for a in jax.tree.leaves(first_state)]
+    return f"{message} {number} {' '.join(shapes)}"
+
+
+def first_states(
+    messages: Mapping[str, Sequence[Sequence[LeafCodec]]], num_chunks: int
+) -> dict[str, Any]:
+    """What the compressors of all messages keep on a device, before the first: `[R, ...]`.
+
+    Args:
+      messages: inbox -> for every message that goes there its codecs.
+      num_chunks: R.
+    """
+    states: dict[str, Any] = {}
+    for inbox, of_messages in messages.items():
+        gradient = is_gradient(inbox)
+        for codecs in of_messages:
+            for number, codec in enumerate(codecs):
+                state = codec.first_state(gradient)
+                if jax.tree.leaves(state):
+                    key = state_key(inbox, number, state)
+                    states[key] = jax.tree.map(
+                        lambda a: jnp.broadcast_to(a, (num_chunks, *a.shape)), state
+                    )
+    return states
+
+
+def is_gradient(inbox: str) -> bool:
+    """Whether the messages of an inbox are gradients."""
+    return inbox.endswith("gradient")
+
+
+@functools.cache
+def _wire_of(
+    compressor: Compressor, like: jax.ShapeDtypeStruct
+) -> Mapping[str, jax.ShapeDtypeStruct]:
+    return compressor.wire_of(like)
+
+
+def _in_order(wire: Mapping[str, jax.Array]) -> list[jax.Array]:
+    return [wire[name] for name in sorted(wire)]

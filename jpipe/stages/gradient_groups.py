@@ -1,0 +1,81 @@
+"""Gradients in groups that are compressed alike: see `jpipe.engine.gradients`."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jpipe.compress import Compressor
+from jpipe.packing import Packing, Place
+from jpipe.stages.optimizer import StageUpdate
+
+
+class GradientGroup(NamedTuple):
+    """Gradients of one shape in one packed array. A loop goes over them.
+
+    Attributes:
+      name: of the group.
+      place: of one of them; the others begin elsewhere.
+      like: shape and dtype of one of them.
+      starts: for each update the first index of each of its gradients, int32 `[n]`.
+    """
+
+    name: str
+    place: Place
+    like: jax.ShapeDtypeStruct
+    starts: tuple[np.ndarray, ...]
+
+    @property
+    def num_gradients(self) -> int:
+        """The most gradients of an update."""
+        return max(map(len, self.starts))
+
+
+def gradient_groups(
+    updates: Sequence[StageUpdate], packing: Packing
+) -> list[GradientGroup]:
+    """The gradients of all updates in groups; a tied weight counts once in its stage.
+
+    Args:
+      updates: the updates.
+      packing: of the weights, and so of the gradients.
+    """
+    found: dict[tuple, tuple[Place, list[list[int]]]] = {}
+    for u, update in enumerate(updates):
+        for (place, row), *_ in update.parameters:
+            key = place.array, place.shape
+            _, starts = found.setdefault(key, (place, [[] for _ in updates]))
+            starts[u].append(int(place.start(row)))
+    return [
+        GradientGroup(
+            f"{array} {list(shape)}",
+            place,
+            jax.ShapeDtypeStruct(shape, packing.arrays[array].dtype),
+            tuple(np.array(of_update, np.int32) for of_update in starts),
+        )
+        for (array, shape), (place, starts) in found.items()
+    ]
+
+
+def compressor_states(
+    compressor: Compressor, groups: Sequence[GradientGroup], num_chunks: int
+) -> dict[str, object]:
+    """Group -> state of the compressor for each gradient, before the first: `[R, n, ...]`, equal for all.
+
+    Args:
+      compressor: of the gradients.
+      groups: of the gradients.
+      num_chunks: R.
+    """
+
+    def repeated(a: jax.Array, group: GradientGroup) -> jax.Array:
+        lead = num_chunks, group.num_gradients
+        return jax.numpy.broadcast_to(a, (*lead, *a.shape))
+
+    return {
+        group.name: jax.tree.map(
+            lambda a, group=group: repeated(a, group), compressor.init(group.like)
+        )
+        for group in groups
+    }

@@ -1,0 +1,152 @@
+"""What devices send: bytes of messages between stages and of gradients between replicas, plain and compressed."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.packing import Packing
+from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec
+from jpipe.stages.messages import find_routes, pack_messages
+
+if TYPE_CHECKING:
+    from jpipe.program import Program
+
+
+class MessageRecord(NamedTuple):
+    """One row of `Pipeline.messages`.
+
+    Attributes:
+      what: "activation", "gradient", "skip0", "skip0.gradient", ... between stages; "weights" between replicas of
+        a stage: their gradients.
+      source: the stage that sends.
+      target: the stage that receives; the same for replicas.
+      num_bytes: of one message: one microbatch, in a tick. Between replicas what each receives in an update.
+      plain_bytes: the same without compression.
+    """
+
+    what: str
+    source: int
+    target: int
+    num_bytes: int
+    plain_bytes: int
+
+    @property
+    def ratio(self) -> float:
+        """How many times fewer bytes compression sends."""
+        return self.plain_bytes / max(self.num_bytes, 1)
+
+
+def messages(program: "Program") -> list[MessageRecord]:
+    """The messages between stages, then the gradients between replicas of each stage."""
+    engine, stages = program.engine, program.stages
+    plain = find_routes(
+        stages.num_stages,
+        *pack_messages([_uncompressed(codecs) for codecs in stages.codecs]),
+        [_plain_portal(portal) for portal in stages.portals],
+    )
+    packings: dict[str, Packing] = {route.inbox: pack for route, pack in plain}
+    records = [
+        MessageRecord(
+            route.inbox,
+            source,
+            target,
+            pack.num_bytes,
+            packings[route.inbox].num_bytes,
+        )
+        for route, pack in engine.routes
+        for source, target in route.target.items()
+    ]
+    for s in range(stages.num_stages):
+        number = len(engine.lowered.copies[s]) * program.settings.num_replicas
+        if number > 1:
+            records.append(_between_replicas(program, s, number))
+    return records
+
+
+def _between_replicas(program: "Program", s: int, number: int) -> MessageRecord:
+    """What a replica of a stage receives in an update; a plain mean sends sums in a ring."""
+    engine = program.engine
+    assert engine.updates is not None
+    u, arrays = engine.updates.program_of_stage[s], engine.stages.parameters.arrays
+    weights = [place for (place, _), *_ in engine.updates.programs[u].parameters]
+    total = sum(math.prod(p.shape) * arrays[p.array].dtype.itemsize for p in weights)
+    plain = round(2 * (number - 1) / number * total)
+    compressor, num_bytes = engine.compress_gradients, plain
+    if compressor is not None:
+        num_bytes = sum(
+            len(group.starts[u]) * compressor.exchanged_bytes(group.like, number)
+            for group in engine.gradient_groups
+        )
+    return MessageRecord("weights", s, s, num_bytes, plain)
+
+
+def _uncompressed(codecs: Any) -> tuple[LeafCodec, ...]:
+    return tuple(codec._replace(compression=NO_COMPRESSION) for codec in codecs)
+
+
+def _plain_portal(portal: Any) -> Any:
+    """A portal whose packings hold its leaves as they are."""
+    codecs = [c for cs in portal.codecs.values() for c in _uncompressed(cs)]
+    activations, gradients = pack_messages([codecs])
+    return dataclasses.replace(portal, activations=activations, gradients=gradients)
+
+
+# -- In a step
+
+
+def counts(program: "Program", kept: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """What the compressors report after a step, over all devices.
+
+    Args:
+      program: of the step.
+      kept: global arrays of the state.
+
+    Returns:
+      "error_norm", of all that replicas have not sent of their gradients. And of compressors that report them
+      "gradient_density" and "message_density", the mean part of the entries that passed the latest thresholds, and
+      "gradient_overflow" and "message_overflow", the entries so far that passed without room.
+    """
+    settings, found = program.settings, {}
+    of_gradients, of_messages = (
+        kept["gradient_compression"],
+        kept["message_compression"],
+    )
+    if of_gradients:
+        errors = jax.tree.leaves(of_gradients["error"])
+        squares = [jnp.sum(jnp.square(a.astype(jnp.float32))) for a in errors]
+        found["error_norm"] = jnp.sqrt(sum(squares, jnp.float32(0)))
+        states = [
+            jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), state)
+            for state in of_gradients["states"].values()
+        ]
+        found |= _counts("gradient", settings.compress_gradients, states)
+    activations, gradients = settings.compress_messages
+    for compressor, is_gradient in ((activations, False), (gradients, True)):
+        states = [
+            state
+            for key, state in of_messages.items()
+            if key.split(" ")[0].endswith("gradient") == is_gradient
+        ]
+        name = "message_gradient" if is_gradient else "message"
+        found |= _counts(name, compressor, states)
+    return found
+
+
+def _counts(name: str, compressor: Any, states: list) -> dict[str, jax.Array]:
+    """Counts of one compressor, from its states `[n, ...]`."""
+    states = [state for state in states if jax.tree.leaves(state)]
+    if compressor is None or not states:
+        return {}
+    of_states = [jax.vmap(compressor.counts)(state) for state in states]
+    found = {}
+    for key in of_states[0]:
+        values = jnp.concatenate([counts[key].reshape(-1) for counts in of_states])
+        total = jnp.sum(values)
+        if key == "density":  # some states are of no array, and sent nothing
+            total = total / jnp.maximum(jnp.sum(values > 0), 1)
+        found[f"{name}_{key}"] = total
+    return found
