@@ -40,6 +40,7 @@ def trained(schedule, num_steps):
 
 
 @pytest.mark.parametrize(("name", "S", "N"), CASES)
+@pytest.mark.sampled(3)
 def test_equals_plain_training(name, S, N):
     plain, batches, losses, params = trained(schedule_named(name, S, N), 3)
     want, _, want_params = oracles.train(

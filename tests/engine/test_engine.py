@@ -111,6 +111,7 @@ def test_the_search_for_copies_finds_one():
 
 @pytest.mark.parametrize("ticks", ["paired", "unit"])
 @pytest.mark.parametrize("model", ["trunk", "transformer"])
+@pytest.mark.sampled(2)
 def test_no_ring_is_copied(model, ticks):
     if model == "trunk":
         pipe, batch = (

@@ -21,6 +21,8 @@ GROUPS = (
     "optimizer_state",
     "mutable_state",
     "loss_scale",
+    "gradient_compression",
+    "message_compression",
     "round",
     "started",
     "key",
@@ -89,7 +91,8 @@ def test_groups_are_the_arrays_of_a_state(case):
             assert layout[name].num_bytes("cpu") == num_bytes, name
     private = {n for n, g in layout.groups.items() if g.spec != REPLICATED}
     if pipe.num_replicas > 1:
-        assert private == {"gradients", "buffers"}
+        compression = {"gradient_compression", "message_compression"}
+        assert private == {"gradients", "buffers"} | compression
         assert layout["buffers"].spec == per_device_spec(pipe.mesh)
 
 

@@ -89,6 +89,7 @@ def scheduled_tick(text):
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b/paired", "zero_bubble_h1"])
+@pytest.mark.sampled(2)
 def test_without_overlap_messages_travel_when_all_have_computed(name):
     """Otherwise a device would wait for the others between its forward and its backward too."""
     pipe = make(schedule_named(name, 4, 8), overlap=False)

@@ -162,6 +162,7 @@ def test_a_masked_mean_under_asynchronous_schedules(schedule):
 
 
 @pytest.mark.parametrize("schedule", ["pipemare/unit", "zero_bubble_h1"])
+@pytest.mark.sampled(2)
 def test_a_masked_mean_equals_the_table_walked_in_python(schedule):
     table = schedule_named(schedule, 3, 4)
     batches = batches_with_mask(3, 8, "float32")

@@ -418,7 +418,7 @@ def test_recurrent_models_are_causal(model):
 
 
 @pytest.mark.parametrize("model, shape", MODELS, ids=IDS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_first_loss_is_that_of_a_guess(model, shape):
     logits = run(build(model), example(model, shape))
     labels = jnp.zeros(logits.shape[:-1], jnp.int32)
@@ -428,6 +428,7 @@ def test_first_loss_is_that_of_a_guess(model, shape):
 
 
 @pytest.mark.parametrize("model, shape", MODELS, ids=IDS)
+@pytest.mark.sampled(3)
 def test_examples_do_not_touch_each_other(model, shape):
     # What lets a minibatch be cut into microbatches anywhere. Batch norm does but in eval.
     layers, x = build(model), example(model, shape)

@@ -174,6 +174,7 @@ def test_a_split_backward_and_two_columns_a_device():
 
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
+@pytest.mark.exhaustive
 def test_weight_versions_are_split_and_flushed():
     table, results = jpipe.schedules.pipedream(2, N), []
     for model in (1, 2):

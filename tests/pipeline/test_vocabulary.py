@@ -212,6 +212,7 @@ ADAM = optax.chain(jpipe.optim.clip_by_global_norm(0.3), optax.adamw(0.05, eps=1
         pytest.param("pipedream", 4, {"recompute": "full"}, marks=SLOW),
     ],
 )
+@pytest.mark.exhaustive
 def test_asynchronous_tables_keep_versions_and_delays(name, num_microbatches, options):
     """The layers follow the first and the last stage: reads, updates, delays and clipping are theirs."""
     schedule = schedule_named(name, 4, num_microbatches)
@@ -227,6 +228,7 @@ def test_asynchronous_tables_keep_versions_and_delays(name, num_microbatches, op
         pytest.param({"rate": 0.5}, marks=SLOW),
     ],
 )
+@pytest.mark.exhaustive
 def test_masks_clipping_loss_scale_and_dropout(options):
     options = dict(options)
     rate = options.pop("rate", 0.0)

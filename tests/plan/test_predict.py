@@ -49,7 +49,7 @@ def without_compiling(pipe, batch):
 @pytest.mark.parametrize("family", CUTS)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.sampled(14)
+@pytest.mark.sampled(28)
 def test_bytes_are_those_of_the_pipeline(family, name, recompute):
     schedule = schedule_named(name, 3, 4)
     pipe = pipeline(family, schedule, boundaries=CUTS[family], recompute=recompute)
@@ -109,6 +109,7 @@ def test_compressed_messages_and_gradients_are_faster():
 
 
 @pytest.mark.parametrize("name", ["gpipe", "pipedream/paired", "pipemare/unit"])
+@pytest.mark.sampled(3)
 def test_bytes_of_weights_that_only_hooks_give(name):
     """PipeDream's backwards read the weights of their forwards, so corrected ones are not kept; GPipe delays nothing."""
     optimizer = optax.chain(
@@ -274,6 +275,7 @@ def test_devices_that_share_a_core_take_turns():
     np.testing.assert_allclose(found.seconds, 6 * 4 * 3)
 
 
+@pytest.mark.exhaustive
 def test_padding_is_what_the_mean_stage_does_not_use():
     profile = timed(profile_of("transformer"))
     schedule = jpipe.schedules.gpipe(3, 4)

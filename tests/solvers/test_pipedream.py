@@ -348,6 +348,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("cost_model", MODELS)
+@pytest.mark.sampled(2)
 def test_families(monkeypatch, shape, cost_model):
     graph = costed(SHAPES[shape])
     plan = functools.partial(pipedream, graph, cost_model=cost_model)

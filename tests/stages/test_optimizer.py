@@ -173,6 +173,7 @@ def test_stages_update_as_one_device_does(name, num_stages):
 
 @pytest.mark.parametrize("block", [7, vector_blocks.BLOCK])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sampled(2)
 def test_vectors_are_updated_in_blocks(name, block, monkeypatch):
     """Layers of unlike shapes, whose weights are in flat vectors; 7 numbers cut through kernels."""
     monkeypatch.setattr(vector_blocks, "BLOCK", block)
