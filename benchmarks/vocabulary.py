@@ -163,7 +163,7 @@ def measure(rounds: int, steps: int) -> None:
             run[1] = state
     for name, (pipe, _, seconds, loss) in runs.items():
         memory = pipe.memory(batch)
-        total = sum(math.ceil(a) for a in memory[:-1])
+        total = sum(math.ceil(a) for a in memory._replace(padding=0))
         print(
             f"{name}: {statistics.median(seconds) * 1e3:.0f} ms per step (best {min(seconds) * 1e3:.0f}), first loss "
             f"{loss:.6f}, {total / 1e6:.1f} MB per device of which padding {memory.padding / 1e6:.1f} MB"

@@ -52,21 +52,21 @@ class Memory(NamedTuple):
         compute.
       optimizer: the optimizer's state.
       gradients: the accumulators.
-      compression: what compressed gradients keep: errors and the compressor's state.
       activations: stashes and messages in flight.
       batch: the minibatch, or the replica's share of it.
       temporaries: what the compiled step needs beside its arguments.
       padding: bytes of weights, optimizer and gradients that the mean stage does not use.
+      compression: what compressed gradients keep: errors and the compressor's state.
     """
 
     weights: int
     optimizer: int
     gradients: int
-    compression: int
     activations: int
     batch: int
     temporaries: int
     padding: int
+    compression: int = 0
 
 
 class ShardRecord(NamedTuple):

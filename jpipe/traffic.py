@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.packing import Packing
-from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec
+from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, inbox_of, is_gradient
 from jpipe.stages.messages import find_routes, pack_messages
 
 if TYPE_CHECKING:
@@ -125,13 +125,13 @@ def counts(program: "Program", kept: Mapping[str, Any]) -> dict[str, jax.Array]:
         ]
         found |= _counts("gradient", settings.compress_gradients, states)
     activations, gradients = settings.compress_messages
-    for compressor, is_gradient in ((activations, False), (gradients, True)):
+    compressors = {"message": activations, "message_gradient": gradients}
+    for name, compressor in compressors.items():
         states = [
             state
             for key, state in of_messages.items()
-            if key.split(" ")[0].endswith("gradient") == is_gradient
+            if is_gradient(inbox_of(key)) == (name == "message_gradient")
         ]
-        name = "message_gradient" if is_gradient else "message"
         found |= _counts(name, compressor, states)
     return found
 

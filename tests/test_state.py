@@ -186,6 +186,7 @@ def test_a_second_step_of_a_copy_compiles_nothing():
 
 
 @pytest.mark.parametrize("schedule", [gpipe(2, 2), pipemare(2, 2)])
+@pytest.mark.sampled(2)
 def test_orbax_restores_a_state_into_an_equal_pipeline(schedule, tmp_path):
     checkpoint = pytest.importorskip(
         "orbax.checkpoint",

@@ -162,6 +162,11 @@ def state_key(message: str, number: int, first_state: Any) -> str:
     return f"{message} {number} {' '.join(shapes)}"
 
 
+def inbox_of(key: str) -> str:
+    """The inbox of the message of a `state_key`."""
+    return key.partition(" ")[0]
+
+
 def first_states(
     messages: Mapping[str, Sequence[Sequence[LeafCodec]]], num_chunks: int
 ) -> dict[str, Any]:

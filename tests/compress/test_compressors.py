@@ -52,6 +52,7 @@ def sent(compressor, x, state=None):
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.sampled(2)
 def test_shapes_of_a_wire_are_known(name, dtype):
     compressor, x = ALL[name], jnp.asarray(array(), dtype)
     wire, state = jax.jit(compressor.encode)(x, compressor.init(x))
@@ -331,6 +332,7 @@ def test_streaming_pca_is_its_definition():
     "name",
     ["8 bits", "stochastic", "float8", "threshold", "bitmap", "top", "powersgd", "pca"],
 )
+@pytest.mark.sampled(2)
 def test_errors_are_sent_later(name):
     """What was sent and the last error are the gradients, to float precision."""
     with jax.enable_x64(True):

@@ -64,7 +64,7 @@ def with_accuracy(loss):
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("schedule,S,N,replicas,recompute", SYNCHRONOUS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_a_masked_mean_equals_the_plain_model(schedule, S, N, replicas, recompute):
     table = schedule_named(schedule, S, N)
     with jax.enable_x64(True):

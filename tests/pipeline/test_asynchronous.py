@@ -124,7 +124,7 @@ def corrected(optimizer, corrections) -> dict:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 def test_equals_the_definition(case):
     name, family, S, N, ticks, options, optimizer, recompute, corrections, *dtype = case
     dtype = dtype[0] if dtype else "float64"

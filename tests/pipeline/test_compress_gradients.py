@@ -13,6 +13,7 @@ from flax import nnx
 from helpers import refused
 
 import jpipe
+from jpipe import settings
 from jpipe.compress import (
     Cast,
     PowerSGD,
@@ -21,6 +22,8 @@ from jpipe.compress import (
     Threshold,
     TopK,
 )
+from jpipe.engine import spec
+from jpipe.lowering.lower import GUARDS
 
 DIM, KEY = 16, jax.random.key(0)
 LAYERS = [functools.partial(nnx.Linear, DIM, DIM) for _ in range(4)]
@@ -32,8 +35,8 @@ def loss(outputs, batch):
 
 def batches(number, rows=16):
     rng = np.random.default_rng(1)
-    draw = lambda: rng.standard_normal((rows, DIM)).astype("float32")  # noqa: E731
-    return [{"inputs": draw(), "targets": draw()} for _ in range(number)]
+    arrays = rng.standard_normal((number, 2, rows, DIM)).astype("float32")
+    return [{"inputs": x, "targets": y} for x, y in arrays]
 
 
 def make(compressor, schedule="one_f_one_b", data=2, optimizer=None, **options):
@@ -150,6 +153,7 @@ def test_each_replica_keeps_its_error(compressor):
 
 
 @pytest.mark.parametrize("compressor", LOSSY, ids=str)
+@pytest.mark.sampled(2)
 def test_replicas_stay_equal(compressor):
     pipe = make(compressor, optimizer=optax.adam(1e-2))
     state, metrics = trained(pipe, 4)
@@ -223,6 +227,19 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_leaves_no_trace(compressor
     )
     state, of_step = pipe.step(state, batches(1)[0])
     assert np.isfinite(of_step["loss"]) and not np.any(of_step["skipped_updates"])
+
+
+def test_the_policy_of_gpus_trains_the_same(monkeypatch):
+    """Run on CPU devices."""
+    messages, losses = Threshold(0.3), []
+    for policy in GUARDS:
+        for module in (spec, settings):
+            monkeypatch.setattr(
+                module, "guard_of", lambda platform, policy=policy: policy
+            )
+        pipe = make(PowerSGD(2), compress_messages=messages, overlap=policy == "switch")
+        losses.append([float(of_step["loss"]) for of_step in trained(pipe)[1]])
+    np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
 def test_the_loss_scale_may_move():

@@ -24,10 +24,10 @@ def loss(outputs, batch):
     return jnp.mean((outputs - batch["targets"]) ** 2)
 
 
-def batches(number, N=4, dtype="float32"):
+def batches(number, N=4):
     rng = np.random.default_rng(1)
-    draw = lambda: rng.standard_normal((ROWS * N, DIM)).astype(dtype)  # noqa: E731
-    return [{"inputs": draw(), "targets": draw()} for _ in range(number)]
+    arrays = rng.standard_normal((number, 2, ROWS * N, DIM)).astype("float32")
+    return [{"inputs": x, "targets": y} for x, y in arrays]
 
 
 def make(compress, schedule="one_f_one_b", S=2, N=4, layers=LAYERS, **options):
@@ -235,7 +235,8 @@ def test_bytes_of_the_compiled_program(schedule):
         permutes = [c for c in collectives(text) if c.kind == "collective-permute"]
         received[compress] = sum(c.num_bytes for c in permutes)
     plain, compressed = received.values()
-    assert plain >= 2 * 32 * 64 * 4
+    # One permute, or two.
+    assert plain in (32 * 64 * 4, 2 * 32 * 64 * 4)
     assert 0.9 * plain / 20 < compressed <= plain / 20 * 1.02
 
 

@@ -57,7 +57,7 @@ SYNCHRONOUS = [
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("family,schedule,S,N,recompute", SYNCHRONOUS)
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_synchronous_tables_equal_the_plain_model(family, schedule, S, N, recompute):
     with jax.enable_x64(True):
         family = FAMILIES[family].in_dtype("float64")

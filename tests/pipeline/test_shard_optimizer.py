@@ -74,7 +74,7 @@ def plain(family, optimizer, num_rows):
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("family, schedule, S, N, data, optimizer", CASES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_training_equals_the_plain_model(family, schedule, S, N, data, optimizer):
     with jax.enable_x64(True):
         layers, batches, start, want = plain(family, optimizer, 2 * N * data)

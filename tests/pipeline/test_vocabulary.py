@@ -156,6 +156,7 @@ def plain():
         pytest.param("one_f_one_b", 4, {"head": None}, marks=SLOW),
     ],
 )
+@pytest.mark.sampled(2)
 def test_synchronous_tables_equal_the_plain_model(name, stages, options):
     model, (losses, _, params) = plain()
     options = dict(options)

@@ -246,7 +246,7 @@ MODELS = OTHERS | {
     "name",
     [slow(name) if name in SLOW_MODELS else name for name in MODELS],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_models(name):
     model, inputs = MODELS[name]
     batch = {"inputs": inputs(np.random.default_rng(0))}

@@ -89,7 +89,7 @@ def random_walk(graph, num_devices, num_moves, seed, sync, every, start=None):
 
 @pytest.mark.parametrize("sync", ["ring", "server"])
 @pytest.mark.parametrize("name", GRAPHS)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_delta_simulation_is_exact(name, sync):
     random_walk(GRAPHS[name](), 4, 120, 1, sync, 2)
 

@@ -26,7 +26,7 @@ CASES = [
 
 @pytest.mark.parametrize("schedule,S,N,recompute,boundaries", CASES)
 @pytest.mark.filterwarnings("ignore:.*bubble")
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 def test_skips_equal_the_plain_model(schedule, S, N, recompute, boundaries):
     with jax.enable_x64(True):
         optimizer = optax.sgd(0.003, momentum=0.5)

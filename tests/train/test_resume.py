@@ -77,7 +77,7 @@ def stopped_after(run_dir, step, folder):
 
 
 @pytest.mark.parametrize("step", [3, 6, 9])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_the_log_and_the_weights_are_those_of_the_whole_run(
     whole, step, tmp_path, capsys
 ):
