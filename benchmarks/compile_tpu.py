@@ -214,6 +214,16 @@ def bytes_of_shape(shape: str) -> int:
     return size
 
 
+def reserved_bytes(analysis) -> int:
+    """What a compiled program reserves on a chip, from its `memory_analysis()`: a donated argument and its result count once."""
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )
+
+
 def environment() -> None:
     """Lets libtpu load on a machine without a TPU. Call it before JAX is imported."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -276,13 +286,7 @@ def compile_one(args: argparse.Namespace, topology: str, name: str) -> dict:
         "schedule": name,
         "parameters": sum(r.num_parameters for r in pipe.partition(batch)),
         "predicted_mb": predicted / 1e6,
-        "compiled_mb": (
-            analysis.argument_size_in_bytes
-            + analysis.output_size_in_bytes
-            - analysis.alias_size_in_bytes
-            + analysis.temp_size_in_bytes
-        )
-        / 1e6,
+        "compiled_mb": reserved_bytes(analysis) / 1e6,
         "temporaries_mb": analysis.temp_size_in_bytes / 1e6,
         "compile_s": seconds,
         "permutes": len(transfers),

@@ -124,7 +124,7 @@ class Simulator:
             block = tasks.build(number)
             change.new_blocks.append(block)
             fresh += block.tasks
-        if max(tasks.memory) > memory_limit:
+        if memory_limit < math.inf and max(tasks.memory) > memory_limit:
             return math.inf
         self._grow()
         is_new = set(fresh)

@@ -94,7 +94,7 @@ class Simulated:
 
     Attributes:
       seconds: of a step: forward, and for training backward and updates.
-      memory_bytes: per device: weights, gradients, optimizer, results that the backward reads, and what was received.
+      memory_bytes: per device, the most that it holds at a time: see `jpipe.soap.lifetimes`.
       busy_seconds: per device, seconds in which it computes.
       sent_bytes: bytes that messages carry, all together.
     """

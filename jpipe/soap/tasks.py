@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jpipe.soap.costs import Costs
-from jpipe.soap.graph import OperatorGraph
+from jpipe.soap.graph import OperatorGraph, Tensor
+from jpipe.soap.lifetimes import Held, Lifetimes
 from jpipe.soap.machine import Machine
 from jpipe.soap.shards import Shards
 from jpipe.soap.strategy import Config, check_config
@@ -34,7 +35,7 @@ class Block:
     Attributes:
       tasks: its tasks.
       links: dependencies `(before, after)`. Those of edges and weights lead to tasks of other blocks too.
-      memory: device -> bytes that it adds.
+      held: what devices hold for it.
       sent_bytes: bytes of its messages.
       load: seconds of its tasks on each device and link.
       forward, backward: of an operator: the task of each shard. `backward` is empty if there is none.
@@ -44,7 +45,7 @@ class Block:
 
     tasks: list[int] = dataclasses.field(default_factory=list)
     links: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    memory: dict[int, int] = dataclasses.field(default_factory=dict)
+    held: list[Held] = dataclasses.field(default_factory=list)
     sent_bytes: int = 0
     load: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
     forward: list[int] = dataclasses.field(default_factory=list)
@@ -69,7 +70,6 @@ class Tasks:
     Attributes:
       seconds, device, key: of each task; the devices of transfers are the links, numbered behind the devices.
       before, after: dependencies of each task.
-      memory: bytes on each device.
       load: seconds of all tasks of each device and link, up to rounding; the first number is of `NOWHERE`.
     """
 
@@ -91,7 +91,8 @@ class Tasks:
         self.costs = costs
         self.strategy = list(strategy)
         self._sync = sync
-        self._copies = 2 + optimizer_arrays  # weights, gradients, optimizer
+        self._copies = 1 + optimizer_arrays  # of weights, for the whole step
+        self._lifetimes = Lifetimes(graph)
         self.seconds: list[float] = []
         self.device: list[int] = []
         self.key: list[int] = []
@@ -130,7 +131,9 @@ class Tasks:
         for each in (self.seconds, self.device, self.key, self.before, self.after):
             each.clear()
         self.unused = []
-        self.memory = [0] * self.machine.num_devices
+        shape = self.machine.num_devices, self._lifetimes.end + 2
+        self._changes = np.zeros(shape, np.int64)
+        self._memory: list[int] | None = None
         self.load = np.zeros(self.num_resources + 1)
         num_blocks = self._first_weight + len(self._weights)
         self.blocks = [Block() for _ in range(num_blocks)]
@@ -170,8 +173,18 @@ class Tasks:
     def count(self, block: Block, sign: int) -> None:
         """Adds the memory and the load of a block, or takes them away."""
         self.load += sign * block.load
-        for device, num_bytes in block.memory.items():
-            self.memory[device] += sign * num_bytes
+        changes = self._changes
+        for device, first, last, num_bytes in block.held:
+            changes[device, first] += sign * num_bytes
+            changes[device, last + 1] -= sign * num_bytes
+        self._memory = None
+
+    @property
+    def memory(self) -> list[int]:
+        """The most bytes that each device holds at a time."""
+        if self._memory is None:
+            self._memory = self._changes.cumsum(axis=1).max(axis=1).tolist()
+        return self._memory
 
     def isolated_loads(self, operator: int, config: Config) -> list[dict[int, float]]:
         """Of one operator, and of each of its weights: device or link -> seconds. The graph stays as it is."""
@@ -271,15 +284,38 @@ class Tasks:
             block.links += zip(block.forward, block.backward)
         for tensor in operator.outputs:
             self._build_result(block, number, tensor)
+        self._hold_inputs(block, number)
+
+    def _hold_inputs(self, block: Block, number: int) -> None:
+        """The parts of the function's inputs that the operator reads first are held for the whole step."""
+        operator, config = self.graph.operators[number], self.strategy[number]
+        for position, each in enumerate(operator.inputs):
+            value = self.graph.tensors[each.tensor]
+            is_input = value.producer is None and value.weight is None
+            if not is_input or self._lifetimes.first_reader(each.tensor) != number:
+                continue
+            read = self.shards.regions.reads(number, position, config.degrees)
+            sizes = np.prod(read[:, :, 1] - read[:, :, 0], axis=1) * value.item_bytes
+            for device, num_bytes in zip(config.devices, sizes.tolist()):
+                held = Held(device, 0, self._lifetimes.end, num_bytes)
+                block.held.append(held)
 
     def _build_result(self, block: Block, number: int, tensor: int) -> None:
         """The tasks that have the parts of a result: the shards, or sums of what they computed."""
         config, value = self.strategy[number], self.graph.tensors[tensor]
-        computed = self.shards.regions.results(number, tensor, config.degrees)
-        sizes = np.prod(computed[:, :, 1] - computed[:, :, 0], axis=1)
-        for device, size in zip(config.devices, sizes.tolist()):
-            num_bytes = size * value.item_bytes * self.graph.operators[number].repeats
-            block.memory[device] = block.memory.get(device, 0) + num_bytes
+        regions = self.shards.regions
+        owned = regions.writes(number, tensor, config.degrees)
+        kept = [self._lifetimes.value(number, tensor)]
+        of_gradient = self._lifetimes.gradient(number, tensor)
+        if of_gradient is not None and value.has_gradient:
+            kept.append(of_gradient)
+        self._hold(block, number, value, owned, kept)
+        if self.shards.sums(number, tensor, config.degrees):
+            # A shard's term of a sum is there until it is sent; the gradient by it, as soon as it has come.
+            computed = regions.results(number, tensor, config.degrees)
+            backward = self._lifetimes.backward(number)
+            moments = [(number, number), (backward, backward)][: len(kept)]
+            self._hold(block, number, value, computed, moments)
         block.results[tensor] = list(block.forward)
         has_gradient = bool(block.backward) and value.has_gradient
         block.result_gradients[tensor] = list(block.backward) if has_gradient else []
@@ -287,6 +323,22 @@ class Tasks:
             number, tensor, config.degrees
         ):
             self._build_sum(block, tensor, shards, owner, num_bytes, has_gradient)
+
+    def _hold(
+        self,
+        block: Block,
+        number: int,
+        value: Tensor,
+        regions: np.ndarray,
+        times: Sequence[tuple[int, int]],
+    ) -> None:
+        """Holds the part of a result that each shard of an operator has."""
+        sizes = np.prod(regions[:, :, 1] - regions[:, :, 0], axis=1)
+        sizes *= value.item_bytes * self.graph.operators[number].repeats
+        for device, num_bytes in zip(
+            self.strategy[number].devices, sizes.tolist(), strict=True
+        ):
+            block.held += [Held(device, *each, num_bytes) for each in times]
 
     def _build_sum(
         self,
@@ -387,13 +439,13 @@ class Tasks:
         writer, reader = self.blocks[source], self.blocks[target]
         results, gradients = writer.results[tensor], writer.result_gradients[tensor]
         backward = reader.backward if gradients else []
-        memory = block.memory
+        received = self._lifetimes.received(target)
         for a, b, num_bytes in self.shards.edge_pairs(
             number, above.degrees, below.degrees
         ):
             from_device, to_device = above.devices[a], below.devices[b]
             if from_device != to_device:
-                memory[to_device] = memory.get(to_device, 0) + num_bytes
+                block.held.append(Held(to_device, *received, num_bytes))
             args = from_device, to_device, num_bytes
             self._message(block, results[a], reader.forward[b], *args)
             if backward:
@@ -410,10 +462,11 @@ class Tasks:
                 backward = self.blocks[operator].backward
                 tasks = gradients.setdefault(device, [])
                 tasks += backward[shard : shard + 1]
-                if not block.memory.get(device):
-                    block.memory[device] = 0
             for device in gradients:
-                block.memory[device] += num_bytes * self._copies
+                held = num_bytes * self._copies
+                block.held.append(Held(device, 0, self._lifetimes.end, held))
+                times = self._lifetimes.weight_gradient(weight)
+                block.held.append(Held(device, *times, num_bytes))
             if not any(gradients.values()):
                 continue
             if self._sync == "ring":

@@ -1,5 +1,6 @@
 """The simulators: the full one obeys the rules, and the delta simulation gives the same timeline to the last bit."""
 
+import itertools
 import math
 
 import jax
@@ -10,6 +11,7 @@ import soap_graphs
 
 from jpipe import soap
 from jpipe.soap.simulate import full_simulation
+from jpipe.soap.strategy import Regions
 from jpipe.soap.tasks import Tasks
 
 GRAPHS = {
@@ -189,8 +191,135 @@ def test_data_parallel_step_in_closed_form():
     total = forward + backward + ring + update
     assert found.seconds == pytest.approx(total, rel=1e-7)
     assert found.sent_bytes == 4 * 2 * 3 / 4 * weight_bytes
-    # Weights, gradients and two arrays of the optimizer; and the result.
-    assert found.memory_bytes == (4 * weight_bytes + written,) * 4
+    # Weights, gradients and two arrays of the optimizer; the result, and the rows of the input.
+    assert found.memory_bytes == (4 * weight_bytes + written + 4 * 2 * 16,) * 4
+
+
+def peaks(graph, strategy, num_devices):
+    """The most bytes of each device, from what it holds at every position of the step."""
+    regions, n = Regions(graph), len(graph.operators)
+
+    def has_backward(i):
+        return graph.operators[i].has_backward
+
+    def readers(tensor):
+        return [
+            i
+            for i, o in enumerate(graph.operators)
+            for each in o.inputs
+            if each.tensor == tensor
+        ]
+
+    def sizes(boxes):
+        return np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1).tolist()
+
+    def held(t):
+        """`(device, bytes)` at position t: forwards, then backwards in reverse, then the update."""
+        for i, operator in enumerate(graph.operators):
+            config = strategy[i]
+            forward, backward = i, 2 * n - 1 - i
+            for position, each in enumerate(operator.inputs):
+                value = graph.tensors[each.tensor]
+                read = sizes(regions.reads(i, position, config.degrees))
+                if value.weight is None and value.producer is None:
+                    if readers(each.tensor)[0] == i:
+                        yield from (
+                            (d, k * value.item_bytes)
+                            for d, k in zip(config.devices, read)
+                        )
+            for tensor in operator.outputs:
+                value, used = graph.tensors[tensor], readers(tensor) or [i]
+                again = [j for j in used if has_backward(j)]
+                last = 2 * n - 1 - min(again) if again else max(used)
+                owned = sizes(regions.writes(i, tensor, config.degrees))
+                computed = sizes(regions.results(i, tensor, config.degrees))
+                item = value.item_bytes * operator.repeats
+                times = int(forward <= t <= last)
+                again = [j for j in readers(tensor) if has_backward(j)]
+                with_gradient = bool(again) and has_backward(i) and value.has_gradient
+                if with_gradient:
+                    first = 2 * n - 1 - max(again)
+                    end = backward - (operator.kind == "elementwise")
+                    times += first <= t <= max(first, end)
+                yield from (
+                    (d, times * item * k) for d, k in zip(config.devices, owned)
+                )
+                boxes = regions.results(i, tensor, config.degrees)
+                if len({box.tobytes() for box in boxes}) < len(boxes):  # terms of sums
+                    now = (t == forward) + (t == backward and with_gradient)
+                    yield from (
+                        (d, now * item * k) for d, k in zip(config.devices, computed)
+                    )
+        for source, target, position in graph.edges:
+            above, below = strategy[source], strategy[target]
+            each = graph.operators[target].inputs[position]
+            wrote = regions.writes(source, each.tensor, above.degrees)
+            read = regions.reads(target, position, below.degrees)
+            last = 2 * n - 1 - target if has_backward(target) else target
+            if not target <= t <= last:
+                continue
+            for a, b in itertools.product(range(len(wrote)), range(len(read))):
+                low = np.maximum(wrote[a, :, 0], read[b, :, 0])
+                high = np.minimum(wrote[a, :, 1], read[b, :, 1])
+                common = int(np.prod(np.maximum(high - low, 0)))
+                if above.devices[a] != below.devices[b]:
+                    item = graph.tensors[each.tensor].item_bytes * each.repeats
+                    yield below.devices[b], common * item
+        for weight, uses in graph.readers_of_weight.items():
+            value = graph.tensors[weight]
+            if not value.has_gradient:
+                continue
+            on_device: dict[int, np.ndarray] = {}
+            for i, position in uses:
+                for d, box in zip(
+                    strategy[i].devices, regions.reads(i, position, strategy[i].degrees)
+                ):
+                    mask = on_device.setdefault(d, np.zeros(value.shape or (1,), bool))
+                    mask[tuple(slice(a, b) for a, b in box)] = True
+            first = 2 * n - 1 - max(i for i, _ in uses)
+            for d, mask in on_device.items():
+                yield d, int(mask.sum()) * value.item_bytes * (3 + (t >= first))
+
+    most = np.zeros(num_devices, int)
+    for t in range(2 * n + 1):
+        now = np.zeros(num_devices, int)
+        for device, num_bytes in held(t):
+            now[device] += num_bytes
+        most = np.maximum(most, now)
+    return tuple(most.tolist())
+
+
+@pytest.mark.parametrize("name", ["branches", "lenet"])
+def test_memory_is_the_peak_over_the_step(name):
+    graph, machine = GRAPHS[name](), soap_graphs.machine(4)
+    space, rng = soap.Space(graph, 4), np.random.default_rng(0)
+    for _ in range(4):
+        strategy = soap.random_strategy(space, rng)
+        found = soap.simulate(graph, machine, strategy)
+        assert found.memory_bytes == peaks(graph, strategy, 4)
+
+
+def test_less_is_held_at_a_time_than_in_all():
+    """A deep chain frees activations as gradients come."""
+
+    def loss(w, x):
+        for each in w:
+            x = jnp.tanh(x @ each)
+        return x.sum()
+
+    rows, width, depth = 512, 16, 8
+    graph = soap.trace(
+        loss,
+        [soap_graphs.weight(width, width)] * depth,
+        soap_graphs.weight(rows, width),
+    )
+    (peak,) = soap.simulate(
+        graph, soap_graphs.machine(1), soap.data_parallel(graph, 1)
+    ).memory_bytes
+    weights, array = depth * width * width * 4, rows * width * 4
+    # Of each layer the product and its tanh, and the input; a gradient and what comes of it.
+    kept = (2 * depth + 1) * array
+    assert kept + 3 * weights < peak < kept + 4 * weights + 3 * array
 
 
 def test_a_split_sum_is_scattered_and_gathered():
