@@ -1,14 +1,13 @@
 """PowerSGD: a power iteration that goes on from array to array."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
-from jpipe.compress._compressor import Compressor, Replicas, Wire
-from jpipe.compress._matrix import check_rank, is_whole, matrix_shape, orthonormal
+from jpipe.compress._compressor import Wire
+from jpipe.compress._matrix import LowRankCompressor, orthonormal
 
 
 class PowerSGDState(NamedTuple):
@@ -22,7 +21,7 @@ class PowerSGDState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class PowerSGD(Compressor):
+class PowerSGD(LowRankCompressor):
     """Sends a matrix M as P Q^T of a low rank, by one step of a power iteration.
 
         P = M Q;  P = an orthonormal basis of P;  Q = M^T P
@@ -45,62 +44,21 @@ class PowerSGD(Compressor):
       Vogels, Karimireddy and Jaggi, "PowerSGD", NeurIPS 2019, arXiv:1905.13727, Algorithms 1 and 2.
     """
 
-    rank: int
-    seed: int = 0
-
-    def __post_init__(self):
-        if self.rank < 1:
-            raise ValueError(
-                f"`rank` of PowerSGD must be at least 1, got {self.rank}: it is the number of columns of the "
-                "factors. 1 to 10 are usual."
-            )
-
-    def check(self, like: Any, what: str = "the array") -> None:
-        """As in `Compressor`; refuses a rank above the smaller dim as well."""
-        super().check(like, what)
-        check_rank(self, like, what)
-
-    def init(self, like: Any) -> Any:
-        """A random Q; `()` for an array that is sent whole."""
-        if is_whole(like, self.rank):
-            return ()
-        _, columns = matrix_shape(like)
-        key = jax.random.key(self.seed)
-        dtype = jnp.promote_types(like.dtype, jnp.float32)
+    def _first(
+        self, key: jax.Array, rows: int, columns: int, dtype: Any
+    ) -> PowerSGDState:
         return PowerSGDState(jax.random.normal(key, (columns, self.rank), dtype))
 
-    def encode(self, x: jax.Array, state: Any) -> tuple[Wire, Any]:
-        """`p` `[rows, rank]` and `q` `[columns, rank]`; or `values`."""
-        if is_whole(x, self.rank):
-            return {"values": x}, state
-        p, q = self._step(x, state, lambda factor: factor)
-        return {"p": p.astype(x.dtype), "q": q.astype(x.dtype)}, PowerSGDState(q)
-
-    def decode(self, wire: Mapping[str, jax.Array], like: Any) -> jax.Array:
-        """P Q^T."""
-        if "values" in wire:
-            return wire["values"].astype(like.dtype)
-        return self._product(wire["p"], wire["q"], like)
-
-    def mean_over(
-        self, x: jax.Array, state: Any, replicas: Replicas
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """As in `Compressor`, by means of factors."""
-        if is_whole(x, self.rank):
-            return replicas.mean(x), x, state
-        p, q = self._step(x, state, replicas.mean)
-        mean = self._product(p, q, x)
-        return mean, mean, PowerSGDState(q)
-
-    def exchanged_bytes(self, like: Any, number: int) -> int:
-        """As in `Compressor`; a mean sends and receives 2 (number - 1) / number of its bytes."""
-        return round(2 * (number - 1) / number * self.wire_bytes(like))
-
-    def _step(self, x: jax.Array, state: PowerSGDState, mean: Any) -> tuple:
-        """P, an orthonormal basis, and Q."""
-        matrix = x.reshape(matrix_shape(x)).astype(state.q.dtype)
+    def _step(
+        self,
+        matrix: jax.Array,
+        state: PowerSGDState,
+        mean: Callable[[jax.Array], jax.Array],
+    ) -> tuple[Wire, PowerSGDState]:
+        """`p` `[rows, rank]`, an orthonormal basis, and `q` `[columns, rank]`."""
         p = orthonormal(mean(matrix @ state.q))
-        return p, mean(matrix.T @ p)
+        q = mean(matrix.T @ p)
+        return {"p": p, "q": q}, PowerSGDState(q)
 
-    def _product(self, p: jax.Array, q: jax.Array, like: Any) -> jax.Array:
-        return (p @ q.T).reshape(like.shape).astype(like.dtype)
+    def _product(self, factors: Mapping[str, jax.Array]) -> jax.Array:
+        return factors["p"] @ factors["q"].T

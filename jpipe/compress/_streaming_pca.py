@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.compress._compressor import Compressor, Replicas, Wire
-from jpipe.compress._matrix import check_rank, is_whole, matrix_shape, orthonormal
+from jpipe.compress._compressor import Wire
+from jpipe.compress._matrix import LowRankCompressor, orthonormal
 
 
 class Factors(NamedTuple):
@@ -30,7 +30,7 @@ class Factors(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class StreamingPCA(Compressor):
+class StreamingPCA(LowRankCompressor):
     """Keeps the leading singular vectors of a gradient, and updates them part by part of a batch.
 
     The gradient of a dense layer is the mean of x_j d_j^T over the rows j of a batch, x_j its inputs and d_j
@@ -59,35 +59,7 @@ class StreamingPCA(Compressor):
       reduction", arXiv:2004.12041.
     """
 
-    rank: int
-    seed: int = 0
-
-    def __post_init__(self):
-        if self.rank < 1:
-            raise ValueError(
-                f"`rank` of StreamingPCA must be at least 1, got {self.rank}: it is the number of singular "
-                "vectors. 1 to 10 are usual."
-            )
-
-    def check(self, like: Any, what: str = "the array") -> None:
-        """As in `Compressor`; refuses a rank above the smaller dim as well."""
-        super().check(like, what)
-        check_rank(self, like, what)
-
-    def init(self, like: Any) -> Any:
-        """Random orthonormal X and D, and sigma of 0; `()` for an array that is sent whole.
-
-        The paper begins with a sigma of 1, so with a random gradient.
-        """
-        if is_whole(like, self.rank):
-            return ()
-        dtype = jnp.promote_types(like.dtype, jnp.float32)
-        keys = jax.random.split(jax.random.key(self.seed))
-        x, d = (
-            orthonormal(jax.random.normal(key, (n, self.rank), dtype))
-            for key, n in zip(keys, matrix_shape(like))
-        )
-        return Factors(x, d, jnp.zeros(self.rank, dtype))
+    _rank_counts = "singular vectors"
 
     def update(
         self, factors: Factors, x: jax.Array, d: jax.Array, i: jax.Array | int
@@ -112,44 +84,32 @@ class StreamingPCA(Compressor):
             i,
         )
 
-    def encode(self, x: jax.Array, state: Any) -> tuple[Wire, Any]:
-        """`x` `[a, k]`, `d` `[b, k]` and `sigma` `[k]`; or `values`."""
-        if is_whole(x, self.rank):
-            return {"values": x}, state
-        state = self._of_matrix(x, state, lambda product: product)
-        return {n: a.astype(x.dtype) for n, a in state._asdict().items()}, state
+    def _first(self, key: jax.Array, rows: int, columns: int, dtype: Any) -> Factors:
+        """Random orthonormal X and D, and sigma of 0. The paper begins with a sigma of 1, so with a random gradient."""
+        x, d = (
+            orthonormal(jax.random.normal(key, (n, self.rank), dtype))
+            for key, n in zip(jax.random.split(key), (rows, columns))
+        )
+        return Factors(x, d, jnp.zeros(self.rank, dtype))
 
-    def decode(self, wire: Mapping[str, jax.Array], like: Any) -> jax.Array:
-        """X diag(sigma) D^T."""
-        if "values" in wire:
-            return wire["values"].astype(like.dtype)
-        return Factors(**wire).matrix().reshape(like.shape).astype(like.dtype)
-
-    def mean_over(
-        self, x: jax.Array, state: Any, replicas: Replicas
-    ) -> tuple[jax.Array, jax.Array, Any]:
-        """As in `Compressor`, by means of the products with X and D, as in `PowerSGD`."""
-        if is_whole(x, self.rank):
-            return replicas.mean(x), x, state
-        state = self._of_matrix(x, state, replicas.mean)
-        mean = state.matrix().reshape(x.shape).astype(x.dtype)
-        return mean, mean, state
-
-    def exchanged_bytes(self, like: Any, number: int) -> int:
-        """As in `Compressor`; a mean sends and receives 2 (number - 1) / number of its bytes."""
-        return round(2 * (number - 1) / number * self.wire_bytes(like))
-
-    def _of_matrix(
-        self, x: jax.Array, factors: Factors, mean: Callable[[jax.Array], jax.Array]
-    ) -> Factors:
-        matrix = x.reshape(matrix_shape(x)).astype(factors.sigma.dtype)
-        return _updated(
-            factors,
+    def _step(
+        self,
+        matrix: jax.Array,
+        state: Factors,
+        mean: Callable[[jax.Array], jax.Array],
+    ) -> tuple[Wire, Factors]:
+        """`x` `[a, k]`, `d` `[b, k]` and `sigma` `[k]`."""
+        state = _updated(
+            state,
             lambda of_d: mean(matrix @ of_d),
             lambda of_x: mean(matrix.T @ of_x),
             lambda of_x, of_d: mean(jnp.sum(of_x * (matrix @ of_d), axis=0)),
             0,
         )
+        return state._asdict(), state
+
+    def _product(self, factors: Mapping[str, jax.Array]) -> jax.Array:
+        return Factors(**factors).matrix()
 
 
 def _updated(

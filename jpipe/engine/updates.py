@@ -149,6 +149,30 @@ def _run_program(
     return run_one_of(device.spec.lowered.guard, lane.program, branches, arrays)
 
 
+def _run_lanes(
+    device: Device,
+    lanes: Sequence[LaneScalars],
+    name: str,
+    writes: Sequence[str],
+    run: Callable[[LaneScalars, StageUpdate, jax.Array | int, Written], Written],
+    arrays: TickArrays,
+) -> TickArrays:
+    """`_run_program` for every lane; `run` gets the lane, and not the number of the program."""
+    for lane in lanes:
+
+        def of_lane(
+            program: StageUpdate,
+            _: int,
+            num_updates: jax.Array | int,
+            arrays: Written,
+            lane: LaneScalars = lane,
+        ) -> Written:
+            return run(lane, program, num_updates, arrays)
+
+        arrays = _run_program(device, lane, name, writes, of_lane, arrays)
+    return arrays
+
+
 # -- Replicas
 
 
@@ -174,23 +198,19 @@ def _over_replicas(
         if spec.schedule.has_copies:
             gradients = scatter_over_copies(device, scalars, arrays.gradients)
             arrays = arrays.replace(gradients=gradients)
-        for lane in lanes:
 
-            def scatter(
-                program: StageUpdate,
-                _: int,
-                num_updates: jax.Array | int,
-                arrays: Written,
-                lane: LaneScalars = lane,
-            ) -> Written:
-                gradients = scatter_over_data(
-                    device, program, lane, arrays.gradients, num_updates
-                )
-                return arrays.replace(gradients=gradients)
-
-            arrays = _run_program(
-                device, lane, "scatter", ("gradients",), scatter, arrays
+        def scatter(
+            lane: LaneScalars,
+            program: StageUpdate,
+            num_updates: jax.Array | int,
+            arrays: Written,
+        ) -> Written:
+            gradients = scatter_over_data(
+                device, program, lane, arrays.gradients, num_updates
             )
+            return arrays.replace(gradients=gradients)
+
+        arrays = _run_lanes(device, lanes, "scatter", ("gradients",), scatter, arrays)
     elif spec.schedule.has_copies:
         gradients = sum_over_copies(device, scalars, "update", arrays.gradients)
         arrays = arrays.replace(gradients=gradients)
@@ -206,21 +226,8 @@ def _over_compressed(
     """The same for replicas that exchange compressed gradients."""
     if device.spec.schedule.has_copies:
         return exchange_over_copies(device, scalars, arrays)
-    for lane in lanes:
-
-        def exchange(
-            program: StageUpdate,
-            _: int,
-            num_updates: jax.Array | int,
-            arrays: Written,
-            lane: LaneScalars = lane,
-        ) -> Written:
-            return exchange_over_data(device, lane, program, num_updates, arrays)
-
-        arrays = _run_program(
-            device, lane, "exchange", EXCHANGE_WRITES, exchange, arrays
-        )
-    return arrays
+    exchange = functools.partial(exchange_over_data, device)
+    return _run_lanes(device, lanes, "exchange", EXCHANGE_WRITES, exchange, arrays)
 
 
 def _gather_weights(

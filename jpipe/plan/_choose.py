@@ -182,18 +182,9 @@ def choose(
     candidates: list[Candidate] = []
     skipped: list[Skipped] = []
     for profile in profiles:
-        for plan in _plans(profile, machine, batch_size, names):
-            _price(
-                plan,
-                profile,
-                machine,
-                recompute,
-                sharing,
-                candidates,
-                skipped,
-                compressed,
-            )
-        for plan, cut in _plans_with_copies(profile, machine, batch_size, names):
+        given = profile, machine, batch_size, names
+        with_their_cuts = _plans_with_copies(*given)
+        for plan, cut in [*((p, None) for p in _plans(*given)), *with_their_cuts]:
             _price(
                 plan,
                 profile,
@@ -402,7 +393,7 @@ def _price(
     candidates: list[Candidate],
     skipped: list[Skipped],
     compressed: Mapping[str, Any],
-    cut: list[int] | None = None,
+    cut: list[int] | None,
 ) -> None:
     """Appends a plan's candidates, or the reason to skip it.
 

@@ -1,5 +1,6 @@
 """How long devices hold what a step computes: for the most memory that they need at a time."""
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from jpipe.soap.graph import OperatorGraph
@@ -49,7 +50,7 @@ class Lifetimes:
     def value(self, operator: int, tensor: int) -> tuple[int, int]:
         """Of a result: from the forward that writes it to its last use, which is a backward if a reader has one."""
         readers = self._readers.get(tensor, [operator])
-        differentiated = [i for i in readers if self._graph.operators[i].has_backward]
+        differentiated = self._differentiated(readers)
         if differentiated:
             return operator, self.backward(min(differentiated))
         return operator, max(readers)
@@ -65,8 +66,7 @@ class Lifetimes:
 
         An elementwise backward writes its results to the place of what it reads, which is therefore not held beside them.
         """
-        readers = self._readers.get(tensor, [])
-        differentiated = [i for i in readers if self._graph.operators[i].has_backward]
+        differentiated = self._differentiated(self._readers.get(tensor, []))
         if not differentiated or not self._graph.operators[operator].has_backward:
             return None
         first, last = self.backward(max(differentiated)), self.backward(operator)
@@ -77,3 +77,7 @@ class Lifetimes:
         """Of the gradient by a weight: from the first backward that adds to it to the updates."""
         readers = [i for i, _ in self._graph.readers_of_weight[weight]]
         return self.backward(max(readers)), self.end
+
+    def _differentiated(self, operators: Iterable[int]) -> list[int]:
+        """Those of some operators that have a backward."""
+        return [i for i in operators if self._graph.operators[i].has_backward]

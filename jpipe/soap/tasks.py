@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jpipe.soap.costs import Costs
-from jpipe.soap.graph import OperatorGraph, Tensor
+from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.lifetimes import Held, Lifetimes
 from jpipe.soap.machine import Machine
 from jpipe.soap.shards import Shards
@@ -295,10 +295,8 @@ class Tasks:
             if not is_input or self._lifetimes.first_reader(each.tensor) != number:
                 continue
             read = self.shards.regions.reads(number, position, config.degrees)
-            sizes = np.prod(read[:, :, 1] - read[:, :, 0], axis=1) * value.item_bytes
-            for device, num_bytes in zip(config.devices, sizes.tolist()):
-                held = Held(device, 0, self._lifetimes.end, num_bytes)
-                block.held.append(held)
+            whole_step = (0, self._lifetimes.end)
+            self._hold(block, number, value.item_bytes, read, [whole_step])
 
     def _build_result(self, block: Block, number: int, tensor: int) -> None:
         """The tasks that have the parts of a result: the shards, or sums of what they computed."""
@@ -309,13 +307,14 @@ class Tasks:
         of_gradient = self._lifetimes.gradient(number, tensor)
         if of_gradient is not None and value.has_gradient:
             kept.append(of_gradient)
-        self._hold(block, number, value, owned, kept)
+        item_bytes = value.item_bytes * self.graph.operators[number].repeats
+        self._hold(block, number, item_bytes, owned, kept)
         if self.shards.sums(number, tensor, config.degrees):
             # A shard's term of a sum is there until it is sent; the gradient by it, as soon as it has come.
             computed = regions.results(number, tensor, config.degrees)
             backward = self._lifetimes.backward(number)
             moments = [(number, number), (backward, backward)][: len(kept)]
-            self._hold(block, number, value, computed, moments)
+            self._hold(block, number, item_bytes, computed, moments)
         block.results[tensor] = list(block.forward)
         has_gradient = bool(block.backward) and value.has_gradient
         block.result_gradients[tensor] = list(block.backward) if has_gradient else []
@@ -328,13 +327,12 @@ class Tasks:
         self,
         block: Block,
         number: int,
-        value: Tensor,
+        item_bytes: int,
         regions: np.ndarray,
         times: Sequence[tuple[int, int]],
     ) -> None:
-        """Holds the part of a result that each shard of an operator has."""
-        sizes = np.prod(regions[:, :, 1] - regions[:, :, 0], axis=1)
-        sizes *= value.item_bytes * self.graph.operators[number].repeats
+        """Holds the region of an array that each shard of an operator has."""
+        sizes = np.prod(regions[:, :, 1] - regions[:, :, 0], axis=1) * item_bytes
         for device, num_bytes in zip(
             self.strategy[number].devices, sizes.tolist(), strict=True
         ):
