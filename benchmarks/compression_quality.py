@@ -64,6 +64,12 @@ SETTINGS = {
         }.items()
     },
     **{
+        f"gradients accumulated PCA {rank}": [
+            f"--config.pipeline.accumulate_gradients=streaming_pca:rank={rank}"
+        ]
+        for rank in (1, 4, 10)
+    },
+    **{
         f"messages {name}": [f"{MESSAGES}={text}"]
         for name, text in {
             "8 bits": "quantize:bits=8",
@@ -156,6 +162,9 @@ def plot(runs: list[dict], path: pathlib.Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument(
+        "--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=pathlib.Path, help="write all numbers as JSON")
@@ -163,7 +172,7 @@ def main() -> None:
     args = parser.parse_args()
     runs: list[dict] = []
     for task in args.tasks:
-        for setting in SETTINGS:
+        for setting in args.settings:
             for seed in range(args.seeds):
                 runs.append(run(task, setting, seed, args.steps))
                 one = {k: v for k, v in runs[-1].items() if k != "losses"}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe.compress import Compressor, SparseCompressor
+from jpipe.compress import Compressor, SparseCompressor, StreamingPCA
 from jpipe.engine.loss_scale import LossScale
 from jpipe.lowering.lower import mixes_minibatches
 from jpipe.mesh import DATA, FSDP, STAGE
@@ -225,6 +225,40 @@ def check_compress_gradients(
             "know what it has not sent, and a shared update gives it a share. Leave one of them out."
         )
     _check_whole("compress_gradients", mesh)
+    return compressor
+
+
+def check_accumulate_gradients(
+    compressor: Any, mesh: Mesh, schedule: Schedule, others: Mapping[str, Any]
+) -> StreamingPCA | None:
+    """`accumulate_gradients`; weights are whole, and one device has a stage.
+
+    Args:
+      compressor: the argument.
+      mesh: the devices.
+      schedule: the table.
+      others: name -> value of the arguments that exclude it.
+    """
+    if compressor is None:
+        return None
+    if not isinstance(compressor, StreamingPCA):
+        raise ValueError(
+            "`accumulate_gradients` must be a `jpipe.compress.StreamingPCA`, which updates factors from the inputs of a "
+            f"layer and the gradients by its outputs, got {compressor!r}. For example `jpipe.compress.StreamingPCA(rank=4)`. "
+            "Other compressors need the gradient: they are for `compress_gradients`."
+        )
+    for name, value in others.items():
+        if value:
+            raise ValueError(
+                f"`accumulate_gradients` and `{name}` exclude each other: replicas have equal factors already, and no "
+                f"gradient to exchange. Leave `{name}` or `accumulate_gradients` out."
+            )
+    if schedule.has_copies:
+        raise ValueError(
+            "`accumulate_gradients` updates factors microbatch by microbatch, and the schedule has several copies of a stage, "
+            'of which each sees some microbatches. Take a schedule without `replicas`, or replicas along "data".'
+        )
+    _check_whole("accumulate_gradients", mesh)
     return compressor
 
 

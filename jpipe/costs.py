@@ -15,6 +15,7 @@ from jpipe.mesh import DATA, STAGE
 from jpipe.program import Program
 from jpipe.settings import Settings, abstract
 from jpipe.solvers import min_max
+from jpipe.stages.accumulators import flat_places
 from jpipe.stages.update_groups import Piece
 
 PARAMETERS = ("parameters", "read_parameters")
@@ -181,17 +182,24 @@ def memory(program: Program, batch: Any) -> Memory:
     num_bytes = {n: group.num_bytes(platform) for n, group in layout.groups.items()}
     weights = sum(num_bytes[name] for name in PARAMETERS)
     optimizer, gradients = num_bytes["optimizer_state"], num_bytes["gradients"]
-    used = sum(
-        len(of_stage) * layout.leaf_bytes(run.parameters, stages.parameters.arrays)
-        for s, of_stage in enumerate(engine.lowered.copies)
-        for _, run, _ in stages.layer_runs(s)
-    )
+    compression = num_bytes["gradient_compression"]
+    if settings.accumulate_gradients is not None:
+        gradients, compression = gradients + compression, 0
+    accumulators = {**stages.accumulators.arrays, **stages.factors.arrays}
+    used = used_gradients = 0
+    for s, of_stage in enumerate(engine.lowered.copies):
+        for _, run, _ in stages.layer_runs(s):
+            of_weights = layout.leaf_bytes(run.parameters, stages.parameters.arrays)
+            of_gradients = layout.leaf_bytes(flat_places(run.gradients), accumulators)
+            used += len(of_stage) * of_weights
+            used_gradients += len(of_stage) * of_gradients
     # What parts that are padded at their end use beyond the layer is padding too.
-    used += sum(
+    of_units = sum(
         bytes_of([leaf.aval])
         for unit in stages.vocabulary.units
         for leaf in unit.stored().values()
     )
+    used, used_gradients = used + of_units, used_gradients + of_units
     assert updates is not None
     # On all replicas together.
     used_state = sum(
@@ -206,15 +214,13 @@ def memory(program: Program, batch: Any) -> Memory:
         * settings.schedule.num_devices
         * sum(state.num_bytes for _, state in updates.of_units)
     )
-    copies = (
-        engine.lowered.num_versions * (1 + len(layout["read_parameters"].shapes)) + 1
-    )
+    copies = engine.lowered.num_versions * (1 + len(layout["read_parameters"].shapes))
     analysis: Any = program.lower(batch).compile().memory_analysis()
     return Memory(
         weights=weights,
         optimizer=optimizer,
         gradients=gradients,
-        compression=num_bytes["gradient_compression"],
+        compression=compression,
         activations=num_bytes["buffers"],
         batch=batch_bytes(settings, batch),
         temporaries=int(analysis.temp_size_in_bytes),
@@ -222,7 +228,7 @@ def memory(program: Program, batch: Any) -> Memory:
             weights
             + optimizer
             + gradients
-            - (used * copies + used_state / settings.num_replicas)
+            - (used * copies + used_gradients + used_state / settings.num_replicas)
             / settings.schedule.num_devices
         ),
     )

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from jpipe import agreement, checks, costs, entry_points, portable, traffic
 from jpipe._watchdog import watched
-from jpipe.compress import Compressor
+from jpipe.compress import Compressor, StreamingPCA
 from jpipe.costs import Memory, ShardRecord, StageRecord
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.as_layers import as_layers, shared_weights
@@ -39,7 +39,7 @@ class Pipeline:
 
     The arguments come in groups. The model and its training: `layers`, `loss`, `has_aux`, `optimizer`,
     `ties`. The pipeline: `schedule`, `boundaries`, `mesh`, `axis_rules`, `overlap`, `compiler_options`. Memory and precision:
-    `recompute`, `shard_optimizer`, `donate`, `compute_dtype`, `loss_scale`. Communication: `compress_messages`, `compress_gradients`. Corrections of asynchronous schedules: `forward_params`,
+    `recompute`, `shard_optimizer`, `donate`, `compute_dtype`, `loss_scale`. Communication: `compress_messages`, `compress_gradients`, `accumulate_gradients`. Corrections of asynchronous schedules: `forward_params`,
     `backward_params`.
 
     Args:
@@ -101,6 +101,10 @@ class Pipeline:
         replicas are those along the axis "data", and the copies of a stage that the schedule has. What
         a replica does not send is added to its next gradient (error feedback). All replicas get the same gradient,
         bit for bit. None exchanges gradients as they are.
+      accumulate_gradients: a `jpipe.compress.StreamingPCA` of rank k. The gradient of a dense layer `[a, b]`
+        is then not formed before the update: k (a + b + 1) numbers accumulate it, and each microbatch of all
+        replicas along "data" is one part of the batch (Huang et al., 2020). Gradients that are no product of two
+        matrices, of tied weights, or smaller than their factors, are accumulated as they are. None: all are.
       compute_dtype: every layer casts weights and activations to it, for example `jnp.bfloat16`.
         The kept weights, the gradients and the outputs that the loss sees have the weights' dtype.
         None casts nothing.
@@ -186,6 +190,7 @@ class Pipeline:
         shard_optimizer: bool = False,
         compress_messages: Compressor | Mapping[str, Compressor] | None = None,
         compress_gradients: Compressor | None = None,
+        accumulate_gradients: StreamingPCA | None = None,
         donate: bool = True,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ):
@@ -214,6 +219,15 @@ class Pipeline:
         self.compress_gradients = checks.check_compress_gradients(
             compress_gradients, self.mesh, schedule, self.shard_optimizer
         )
+        self.accumulate_gradients = checks.check_accumulate_gradients(
+            accumulate_gradients,
+            self.mesh,
+            schedule,
+            {
+                "compress_gradients": self.compress_gradients,
+                "shard_optimizer": self.shard_optimizer,
+            },
+        )
         self._settings = Settings(
             layers=self.layers,
             loss=Loss.of(loss, has_aux),
@@ -232,6 +246,7 @@ class Pipeline:
             shard_optimizer=self.shard_optimizer,
             compress_messages=self.compress_messages,
             compress_gradients=self.compress_gradients,
+            accumulate_gradients=self.accumulate_gradients,
             donate=bool(donate),
             compiler_options=checks.check_compiler_options(compiler_options),
         )

@@ -362,6 +362,7 @@ def _meaning(program: Program) -> tuple:
     return (
         settings.compress_messages,
         settings.compress_gradients,
+        settings.accumulate_gradients,
         groups,
         shapes,
         program.stages.starts,

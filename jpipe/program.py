@@ -79,6 +79,7 @@ class Program:
             overlap=settings.overlap,
             compute_dtype=settings.compute_dtype,
             compress_gradients=settings.compress_gradients,
+            accumulate_gradients=settings.accumulate_gradients,
         )
         self._check_compression()
         everywhere = NamedSharding(settings.mesh, PartitionSpec())
@@ -108,16 +109,25 @@ class Program:
         self._evaluate = jax.jit(self._run_evaluate, **forward_options[1])
 
     def _check_compression(self) -> None:
-        """Raises ValueError if a gradient cannot be compressed."""
+        """Raises ValueError if a gradient cannot be compressed, or accumulated."""
         compressor, units = (
             self.settings.compress_gradients,
             self.stages.vocabulary.units,
         )
-        if compressor is not None and units:
+        accumulate = self.settings.accumulate_gradients
+        given = {"compress_gradients": compressor, "accumulate_gradients": accumulate}
+        for argument, value in given.items():
+            if value is not None and units:
+                raise ValueError(
+                    f"`{argument}` compresses gradients of stages, and all stages run the "
+                    f"{' and the '.join(unit.name for unit in units)} together, because of an axis rule with "
+                    f'"stage". Leave the rule or `{argument}` out.'
+                )
+        if accumulate is not None and not self.stages.factors.arrays:
             raise ValueError(
-                "`compress_gradients` compresses gradients of stages, and all stages run the "
-                f"{' and the '.join(unit.name for unit in units)} together, because of an axis rule with "
-                '"stage". Leave the rule or `compress_gradients` out.'
+                f"`accumulate_gradients` is of rank {accumulate.rank}, and no weight has a gradient that is a product of two "
+                "matrices and larger than its factors, k (a + b + 1) numbers for a weight [a, b]. Choose a smaller "
+                "`rank`, or leave it out."
             )
         for group in self.engine.gradient_groups:
             assert compressor is not None

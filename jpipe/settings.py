@@ -12,7 +12,7 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from jpipe.checks import batch_size
-from jpipe.compress import Compressor
+from jpipe.compress import Compressor, StreamingPCA
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.axis_rules import AxisRules, rules_for
 from jpipe.layers.layer import Layer
@@ -60,6 +60,7 @@ class Settings:
     shard_optimizer: bool
     compress_messages: MessageCompression
     compress_gradients: Compressor | None
+    accumulate_gradients: StreamingPCA | None
     donate: bool
     compiler_options: Mapping[str, Any]
     strategy: str | os.PathLike[str] | None = None
@@ -198,6 +199,7 @@ class Settings:
             "shard_optimizer": self.shard_optimizer,
             "compress_messages": tuple(self.compress_messages),
             "compress_gradients": self.compress_gradients,
+            "accumulate_gradients": self.accumulate_gradients,
             "has_aux": self.has_aux,
             "ties": tuple(map(tuple, self.ties)),
             "number of layers": len(self.layers),
@@ -221,6 +223,7 @@ class Settings:
             splits = evaluated.splits
         else:
             splits = self._splits(microbatch, key_impl)
+        accumulate = self.accumulate_gradients
         return trace_layers(
             self.layers,
             self.loss if evaluated is None else None,
@@ -228,6 +231,7 @@ class Settings:
             compute_dtype=self.compute_dtype,
             key_impl=key_impl,
             policy=self.recompute if callable(self.recompute) else None,
+            products=None if accumulate is None else accumulate.is_smaller,
             automatic=self.automatic_mesh,
             mesh=self.mesh,
             axis_rules=self.axis_rules,
@@ -283,6 +287,7 @@ class Settings:
             ends_apart=guard_of(self.platform) == "switch",
             vocabulary_layers=self.vocabulary(traced, microbatch, key_impl),
             compression=self.compress_messages,
+            accumulate=self.accumulate_gradients,
         )
 
 

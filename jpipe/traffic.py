@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jpipe.packing import Packing
+from jpipe.packing import Packing, Place
+from jpipe.stages.accumulators import flat_places
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, inbox_of, is_gradient
 from jpipe.stages.messages import find_routes, pack_messages
 
@@ -71,11 +72,26 @@ def _between_replicas(program: "Program", s: int, number: int) -> MessageRecord:
     """What a replica of a stage receives in an update; a plain mean sends sums in a ring."""
     engine = program.engine
     assert engine.updates is not None
-    u, arrays = engine.updates.program_of_stage[s], engine.stages.parameters.arrays
-    weights = [place for (place, _), *_ in engine.updates.programs[u].parameters]
-    total = sum(math.prod(p.shape) * arrays[p.array].dtype.itemsize for p in weights)
-    plain = round(2 * (number - 1) / number * total)
-    compressor, num_bytes = engine.compress_gradients, plain
+    u, stages = engine.updates.program_of_stage[s], engine.stages
+    update, of_mean = engine.updates.programs[u], 2 * (number - 1) / number
+
+    def total(places: Sequence[Place], packing: Packing) -> int:
+        sizes = (
+            math.prod(p.shape) * packing.arrays[p.array].dtype.itemsize for p in places
+        )
+        return sum(sizes)
+
+    plain = round(
+        of_mean
+        * total([place for (place, _), *_ in update.parameters], stages.parameters)
+    )
+    places = [place for place, _ in update.gradients]
+    formed = [place for place in places if isinstance(place, Place)]
+    factors = flat_places([p for p in places if not isinstance(p, Place)])
+    # Of factors, which every microbatch updates, and of all other gradients.
+    exchanged = total(formed, stages.accumulators)
+    exchanged += engine.schedule.num_microbatches * total(factors, stages.factors)
+    compressor, num_bytes = engine.compress_gradients, round(of_mean * exchanged)
     if compressor is not None:
         num_bytes = sum(
             len(group.starts[u]) * compressor.exchanged_bytes(group.like, number)
@@ -115,7 +131,7 @@ def counts(program: "Program", kept: Mapping[str, Any]) -> dict[str, jax.Array]:
         kept["gradient_compression"],
         kept["message_compression"],
     )
-    if of_gradients:
+    if "error" in of_gradients:
         errors = jax.tree.leaves(of_gradients["error"])
         squares = [jnp.sum(jnp.square(a.astype(jnp.float32))) for a in errors]
         found["error_norm"] = jnp.sqrt(sum(squares, jnp.float32(0)))

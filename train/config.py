@@ -90,6 +90,9 @@ class PipelineConfig:
     compress_message_gradients: str | None = None
     """The same for the gradients alone. None: as `compress_messages`; of threshold and topk
     the entries that were sent forward."""
+    accumulate_gradients: str | None = None
+    """How the gradients of dense layers are accumulated: streaming_pca:rank=4, for example,
+    keeps 4 singular vectors of each. None: as they are."""
     synchronous_steps: int = 0
     """Number of steps at the start that GPipe trains, before an asynchronous schedule
     takes over: PipeMare's synchronous warm-up (T3)."""
@@ -101,6 +104,7 @@ class PipelineConfig:
             self.synchronous_steps >= 0, self, "synchronous_steps", "must be at least 0"
         )
         self.message_compressors()
+        _compressor("accumulate_gradients", self.accumulate_gradients)
 
     def options_of_pipeline(self) -> dict[str, Any]:
         """Further arguments of `jpipe.Pipeline` that this section sets."""
@@ -113,6 +117,9 @@ class PipelineConfig:
             "compute_dtype": self.compute_dtype,
             "loss_scale": jpipe.LossScale() if self.loss_scale == "dynamic" else None,
             "compress_messages": self.message_compressors(),
+            "accumulate_gradients": _compressor(
+                "accumulate_gradients", self.accumulate_gradients
+            ),
         }
 
     def message_compressors(self) -> Any:

@@ -178,6 +178,7 @@ def prepare(argv: list[str]) -> Run:
     compressed = (
         config.pipeline.message_compressors(),
         config.mesh.gradient_compressor(),
+        config.pipeline.accumulate_gradients,
     )
     compresses = any(c is not None for c in compressed)
     return Run(

@@ -83,6 +83,7 @@ def _compressors(program: Program) -> dict[str, str]:
     given = {
         "compress_messages": settings.compress_messages,
         "compress_gradients": settings.compress_gradients,
+        "accumulate_gradients": settings.accumulate_gradients,
     }
     return {n: str(c) for n, c in given.items() if c not in (None, NO_COMPRESSION)}
 
@@ -92,6 +93,7 @@ def layout_of_state(state: PipelineState) -> dict[str, Any]:
     return layout_of(state.program, num_rounds(state), is_in_flight(state))
 
 
+_COMPRESSORS = ("compress_messages", "compress_gradients", "accumulate_gradients")
 _SCHEDULE = ("schedule", "num_microbatches", "table")
 _IN_WORDS = (
     "schedule",
@@ -101,8 +103,7 @@ _IN_WORDS = (
     "copies",
     "mesh",
     "shard_optimizer",
-    "compress_messages",
-    "compress_gradients",
+    *_COMPRESSORS,
 )
 
 
@@ -113,7 +114,7 @@ def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """
     ignored = () if saved["in_flight"] else _SCHEDULE
     # Only tables with copies have "copies", and only pipelines with compressors name them.
-    keys = dict.fromkeys([*mine, "copies", "compress_messages", "compress_gradients"])
+    keys = dict.fromkeys([*mine, "copies", *_COMPRESSORS])
     different = [k for k in keys if k not in ignored and mine.get(k) != saved.get(k)]
     in_words = [key for key in _IN_WORDS if key in different]
     return [

@@ -1,7 +1,7 @@
 """Compression of what devices send: activations between stages, gradients between replicas.
 
 A compressor is a frozen dataclass. `Pipeline(compress_messages=..., compress_gradients=...)` takes it, and
-`compress_gradients` makes an Optax transform of it.
+`compress_gradients` makes an Optax transform of it. `Pipeline(accumulate_gradients=...)` takes a `StreamingPCA`.
 
 compressor      what is sent                                                  what is lost
 Cast            values in a smaller floating-point type                       rounding

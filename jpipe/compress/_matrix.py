@@ -52,16 +52,20 @@ class LowRankCompressor(Compressor):
                 f"{rows} x {columns} it has at most rank {min(rows, columns)}. Choose a smaller `rank`."
             )
 
+    def is_smaller(self, rows: int, columns: int) -> bool:
+        """Whether the factors of a matrix have fewer numbers than the matrix."""
+        return self.rank * (rows + columns) < rows * columns
+
     def init(self, like: Any) -> Any:
         """The first factors; `()` for an array that is sent whole."""
-        if _is_whole(like, self.rank):
+        if self._is_whole(like):
             return ()
         dtype = jnp.promote_types(like.dtype, jnp.float32)
         return self._first(jax.random.key(self.seed), *matrix_shape(like), dtype)
 
     def encode(self, x: jax.Array, state: Any) -> tuple[Wire, Any]:
         """The factors; or `values`."""
-        if _is_whole(x, self.rank):
+        if self._is_whole(x):
             return {"values": x}, state
         factors, state = self._step(_as_matrix(x), state, lambda product: product)
         return {name: a.astype(x.dtype) for name, a in factors.items()}, state
@@ -76,7 +80,7 @@ class LowRankCompressor(Compressor):
         self, x: jax.Array, state: Any, replicas: Replicas
     ) -> tuple[jax.Array, jax.Array, Any]:
         """As in `Compressor`, by means of products."""
-        if _is_whole(x, self.rank):
+        if self._is_whole(x):
             return replicas.mean(x), x, state
         factors, state = self._step(_as_matrix(x), state, replicas.mean)
         mean = self.decode(factors, x)
@@ -85,6 +89,10 @@ class LowRankCompressor(Compressor):
     def exchanged_bytes(self, like: Any, number: int) -> int:
         """As in `Compressor`; a mean sends and receives 2 (number - 1) / number of its bytes."""
         return round(2 * (number - 1) / number * self.wire_bytes(like))
+
+    def _is_whole(self, like: Any) -> bool:
+        """Whether an array is sent as it is: it has less than 2 dims, or its factors are no smaller."""
+        return len(like.shape) < 2 or not self.is_smaller(*matrix_shape(like))
 
     @abc.abstractmethod
     def _first(self, key: jax.Array, rows: int, columns: int, dtype: Any) -> Any:
@@ -114,14 +122,6 @@ def orthonormal(columns: jax.Array) -> jax.Array:
     q, r = jnp.linalg.qr(columns)
     signs = jnp.where(jnp.diagonal(r) < 0, -1, 1).astype(q.dtype)
     return q * signs[None]
-
-
-def _is_whole(like: Any, rank: int) -> bool:
-    """Whether an array is sent as it is: it has less than 2 dims, or its factors are no smaller."""
-    if len(like.shape) < 2:
-        return True
-    rows, columns = matrix_shape(like)
-    return rank * (rows + columns) >= rows * columns
 
 
 def _as_matrix(x: jax.Array) -> jax.Array:

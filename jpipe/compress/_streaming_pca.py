@@ -62,7 +62,12 @@ class StreamingPCA(LowRankCompressor):
     _rank_counts = "singular vectors"
 
     def update(
-        self, factors: Factors, x: jax.Array, d: jax.Array, i: jax.Array | int
+        self,
+        factors: Factors,
+        x: jax.Array,
+        d: jax.Array,
+        i: jax.Array | int,
+        mean: Callable[[jax.Array], jax.Array] = lambda product: product,
     ) -> Factors:
         """The factors after part i of a batch.
 
@@ -71,6 +76,7 @@ class StreamingPCA(LowRankCompressor):
           x: `[s, a]`, inputs of the layer.
           d: `[s, b]`, gradients by its outputs.
           i: the number of the part in its batch.
+          mean: of products with what other devices have of the part, of as many rows each.
 
         Returns:
           Factors of about the mean of the gradients of rows.
@@ -78,9 +84,11 @@ class StreamingPCA(LowRankCompressor):
         num_rows = x.shape[0]
         return _updated(
             factors,
-            lambda of_d: x.T @ (d @ of_d) / num_rows,
-            lambda of_x: d.T @ (x @ of_x) / num_rows,
-            lambda of_x, of_d: jnp.sum((x @ of_x) * (d @ of_d), axis=0) / num_rows,
+            lambda of_d: mean(x.T @ (d @ of_d) / num_rows),
+            lambda of_x: mean(d.T @ (x @ of_x) / num_rows),
+            lambda of_x, of_d: mean(
+                jnp.sum((x @ of_x) * (d @ of_d), axis=0) / num_rows
+            ),
             i,
         )
 

@@ -13,6 +13,7 @@ from jax import lax
 from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import Device
+from jpipe.engine.factors import factors_in
 from jpipe.engine.shares import (
     Rank,
     places,
@@ -25,20 +26,20 @@ from jpipe.engine.shares import (
 from jpipe.engine.units import own_arrays, row_of, unit_of
 from jpipe.lowering.scalars import LaneScalars
 from jpipe.packing import Place
+from jpipe.stages.accumulators import FACTORS
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, UpdateFacts
 from jpipe.stages.optimizer import LeafSlots, StageUpdate, UpdateGroup
 from jpipe.stages.shares import Division, WholeLeaves
 
 Record = TypeVar("Record", bound=TickArrays)
 
-APPLY_WRITES = (
-    "gradients",
-    "optimizer_state",
-    "parameters",
-    "read_parameters",
-    "skipped",
-)
-"""The arrays of `TickArrays` that `Apply` reads and writes."""
+
+def apply_writes(device: Device) -> list[str]:
+    """The arrays of `TickArrays` that `Apply` reads and writes."""
+    names = ["gradients", "optimizer_state", "parameters", "read_parameters", "skipped"]
+    if device.spec.accumulate_gradients is None:
+        return names
+    return ["gradient_compression", *names]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,10 @@ class Apply:
         rank = None
         if self.program.replicas.number > 1:
             rank = rank_of(self.device, self.scalars.chunk)
-        turn = _Turn(self, rank, arrays.gradients, previous)
+        read = {"gradients": arrays.gradients}
+        if self.device.spec.accumulate_gradients is not None:
+            read[FACTORS] = factors_in(arrays)
+        turn = _Turn(self, rank, read, previous)
         num_done = jnp.int32(0)
         shared = turn.unscaled(
             self.program.shared,
@@ -144,13 +148,13 @@ class _Turn(NamedTuple):
     Attributes:
       update: the update.
       rank: of this device among the replicas that share the update; None if none do.
-      gradients: packed gradients.
+      read: packed gradients, and factors of gradients, by their names in `LeafSlots`.
       previous: int32 `[]`, the slot of the version before the update.
     """
 
     update: Apply
     rank: Rank | None
-    gradients: Packed
+    read: dict[str, Packed]
     previous: jax.Array
 
     def run(
@@ -195,7 +199,7 @@ class _Turn(NamedTuple):
         updated: dict[str, Packed],
     ) -> jax.Array:
         """What turn i works on: a leaf, or this replica's share, as it was before the update."""
-        arrays = {"gradients": self.gradients, **updated}[slots.arrays]
+        arrays = {**self.read, **updated}[slots.arrays]
         lead = self._lead(slots, self.previous)
         if slots.arrays == "optimizer_state":
             return packing.read(arrays, self._place_of_state(slots, i, division), lead)
@@ -253,7 +257,7 @@ class _Turn(NamedTuple):
     def _lead(self, slots: LeafSlots, version: jax.Array) -> list[jax.Array]:
         """Leading indices of a leaf in its packed arrays."""
         chunk = row_of(self.update.device, self.update.scalars)
-        if slots.arrays in ("gradients", "optimizer_state"):
+        if slots.arrays in ("gradients", FACTORS, "optimizer_state"):
             return [chunk]
         return [version, chunk]
 

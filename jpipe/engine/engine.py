@@ -10,6 +10,8 @@ operations.py    forward, backward, weight gradient of a stage
 stage_layers.py  the layers of a stage
 transport.py     messages between devices, skips
 vocabulary.py    an embedding and a head that all devices run together
+factors.py       gradients that are accumulated as factors, and never formed
+gradients.py     what replicas exchange if gradients are compressed
 updates.py       norms, replicas, tied weights, optimizer
 loss_scale.py    loss scaling
 """

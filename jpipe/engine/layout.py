@@ -78,6 +78,7 @@ class StatePackings:
 
     Attributes:
       parameters: the weights.
+      accumulators: the gradients.
       mutable_state: the layers' mutable state.
       rings: each of `STASHES` -> its stashed values.
       messages: the routes, each with its message.
@@ -89,6 +90,7 @@ class StatePackings:
     """
 
     parameters: Packing
+    accumulators: Packing
     mutable_state: Packing
     rings: Mapping[str, Packing]
     messages: Sequence[tuple[Route, Packing]]
@@ -106,6 +108,10 @@ class StatePackings:
           *lead: sizes of the leading axes, the last one R.
         """
         return _with_units(mesh, self.parameters, self.units, lead)
+
+    def of_gradients(self, mesh: Mesh, *lead: int) -> dict[str, Any]:
+        """The same of the gradients."""
+        return _with_units(mesh, self.accumulators, self.units, lead)
 
     def of_state(self, mesh: Mesh, *lead: int) -> dict[str, Any]:
         """The same of the optimizer's state."""
@@ -248,7 +254,7 @@ def training_layout(
         "round": counter,
         "started": counter,
         "key": key,
-        "gradients": packings.of_weights(mesh, R),
+        "gradients": packings.of_gradients(mesh, R),
         "buffers": buffers,
     }
     private = {"optimizer_state"} if shares_updates else set()

@@ -17,6 +17,7 @@ from jax import lax
 from jpipe import packing
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device, StageContext
+from jpipe.engine.factors import FactorSum, accumulators_of, with_accumulators
 from jpipe.engine.guard import guarded
 from jpipe.engine.stage_layers import (
     add_gradients,
@@ -285,7 +286,8 @@ def _commit_layer(
 def backward_writes(stage: StageContext) -> list[str]:
     """The arrays that `backward` writes."""
     names = [SENT["backward"], "message_compression", "embedded_gradient"]
-    names += [SPLIT] if stage.spec.schedule.splits_backward else ["gradients"]
+    split = stage.spec.schedule.splits_backward
+    names += [SPLIT] if split else weight_grad_writes(stage)
     return names + (FORWARD_STASHES if stage.spec.recompute else [])
 
 
@@ -303,8 +305,8 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         lambda: _arrived_gradient(stage, read),
     )
     rings = _rings(written, read)
-    gradients = None if split else written.gradients
-    lane = stage.scalars
+    gradients = None if split else accumulators_of(written)
+    lane, factors = stage.scalars, FactorSum.of(stage, read)
     skip_gradients = arrived_skip_gradients(stage, read)
     for r, run in reversed(list(enumerate(stage.program.runs))):
         kind = stage.stages.layer_kinds[run.kind]
@@ -329,7 +331,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
                 gp, gx = kind.backward(parameters, stash, gy)
                 row = stage.runtime_index(i)
                 gradients = add_gradients(
-                    gradients, run, gp, lambda: stage.column, row, stage.joins
+                    gradients, run, gp, lambda: stage.column, row, stage.joins, factors
                 )
             return stage.stages.values.constrained(gx), rings, gradients
 
@@ -342,8 +344,8 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         # that stashed the skip.
         skip_gradients |= {name: g for (name, _), g in zip(run.pop, popped)}
     written = _with_rings(written, rings)
-    if not split:
-        written = written.replace(gradients=gradients)
+    if gradients is not None:
+        written = with_accumulators(written, gradients)
     written = send_skip_gradients(stage, written, read, skip_gradients)
 
     def send_gradient() -> Written:
@@ -420,12 +422,15 @@ def _arrived_gradient(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
 
 def weight_grad_writes(stage: StageContext) -> list[str]:
     """The arrays that `weight_grad` writes."""
-    return ["gradients"]
+    if stage.spec.accumulate_gradients is None:
+        return ["gradients"]
+    return ["gradients", "gradient_compression"]
 
 
 def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     """The parameter gradients of one microbatch, after `backward` computed its input gradient."""
-    gradients, lane = written.gradients, stage.scalars
+    gradients, lane = accumulators_of(written), stage.scalars
+    factors = FactorSum.of(stage, read)
     for r, run in enumerate(stage.program.runs):
         kind = stage.stages.layer_kinds[run.kind]
 
@@ -448,11 +453,11 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
             values = kind.weight_grad(parameters, stash, values)
             row = stage.runtime_index(i)
             return add_gradients(
-                gradients, run, values, lambda: stage.column, row, stage.joins
+                gradients, run, values, lambda: stage.column, row, stage.joins, factors
             )
 
         gradients = for_each_layer(stage, r, layer, gradients)
-    return written.replace(gradients=gradients)
+    return with_accumulators(written, gradients)
 
 
 OPERATIONS = {

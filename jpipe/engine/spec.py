@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe.compress import Compressor
+from jpipe.compress import Compressor, StreamingPCA
 from jpipe.engine.layout import (
     StateLayout,
     StatePackings,
@@ -24,6 +24,7 @@ from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
 from jpipe.mesh import DATA
 from jpipe.packing import Packing, Place
 from jpipe.schedule import Schedule
+from jpipe.stages.accumulators import FACTORS, first_factors
 from jpipe.stages.codecs import first_states
 from jpipe.stages.cut import Stages
 from jpipe.stages.gradient_groups import (
@@ -42,11 +43,13 @@ class TiedCopy(NamedTuple):
       stage_copies: for every copy of its stage the device, and the position of the stage among the
         device's stages.
       place: its place in the packed weights.
-      row: its row there.
+      gradient: the place of its gradient.
+      row: its row at both.
     """
 
     stage_copies: tuple[tuple[int, int], ...]
     place: Place
+    gradient: Any
     row: int
 
 
@@ -72,6 +75,8 @@ class PassSpec:
         after its compute, which is faster where devices share cores.
       compute_dtype: to which layers cast weights; None: they cast nothing.
       compress_gradients: how replicas exchange gradients: see `jpipe.engine.gradients`. None: as they are.
+      accumulate_gradients: how gradients that are products are accumulated: see `jpipe.engine.factors`. None: as
+        they are.
     """
 
     schedule: Schedule
@@ -86,6 +91,7 @@ class PassSpec:
     overlap: bool = False
     compute_dtype: np.dtype | None = None
     compress_gradients: Compressor | None = None
+    accumulate_gradients: StreamingPCA | None = None
 
     @functools.cached_property
     def routes(self) -> list[tuple[Route, Packing]]:
@@ -137,6 +143,9 @@ class PassSpec:
 
     def first_gradient_compression(self) -> dict[str, Any]:
         """What compression of gradients keeps, on one device before training; `{}` without."""
+        if self.accumulate_gradients is not None:
+            chunks, factors = self.lowered.num_chunks, self.stages.factors
+            return {FACTORS: first_factors(self.accumulate_gradients, factors, chunks)}
         if not self.gradient_groups:
             return {}
         assert self.compress_gradients is not None
@@ -195,6 +204,7 @@ class PassSpec:
         of_units = () if self.updates is None else self.updates.of_units
         return StatePackings(
             parameters=stages.parameters,
+            accumulators=stages.accumulators,
             mutable_state=stages.state,
             rings={ring: getattr(stages, ring) for ring in STASHES},
             messages=self.routes,
@@ -285,10 +295,10 @@ class PassSpec:
         """
         stages = self.stages
         copy_of_leaf = {
-            (layer, j): TiedCopy(self.lowered.copies[s], place, row)
+            (layer, j): TiedCopy(self.lowered.copies[s], place, gradient, row)
             for s in range(stages.num_stages)
             for layer, run, row in stages.layer_runs(s)
-            for j, place in enumerate(run.parameters)
+            for j, (place, gradient) in enumerate(zip(run.parameters, run.gradients))
         }
         return [
             [copy_of_leaf[leaf] for leaf in leaves]

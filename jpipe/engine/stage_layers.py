@@ -15,12 +15,15 @@ from jax import lax
 from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import StageContext
+from jpipe.engine.factors import FactorSum
 from jpipe.engine.guard import guarded
 from jpipe.engine.transport import arrived_skips
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
+from jpipe.layers.products import Product
 from jpipe.mesh import FSDP
 from jpipe.packing import Place
+from jpipe.stages.accumulators import FactorPlaces
 from jpipe.stages.cut import LayerRun
 
 LoopState = TypeVar("LoopState")
@@ -129,19 +132,28 @@ def read_layer_stash(
 def add_gradients(
     gradients: Packed,
     run: LayerRun,
-    values: Sequence[jax.Array],
+    values: Sequence[jax.Array | Product],
     column_of: Callable[[], list[jax.Array]],
     i: jax.Array | int,
     joined: bool = False,
+    factors: FactorSum | None = None,
 ) -> Packed:
-    """Adds the parameter gradients of layer i to the accumulators of its column.
+    """Adds the parameter gradients of layer i to the accumulators of its column, and updates those that are factors.
 
     A gradient is first a sum over all rows, and then split. Else XLA would gather the activations of all rows to
     compute each part of it.
     """
-    values = _gathered(run, values)
-    column = column_of()
-    return packing.add_all(gradients, run.parameters, column, values, i, joined=joined)
+    column, plain = column_of(), []
+    for place, value in zip(run.gradients, values, strict=True):
+        if isinstance(place, FactorPlaces):
+            assert factors is not None and isinstance(value, Product)
+            gradients = factors.add(gradients, place, column, value, i)
+        else:
+            formed = value.gradient() if isinstance(value, Product) else value
+            plain.append((place, formed))
+    places = [place for place, _ in plain]
+    whole = _gathered(places, [value for _, value in plain])
+    return packing.add_all(gradients, places, column, whole, i, joined=joined)
 
 
 def split_leaves(leaves: Sequence, tails: Sequence[Sequence]) -> list[list]:
@@ -172,17 +184,17 @@ def layer_parameters(
     arrays = read.read_parameters.get(weight_pass, read.parameters)
     lead = [stage.scalars.version, stage.scalars.chunk]
     values = packing.read_all(arrays, run.parameters, lead, i)
-    return _gathered(run, values, stage.spec.compute_dtype)
+    return _gathered(run.parameters, values, stage.spec.compute_dtype)
 
 
 def _gathered(
-    run: LayerRun, values: Sequence[jax.Array], compute_dtype: Any = None
+    places: Sequence[Place], values: Sequence[jax.Array], compute_dtype: Any = None
 ) -> list[jax.Array]:
     """Values of the shapes of a layer's parameters, whole along the axis "fsdp".
 
     Args:
-      run: the layers.
-      values: one per parameter.
+      places: of the parameters.
+      values: one per place.
       compute_dtype: to which the layer will cast them. Values that are cast before they are gathered are fewer
         bytes to send.
     """
@@ -193,8 +205,7 @@ def _gathered(
         return packing.gathered(value.astype(dtype), spec, FSDP).astype(value.dtype)
 
     return [
-        gathered(value, place.spec)
-        for value, place in zip(values, run.parameters, strict=True)
+        gathered(value, place.spec) for value, place in zip(values, places, strict=True)
     ]
 
 

@@ -16,10 +16,11 @@ import numpy as np
 from jax import lax
 
 from jpipe import packing
-from jpipe.engine.apply import APPLY_WRITES, Apply
+from jpipe.engine.apply import Apply, apply_writes
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device
 from jpipe.engine.copies import sum_over_copies
+from jpipe.engine.factors import squares_of
 from jpipe.engine.gradients import (
     EXCHANGE_WRITES,
     exchange_over_copies,
@@ -103,7 +104,9 @@ def update(
             )
             return of_program.run(arrays, num_updates)
 
-        arrays = _run_program(device, lane, "apply", APPLY_WRITES, apply, arrays)
+        arrays = _run_program(
+            device, lane, "apply", apply_writes(device), apply, arrays
+        )
     if spec.shares_updates and spec.schedule.has_copies:
         arrays = _gather_weights(device, scalars, lanes, arrays)
     for copies in spec.ties:
@@ -294,19 +297,19 @@ def _sum_tied_gradients(
     total: Any = 0
     for copy in copies:
         for chunk, devices in _by_chunk(copy):
-            value = packing.read(gradients, copy.place, [chunk], copy.row)
+            value = packing.read(gradients, copy.gradient, [chunk], copy.row)
             total += jnp.where(_is_on(device, devices), value, 0)
     if len({d for copy in copies for d, _ in copy.stage_copies}) > 1:
         total = lax.psum(total, STAGE)
     home = copies[0].stage_copies[0][0]
     for copy in copies:
         for chunk, devices in _by_chunk(copy):
-            old = packing.read(gradients, copy.place, [chunk], copy.row)
+            old = packing.read(gradients, copy.gradient, [chunk], copy.row)
             new = jnp.zeros_like(total)
             if copy is copies[0]:
                 new = jnp.where(device.position == home, total, new)
             new = jnp.where(_is_on(device, devices), new, old)
-            gradients = packing.write(gradients, copy.place, [chunk], new, copy.row)
+            gradients = packing.write(gradients, copy.gradient, [chunk], new, copy.row)
     return arrays.replace(gradients=gradients)
 
 
@@ -409,8 +412,10 @@ def _squares(
     dtype = device.spec.updates.norm_dtype
     units = range(len(device.spec.stages.vocabulary.units))
 
-    def squares(_: jax.Array, gradients: Packed) -> jax.Array:
+    def squares(_: jax.Array, packed: tuple[Packed, Packed]) -> jax.Array:
+        sigmas, gradients = packed
         of_columns = jnp.zeros(device.spec.lowered.num_chunks, dtype)
+        of_columns = summed(of_columns, sigmas)
         totals = [summed(of_columns, arrays_of(device, None, gradients))]
         for unit in units:
             part = arrays_of(device, unit, gradients)
@@ -423,11 +428,11 @@ def _squares(
             total += jnp.sum(square, axis=tuple(range(1, a.ndim)))
         return total
 
-    latest, gradients = arrays.squared_norm, arrays.gradients
+    latest, read = arrays.squared_norm, (squares_of(device, arrays), arrays.gradients)
     if not device.spec.updates_in_every_tick:
-        return squares(latest, gradients)
+        return squares(latest, read)
     now = jnp.stack([lane.program >= 0 for lane in lanes]).any()
-    return guarded(device.spec.lowered.guard, now, squares, latest, gradients)
+    return guarded(device.spec.lowered.guard, now, squares, latest, read)
 
 
 def _of_shares(

@@ -36,6 +36,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jpipe.layers.equations import Equations, variables
+from jpipe.layers.products import GradientForms, ProductForm, with_products
 from jpipe.layers.residuals import Reader, Residuals
 from jpipe.layers.vjp import (
     Arguments,
@@ -71,6 +72,8 @@ class LayerProgram:
       reads_extra: per leaf of `extra`, whether anything reads it.
       outputs_read_extra: per leaf of `extra`, whether the outputs or the gradients depend on it.
       output_tree, aux_tree: the tree structures of outputs and aux.
+      products: per parameter how its gradient follows from a product; None where the gradient itself is computed.
+        Elsewhere `backward` and `weight_grad` give a `jpipe.layers.products.Product`.
       forward_equations: from parameters, inputs and extra to outputs, aux and residuals.
       text: the computation as text; layers with equal texts are of one kind.
     """
@@ -93,6 +96,7 @@ class LayerProgram:
     outputs_read_extra: tuple[bool, ...]
     output_tree: Any
     aux_tree: Any
+    products: tuple[ProductForm | None, ...]
     forward_equations: Equations
     text: str
 
@@ -106,6 +110,7 @@ def trace_layer(
     has_aux: bool = False,
     input_grads: bool = True,
     policy: Callable[..., Any] | None = None,
+    products: Callable[[int, int], bool] | None = None,
 ) -> LayerProgram:
     """Traces `function(parameters, inputs, extra) -> outputs` into its programs.
 
@@ -121,6 +126,8 @@ def trace_layer(
         model's first layer).
       policy: one of `jax.checkpoint_policies`. The layer stashes its inputs and the values that the
         policy saves, and its backward computes all other values again. None stashes every residual.
+      products: `(a, b)` -> whether a gradient that is a product of matrices, `[s, a]` and `[s, b]`, is given as
+        these. None: no gradient is.
 
     Returns:
       The `LayerProgram`.
@@ -133,13 +140,18 @@ def trace_layer(
     forward = trace_forward(function, arguments, has_aux, input_grads, policy)
     check_offload(forward.residuals)
     check_effects(forward.equations)
-    backward = trace_backward(forward)
+    backward, gradients = with_products(
+        trace_backward(forward),
+        len(forward.residuals),
+        len(arguments.parameters),
+        products or (lambda a, b: False),
+    )
     residuals = Residuals.of(forward, backward, arguments)
     whole = residuals.reader(
         backward.slice(backward.inputs, backward.outputs, effects=True)
     )
     for_inputs, for_weights, split_residuals = _split_backward(
-        backward, residuals, num_parameters=len(arguments.parameters)
+        backward, residuals, num_gradients=gradients.num_values
     )
     input_reader = residuals.reader(for_inputs)
     weight_reader = residuals.reader(for_weights)
@@ -147,6 +159,7 @@ def trace_layer(
         arguments,
         forward,
         backward,
+        gradients,
         residuals,
         _Readers(whole, input_reader, weight_reader),
         split_residuals,
@@ -165,17 +178,22 @@ class _Readers(NamedTuple):
 
 
 def _split_backward(
-    backward: Equations, residuals: Residuals, num_parameters: int
+    backward: Equations, residuals: Residuals, num_gradients: int
 ) -> tuple[Equations, Equations, list]:
     """Splits the backward into the input-gradient half and the weight-gradient half.
+
+    Args:
+      backward: the whole.
+      residuals: of the forward.
+      num_gradients: number of its first outputs, which give the parameter gradients.
 
     Returns:
       Equations of the first half (its outputs are the input gradients and the split residuals),
       equations of the second half (its inputs are the residuals and the split residuals), and the
       split residuals.
     """
-    parameter_grads = backward.outputs[:num_parameters]
-    input_grads = backward.outputs[num_parameters:]
+    parameter_grads = backward.outputs[:num_gradients]
+    input_grads = backward.outputs[num_gradients:]
     output_grads = backward.inputs[len(residuals.inputs) :]
 
     computed = {
@@ -207,14 +225,15 @@ def _layer_program(
     arguments: Arguments,
     forward: Forward,
     backward: Equations,
+    gradients: GradientForms,
     residuals: Residuals,
     readers: _Readers,
     split_residuals: list,
 ) -> LayerProgram:
     equations, stash = forward.equations, residuals.stash
     num_outputs, num_results = len(forward.outputs), forward.num_results
-    num_parameters = len(arguments.parameters)
-    num_input_grads = len(backward.outputs) - num_parameters
+    num_gradients = gradients.num_values
+    num_input_grads = len(backward.outputs) - num_gradients
     run_forward = equations.slice(equations.inputs, forward.results, effects=True)
     run_and_stash = equations.slice(
         equations.inputs, (*forward.results, *stash), effects=True
@@ -238,7 +257,7 @@ def _layer_program(
 
     def whole(parameters: Sequence, stash: Sequence, output_grads: Sequence) -> tuple:
         out = readers.whole.run(parameters, stash, output_grads)
-        return out[:num_parameters], out[num_parameters:]
+        return gradients.gradients(out[:num_gradients]), out[num_gradients:]
 
     def input_grad(
         parameters: Sequence, stash: Sequence, output_grads: Sequence
@@ -246,12 +265,18 @@ def _layer_program(
         out = readers.inputs.run(parameters, stash, output_grads)
         return out[:num_input_grads], out[num_input_grads:]
 
+    def weight_grad(
+        parameters: Sequence, stash: Sequence, split_residuals: Sequence
+    ) -> list:
+        out = readers.weights.run(parameters, stash, split_residuals)
+        return gradients.gradients(out)
+
     return LayerProgram(
         forward=only_forward,
         forward_and_stash=forward_and_stash,
         backward=whole,
         input_grad=input_grad,
-        weight_grad=readers.weights.run,
+        weight_grad=weight_grad,
         parameters=_avals(arguments.parameters),
         inputs=_avals(arguments.inputs),
         extra=_avals(arguments.extra),
@@ -265,6 +290,7 @@ def _layer_program(
         outputs_read_extra=tuple(v in read_by_outputs for v in extra_inputs),
         output_tree=forward.output_tree,
         aux_tree=forward.aux_tree,
+        products=tuple(f and f[0] for f in gradients.forms),
         forward_equations=equations,
         text=_text(arguments, forward, backward),
     )

@@ -105,6 +105,7 @@ def trace_layers(
     compute_dtype: Any = None,
     key_impl: Any = None,
     policy: Callable | None = None,
+    products: Callable[[int, int], bool] | None = None,
     automatic: Mesh | None = None,
     mesh: Mesh | None = None,
     axis_rules: AxisRules = (),
@@ -119,6 +120,7 @@ def trace_layers(
       compute_dtype: weights and activations are cast to it in every layer; None casts nothing.
       key_impl: implementation of the random keys of the layers; None is JAX's default.
       policy: the checkpoint policy of the layers. The loss stashes all its residuals.
+      products: as of `trace_layer`.
       automatic: the mesh of the automatic axes alone, over which parameters may be split; None
         without such axes.
       mesh: the whole mesh, if there are automatic axes.
@@ -134,7 +136,9 @@ def trace_layers(
     inputs = microbatch["inputs"]
 
     def traced(reports: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[_Tracer, Any]:
-        tracer = _Tracer(layers, loss is not None, compute_dtype, key_impl, policy)
+        tracer = _Tracer(
+            layers, loss is not None, compute_dtype, key_impl, policy, products
+        )
         tracer.automatic, tracer.axis_rules = automatic, axis_rules
         tracer.splits = splits
         tracer.reports = reports
@@ -205,6 +209,7 @@ class _Tracer:
         compute_dtype: Any,
         key_impl: Any,
         policy: Callable | None,
+        products: Callable[[int, int], bool] | None,
     ) -> None:
         self.layers = list(layers)
         self.layer_kinds: list[LayerProgram] = []
@@ -222,6 +227,7 @@ class _Tracer:
         self._compute_dtype = compute_dtype
         self._key_impl = key_impl
         self._policy = policy
+        self._products = products
         self._key = jax.eval_shape(
             lambda: jax.random.key_data(jax.random.key(0, impl=key_impl))
         )
@@ -306,6 +312,7 @@ class _Tracer:
                     has_aux=True,
                     input_grads=input_grads,
                     policy=self._policy,
+                    products=self._products,
                 )
         except (OffloadError, OrderedEffectError) as error:
             raise ValueError(f"layer {i} ({layer.name}): {error}") from None

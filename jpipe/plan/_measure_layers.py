@@ -178,6 +178,7 @@ class _Subject:
         }
         self.packs = {n: Packing.of([[*map(Leaf, own)]]) for n, own in leaves.items()}
         places = {name: tuple(pack.places[0]) for name, pack in self.packs.items()}
+        places["gradients"] = places["parameters"]
         self._run = LayerRun(kind=0, longest=1, stash=(), pop=(), **places)
         self._output_grads = [y for y in kind.outputs if is_inexact(y)]
         lists = list(kind.parameters), list(kind.stash), self._output_grads

@@ -284,6 +284,7 @@ def predict_memory(
         lowered,
         StatePackings(
             parameters=parameters,
+            accumulators=parameters,
             mutable_state=state,
             rings={ring: packed(ring) for ring in STASHES if lowered.num_slots[ring]},
             messages=routes,

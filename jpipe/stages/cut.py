@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jpipe.compress import StreamingPCA
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.equations import Equations
 from jpipe.layers.layer import Layer
@@ -23,6 +24,7 @@ from jpipe.layers.sharding import ValueSplit
 from jpipe.layers.trace import Mutable, Traced
 from jpipe.packing import Leaf, Packing
 from jpipe.solvers import min_max
+from jpipe.stages.accumulators import FACTORS, Accumulators, GradientPlace
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
 from jpipe.stages.vocabulary import NO_VOCABULARY, Vocabulary
@@ -38,6 +40,7 @@ class LayerRun:
       stash: `(name, leaves)` of the skips that start here. A run with skips is one layer.
       pop: `(name, leaves)` of the skips that end here.
       parameters: places of one layer's weights; leaf i of a place belongs to layer i of the run.
+      gradients: the same for what their gradients are accumulated in.
       state: the same for mutable state.
       input_stash: the same for stashed values that only the input gradient reads.
       weight_stash: the same for stashed values that the weight gradient reads.
@@ -49,6 +52,7 @@ class LayerRun:
     stash: tuple[tuple[str, tuple], ...]
     pop: tuple[tuple[str, tuple], ...]
     parameters: tuple = ()
+    gradients: tuple[GradientPlace, ...] = ()
     state: tuple = ()
     input_stash: tuple = ()
     weight_stash: tuple = ()
@@ -88,6 +92,8 @@ class Stages:
       program_of_stage: for each stage, position in `programs`.
       lengths: `[S][runs]`: number of layers of a stage in each run of its program.
       parameters: how the programs' weights are packed; one owner per program.
+      accumulators: the same for the gradients that are accumulated as they are.
+      factors: the same for the factors of all others.
       state: the same for mutable state.
       input_stash: the same for stashed values that only the input gradient reads.
       weight_stash: the same for stashed values that the weight gradient reads.
@@ -114,6 +120,8 @@ class Stages:
     program_of_stage: Sequence[int]
     lengths: Sequence[Sequence[int]]
     parameters: Packing
+    accumulators: Packing
+    factors: Packing
     state: Packing
     input_stash: Packing
     weight_stash: Packing
@@ -227,14 +235,14 @@ class Groups(NamedTuple):
         self,
         leaves_of: Callable[[Any], Iterable[Leaf]],
         last: Sequence[Leaf] = (),
-        tight: bool = False,
+        **options: Any,
     ) -> Packing:
         """Packs the leaves that layers have for one use, such as their parameters.
 
         Args:
           leaves_of: kind -> leaves of one layer.
           last: further leaves of the last stage.
-          tight: as in `Packing.of`.
+          **options: `occupancy` and `tight` of `Packing.of`.
 
         Returns:
           A packing with one owner per program.
@@ -249,7 +257,7 @@ class Groups(NamedTuple):
         ]
         owners[self.program_of_stage[-1]] += last
         num_stages = [len(stages) for stages in self.stages_of]
-        return Packing.of(owners, num_stages=num_stages, tight=tight)
+        return Packing.of(owners, num_stages=num_stages, **options)
 
 
 def group(kinds: Sequence, starts: Sequence[int], ends_apart: bool = False) -> Groups:
@@ -290,6 +298,7 @@ def cut(
     ends_apart: bool = False,
     vocabulary_layers: Vocabulary = NO_VOCABULARY,
     compression: MessageCompression = NO_COMPRESSION,
+    accumulate: StreamingPCA | None = None,
 ) -> Stages:
     """Cuts traced layers into stages.
 
@@ -301,6 +310,7 @@ def cut(
       ends_apart: as in `group`.
       vocabulary_layers: the layers that all stages run together.
       compression: of messages between stages.
+      accumulate: how gradients are accumulated that are products; None: as they are, all are formed.
 
     Raises:
       ValueError: if a message cannot be compressed.
@@ -330,6 +340,10 @@ def cut(
             [traced.of_microbatch(a) for a in loss],
             tight=name == "parameters",
         )
+    accumulators = Accumulators.of(
+        accumulate, traced.layer_kinds, traced.kind_of_layer, ties
+    )
+    packings |= _pack_accumulators(traced, groups, accumulators)
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     codecs = [
         codecs_of(
@@ -351,7 +365,7 @@ def cut(
         outputs=(traced.outputs[-1], traced.output_tree),
         starts=starts,
         programs=[
-            _stage_program(traced, groups, packings, p)
+            _stage_program(traced, groups, packings, accumulators, p)
             for p in range(len(groups.signatures))
         ],
         program_of_stage=groups.program_of_stage,
@@ -428,8 +442,31 @@ def _leaves(traced: Traced, name: str, k: int) -> list[Leaf]:
     return [Leaf(a, spec=spec) for a, spec in zip(avals, specs, strict=True)]
 
 
+def _pack_accumulators(
+    traced: Traced, groups: Groups, accumulators: Accumulators
+) -> dict[str, Packing]:
+    """How gradients, and factors of gradients, are packed. Factors are all in pools."""
+
+    def plain(signature: _Signature) -> list[Leaf]:
+        k = signature.kind
+        return accumulators.plain(k, _leaves(traced, "parameters", k))
+
+    def factors(signature: _Signature) -> list[Leaf]:
+        k = signature.kind
+        return accumulators.factors(k, traced.layer_kinds[k])
+
+    return {
+        "accumulators": groups.pack(plain, tight=True),
+        "factors": groups.pack(factors, occupancy=0.0).named(FACTORS),
+    }
+
+
 def _stage_program(
-    traced: Traced, groups: Groups, packings: dict[str, Packing], p: int
+    traced: Traced,
+    groups: Groups,
+    packings: dict[str, Packing],
+    accumulators: Accumulators,
+    p: int,
 ) -> StageProgram:
     """Program number p, with the places of its leaves."""
     places = {name: iter(packing.places[p]) for name, packing in packings.items()}
@@ -440,10 +477,13 @@ def _stage_program(
     runs = []
     for signature, longest in zip(groups.signatures[p], groups.longest[p]):
         k = signature.kind
-        of_run = {
+        of_run: dict[str, tuple] = {
             name: tuple(itertools.islice(places[name], len(leaves_of(traced, k))))
             for name, leaves_of in _LEAVES_OF.items()
         }
+        of_run["gradients"] = accumulators.places(
+            k, places["accumulators"].__next__, places["factors"].__next__
+        )
         stash, pop = skips(signature.stash), skips(signature.pop)
         runs.append(LayerRun(k, longest, stash, pop, **of_run))
     # The loss's stash comes after those of the layers.

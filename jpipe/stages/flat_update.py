@@ -9,7 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe.layers.backward import Equations
+from jpipe.compress import Factors
+from jpipe.layers.equations import Equations
+from jpipe.layers.products import ProductForm
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES
 from jpipe.warn import warn
 
@@ -201,6 +203,51 @@ def with_hooks(flat: FlatUpdate, param_hooks: Mapping[str, Callable]) -> Equatio
         jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in flat.update.inputs
     ]
     return Equations.trace(update, *avals, *delay_avals)
+
+
+# -- Factors of gradients
+
+
+def with_factors(
+    update: Equations, forms: Sequence[tuple[ProductForm, int] | None]
+) -> Equations:
+    """The update, with factors in the place of some gradients.
+
+    Args:
+      update: of `with_hooks`.
+      forms: for each parameter how its gradient follows from the product of factors, `[k, a]`, `[k, b]` and `[k]`,
+        and the rank k; None: the gradient is an input as before.
+    """
+    if not any(forms):
+        return update
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in update.inputs]
+    number = len(forms)
+    weights, formed, rest = (
+        avals[:number],
+        avals[number : 2 * number],
+        avals[2 * number :],
+    )
+    read: list = []
+    for form, aval in zip(forms, formed, strict=True):
+        if form is None:
+            read.append(aval)
+        else:
+            product, k = form
+            shapes = (k, product.rows), (k, product.columns), (k,)
+            read += [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+
+    def from_factors(*args: jax.Array) -> list:
+        left = iter(args[number:])
+        gradients = []
+        for form in forms:
+            value = next(left)
+            if form is not None:
+                factors = Factors(value.T, next(left).T, next(left))
+                value = form[0].gradient(factors.matrix())
+            gradients.append(value)
+        return update(*args[:number], *gradients, *left)
+
+    return Equations.trace(from_factors, *weights, *read, *rest)
 
 
 # -- Checks

@@ -18,7 +18,9 @@ import numpy as np
 import optax
 
 from jpipe.layers.equations import Equations
+from jpipe.layers.products import ProductForm
 from jpipe.packing import Leaf, Packing, Place
+from jpipe.stages.accumulators import FACTORS, FactorPlaces, GradientPlace
 from jpipe.stages.cut import Stages
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, read_delays
 from jpipe.stages.flat_update import (
@@ -29,6 +31,7 @@ from jpipe.stages.flat_update import (
     flat_hook,
     flat_update,
     norm_dtype_of,
+    with_factors,
     with_hooks,
 )
 from jpipe.stages.shares import Replicas
@@ -79,6 +82,7 @@ class StageUpdate:
         flat lists.
       parameters: for each parameter leaf, `(place, row)` of all its copies on the stage; several if
         tied.
+      gradients: for each parameter leaf, `(place, row)` of what its gradient is accumulated in.
       state: for each leaf of the optimizer's state the pieces in which it is placed.
       replicas: of the stage, if they share the update; else one.
     """
@@ -87,6 +91,7 @@ class StageUpdate:
     shared: Sequence[LeafSlots]
     param_hooks: Mapping[str, Callable]
     parameters: Sequence[Sequence[tuple[Place, int]]]
+    gradients: Sequence[tuple[GradientPlace, int]]
     state: Sequence[Sequence[Piece]]
     replicas: Replicas
 
@@ -134,14 +139,43 @@ def seen_by_optimizer(
     return trees
 
 
-def _leaf_copies(
-    stages: Stages, stage: int
-) -> tuple[tuple[tuple[Place, int], ...], ...]:
-    """For each leaf of `seen_by_optimizer`, `(place, row)` of its copies on the stage."""
+class _Placed(NamedTuple):
+    """Where a parameter, and what its gradient is accumulated in, lie on a stage.
+
+    Attributes:
+      parameter: place of the weight.
+      gradient: of the accumulator.
+      row: at both.
+      form: how the gradient follows from a product; None: it is accumulated as it is.
+    """
+
+    parameter: Place
+    gradient: GradientPlace
+    row: int
+    form: ProductForm | None
+
+    @property
+    def factored(self) -> tuple[ProductForm, int] | None:
+        """The form, and the rank of the factors that the gradient is accumulated in; None if it is not."""
+        if self.form is None or not isinstance(self.gradient, FactorPlaces):
+            return None
+        (rank,) = self.gradient.sigma.shape
+        return self.form, rank
+
+
+def _leaf_copies(stages: Stages, stage: int) -> tuple[tuple[_Placed, ...], ...]:
+    """For each leaf of `seen_by_optimizer` its copies on the stage."""
     places = {
-        (layer, j): (place, row)
+        (layer, j): _Placed(place, gradient, row, form)
         for layer, run, row in stages.layer_runs(stage)
-        for j, place in enumerate(run.parameters)
+        for j, (place, gradient, form) in enumerate(
+            zip(
+                run.parameters,
+                run.gradients,
+                stages.layer_kinds[run.kind].products,
+                strict=True,
+            )
+        )
     }
     copies = {leaf: [place] for leaf, place in places.items()}
     for first, *others in stages.ties:
@@ -185,9 +219,10 @@ class _Draft(NamedTuple):
     """An update of a stage before the optimizer's state is packed, which needs all stages.
 
     Attributes:
-      equations: as `with_hooks` returns them.
+      equations: as `with_hooks` and `with_factors` return them.
       param_hooks: pass -> hook.
       parameters: for each parameter leaf, `(place, row)` of its copies.
+      gradients: for each parameter leaf, `(place, row)` of what its gradient is accumulated in.
       state_leaves: of the optimizer.
       replicas: that share the update.
     """
@@ -195,6 +230,7 @@ class _Draft(NamedTuple):
     equations: Equations
     param_hooks: Mapping[str, Callable]
     parameters: Sequence
+    gradients: Sequence[tuple[GradientPlace, int]]
     state_leaves: Sequence[Leaf]
     replicas: Replicas
 
@@ -210,7 +246,9 @@ def _in_parts(draft: _Draft, state: Sequence[Place], num_stages: int) -> Draft:
     equations, parameters = draft.equations, draft.parameters
     state_leaves = [PackedLeaf("optimizer_state", [(place, 0)]) for place in state]
     weights = [PackedLeaf("parameters", copies) for copies in parameters]
-    gradients = [PackedLeaf("gradients", copies[:1]) for copies in parameters]
+    gradients = [
+        leaf for place, row in draft.gradients for leaf in _gradient_leaves(place, row)
+    ]
     hooked = [
         PackedLeaf(name, copies) for name in draft.param_hooks for copies in parameters
     ]
@@ -223,14 +261,17 @@ def _in_parts(draft: _Draft, state: Sequence[Place], num_stages: int) -> Draft:
     constants = {
         v
         for v, after in zip(
-            equations.inputs[2 * len(weights) :], equations.outputs[len(weights) :]
+            equations.inputs[len(weights) + len(gradients) :],
+            equations.outputs[len(weights) :],
         )
         if v is after and v.aval.shape not in shapes
     }
     common = [
         i
         for i, v in enumerate(equations.inputs)
-        if v.aval.size == 1 or v in constants or i >= len(inputs)
+        if (v.aval.size == 1 and not _is_factor(inputs[i : i + 1]))
+        or v in constants
+        or i >= len(inputs)
     ]
     parts = [
         PackedPart(
@@ -242,6 +283,17 @@ def _in_parts(draft: _Draft, state: Sequence[Place], num_stages: int) -> Draft:
     ]
     of_all = [inputs[i] for i in common if i < len(inputs)]
     return Draft(in_blocks(parts), of_all, state, draft.replicas, num_stages)
+
+
+def _gradient_leaves(place: GradientPlace, row: int) -> list[PackedLeaf]:
+    """What an update reads of a gradient."""
+    if isinstance(place, FactorPlaces):
+        return [PackedLeaf(FACTORS, [(of_factor, row)]) for of_factor in place]
+    return [PackedLeaf("gradients", [(place, row)])]
+
+
+def _is_factor(leaf: Sequence[PackedLeaf]) -> bool:
+    return any(a.arrays == FACTORS for a in leaf)
 
 
 def make_updates(
@@ -302,12 +354,21 @@ def make_updates(
             name: flat_hook(name, hook, optimizer, tree)
             for name, hook in (hooks or {}).items()
         }
-        equations, copies = with_hooks(flat, flat_hooks), _leaf_copies(stages, s)
+        placed = _leaf_copies(stages, s)
+        copies = tuple(
+            tuple((copy.parameter, copy.row) for copy in of_leaf) for of_leaf in placed
+        )
+        gradients = tuple((first.gradient, first.row) for first, *_ in placed)
+        equations = with_factors(
+            with_hooks(flat, flat_hooks), [first.factored for first, *_ in placed]
+        )
         sharing = Replicas(1, 1) if replicas is None else replicas[s]
         key = stages.program_of_stage[s], copies, equations.text(), sharing
         if key not in drafts:
             state_leaves = _state_leaves(flat, copies)
-            drafts[key] = _Draft(equations, flat_hooks, copies, state_leaves, sharing)
+            drafts[key] = _Draft(
+                equations, flat_hooks, copies, gradients, state_leaves, sharing
+            )
         program_of_stage.append(list(drafts).index(key))
     num_stages = [program_of_stage.count(u) for u in range(len(drafts))]
     whole_state = Packing.of(
@@ -337,6 +398,7 @@ def _stage_update(draft: _Draft, grouped: Grouped) -> StageUpdate:
         grouped.common,
         draft.param_hooks,
         draft.parameters,
+        draft.gradients,
         grouped.pieces,
         draft.replicas,
     )
@@ -389,7 +451,8 @@ def _unit_update(
     leaves = [Leaf(aval) for aval in flat.state_avals]
     packing = Packing.of([leaves]).named(unit.name)
     equations = with_hooks(flat, flat_hooks)
-    draft = _Draft(equations, flat_hooks, places, leaves, Replicas(1, 1))
+    gradients = [copies[0] for copies in places]
+    draft = _Draft(equations, flat_hooks, places, gradients, leaves, Replicas(1, 1))
     in_parts = _in_parts(draft, packing.places[0], 1)
     _check_elementwise(unit.name, in_parts.parts)
     (grouped,), packing = group_updates([in_parts], packing, {})

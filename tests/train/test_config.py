@@ -327,6 +327,10 @@ def test_json_that_is_no_configuration(tmp_path, change, message):
             "`compress_gradients`: `density` of TopK must be above 0 and at most 1, got 2.0",
         ),
         (
+            lambda: PipelineConfig(accumulate_gradients="streaming_pca:rank=0"),
+            "`accumulate_gradients`: `rank` of StreamingPCA must be at least 1, got 0",
+        ),
+        (
             lambda: PipelineConfig(compress_messages="quantise:bits=8"),
             "`compress_messages`: there is no compressor 'quantise'. Did you mean 'quantize'?",
         ),

@@ -1,0 +1,179 @@
+"""Weight gradients that are products of two matrices, and the matrices.
+
+The gradient of a dense layer is `x^T d`: x its inputs `[s, a]`, d the gradients by its outputs `[s, b]`, s rows. The
+backward of `jax.vjp` computes it as a `dot_general`, which this module finds. Whoever needs no gradient, but what
+follows from both matrices, gets these instead, and the product is not computed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jpipe.layers.equations import Equations, contains
+
+# What a product may go through before it is the gradient: it stays linear in the product, and in every number of it.
+_TAIL = {"convert_element_type", "copy", "reshape", "squeeze", "transpose"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProductForm:
+    """How a gradient follows from a product of two matrices.
+
+    Attributes:
+      shape: of the product as the backward has it.
+      rows: a, numbers in a row of x.
+      columns: b, numbers in a row of d.
+      dtype: of the product.
+      transposed: whether the backward has `d^T x`.
+      tail: from the product to the gradient.
+    """
+
+    shape: tuple[int, ...]
+    rows: int
+    columns: int
+    dtype: Any
+    transposed: bool
+    tail: Equations
+
+    def gradient(self, matrix: jax.Array) -> jax.Array:
+        """The gradient, of a product `[a, b]`."""
+        matrix = matrix.T if self.transposed else matrix
+        (gradient,) = self.tail(matrix.astype(self.dtype).reshape(self.shape))
+        return gradient
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A gradient as two matrices.
+
+    Attributes:
+      x: `[s, a]`, inputs of the layer.
+      d: `[s, b]`, gradients by its outputs.
+      form: how the gradient follows from `x^T d`.
+    """
+
+    x: jax.Array
+    d: jax.Array
+    form: ProductForm
+
+    def gradient(self) -> jax.Array:
+        """The gradient itself."""
+        matrix = jnp.matmul(self.x.T, self.d, preferred_element_type=self.form.dtype)
+        return self.form.gradient(matrix)
+
+
+jax.tree_util.register_dataclass(Product, ["x", "d"], ["form"])
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientForms:
+    """How the parameter gradients of a layer follow from what its backward computes.
+
+    Attributes:
+      forms: for each parameter the form of its gradient, and the contracted dims of x and of d; None: the gradient is
+        computed.
+    """
+
+    forms: tuple[tuple[ProductForm, tuple] | None, ...]
+
+    @property
+    def num_values(self) -> int:
+        """How many values the gradients follow from."""
+        return sum(1 if form is None else 2 for form in self.forms)
+
+    def gradients(self, values: Sequence) -> list:
+        """A gradient or a `Product` for each parameter."""
+        rest, gradients = iter(values), []
+        for found in self.forms:
+            if found is None:
+                gradients.append(next(rest))
+                continue
+            form, (of_x, of_d) = found
+            x, d = _as_rows(next(rest), of_x), _as_rows(next(rest), of_d)
+            gradients.append(Product(x, d, form))
+        return gradients
+
+
+def with_products(
+    backward: Equations,
+    num_residuals: int,
+    num_parameters: int,
+    wanted: Callable[[int, int], bool],
+) -> tuple[Equations, GradientForms]:
+    """A backward whose first outputs are gradients, or both operands of the product that gives a gradient.
+
+    Args:
+      backward: residuals and output gradients -> gradients of the parameters, then others.
+      num_residuals: how many residuals.
+      num_parameters: how many parameters.
+      wanted: `(a, b)` -> whether the operands are wanted of a product `[a, b]`.
+    """
+    producers = {v: eqn for eqn in backward.equations for v in eqn.outvars}
+    of_outputs = backward.depending_on(backward.inputs[num_residuals:])
+    outputs: list = []
+    forms: list = []
+    for gradient in backward.outputs[:num_parameters]:
+        product = _product(producers, gradient)
+        if product is not None:
+            contracted, _ = product.params["dimension_numbers"]
+            operands = list(zip(product.invars, contracted, strict=True))
+            # The gradients by outputs are second.
+            transposed = contains(of_outputs, product.invars[0])
+            x, d = reversed(operands) if transposed else operands
+            form = _form(backward, product, gradient, x, d, transposed)
+            if wanted(form.rows, form.columns):
+                outputs += [x[0], d[0]]
+                forms.append((form, (x[1], d[1])))
+                continue
+        outputs.append(gradient)
+        forms.append(None)
+    outputs += backward.outputs[num_parameters:]
+    changed = dataclasses.replace(backward, outputs=tuple(outputs))
+    return changed, GradientForms(tuple(forms))
+
+
+def _product(producers: dict, gradient: Any) -> Any:
+    """The `dot_general` that a gradient follows from; None if it follows from more."""
+    eqn = producers[gradient] if contains(producers, gradient) else None
+    while eqn is not None and eqn.primitive.name in _TAIL and len(eqn.invars) == 1:
+        (operand,) = eqn.invars
+        eqn = producers[operand] if contains(producers, operand) else None
+    if eqn is None or eqn.primitive.name != "dot_general":
+        return None
+    _, batched = eqn.params["dimension_numbers"]
+    return None if any(batched) else eqn
+
+
+def _form(
+    backward: Equations,
+    product: Any,
+    gradient: Any,
+    x: tuple[Any, Sequence[int]],
+    d: tuple[Any, Sequence[int]],
+    transposed: bool,
+) -> ProductForm:
+    """The form of a gradient, of a product of operands `(variable, contracted dims)`."""
+    (value,) = product.outvars
+    return ProductForm(
+        tuple(value.aval.shape),
+        _free_size(x[0].aval.shape, x[1]),
+        _free_size(d[0].aval.shape, d[1]),
+        value.aval.dtype,
+        transposed,
+        backward.slice([value], [gradient]),
+    )
+
+
+def _free_size(shape: Sequence[int], contracted: Sequence[int]) -> int:
+    return math.prod(n for dim, n in enumerate(shape) if dim not in contracted)
+
+
+def _as_rows(operand: jax.Array, contracted: Sequence[int]) -> jax.Array:
+    """`[s, n]`: the contracted dims give the rows."""
+    free = [dim for dim in range(operand.ndim) if dim not in contracted]
+    num_rows = math.prod(operand.shape[dim] for dim in contracted)
+    return operand.transpose(*contracted, *free).reshape(num_rows, -1)
