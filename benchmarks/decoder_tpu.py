@@ -105,7 +105,7 @@ def compile_one(args: argparse.Namespace, row: Row) -> dict:
     memory, analysis = pipe.memory(batch), compiled.memory_analysis()
     program = Program(compiled.as_text())
     transfers = program.transfers()
-    predicted = sum(memory) - memory.padding - memory.temporaries
+    predicted = sum(memory) - memory.padding - memory.temporaries - memory.host
     return {
         **row._asdict(),
         "chips": math.prod(row[1:5]),

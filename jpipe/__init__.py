@@ -34,6 +34,7 @@ _MODULE_OF = {
     "PipelineState": "jpipe.state",
     "Schedule": "jpipe.schedule",
     "MessageRecord": "jpipe.traffic",
+    "Offload": "jpipe.offload",
     "ShardRecord": "jpipe.costs",
     "StageRecord": "jpipe.costs",
     "load_params": "jpipe.checkpoints",
@@ -72,6 +73,7 @@ if TYPE_CHECKING:
     from jpipe.layers.report import report as report
     from jpipe.layers.report import report_weights as report_weights
     from jpipe.mesh import make_mesh as make_mesh
+    from jpipe.offload import Offload as Offload
     from jpipe.pipeline import Pipeline as Pipeline
     from jpipe.schedule import IDLE as IDLE
     from jpipe.schedule import Schedule as Schedule

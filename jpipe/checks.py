@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from jpipe.compress import Compressor, SparseCompressor, StreamingPCA
 from jpipe.engine.loss_scale import LossScale
 from jpipe.lowering.lower import mixes_minibatches
-from jpipe.mesh import DATA, FSDP, STAGE
+from jpipe.mesh import DATA, FSDP, HOST_MEMORY, STAGE, memory_kinds
+from jpipe.offload import Offload
 from jpipe.packing import axes
 from jpipe.processes import check_processes
 from jpipe.schedule import Schedule
@@ -468,6 +469,32 @@ def check_same_parts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None
                 f"`state` was made by another pipeline, which differs in `{name}`{shown}. Take "
                 "the state over with `state = pipe.adopt(state)`."
             )
+
+
+def check_offload(
+    offload: Any, mesh: Mesh, schedule: Schedule, recompute: Any
+) -> Offload:
+    """`offload` of a pipeline, an `Offload` or None.
+
+    Raises:
+      ValueError: if it is something else, devices have no memory of the host, or stashes cannot go there.
+    """
+    if offload is None:
+        return Offload()
+    if not isinstance(offload, Offload):
+        raise ValueError(
+            "`offload` must be a `jpipe.Offload`, such as `jpipe.Offload(optimizer=1.0)`, or None, got "
+            f"{offload!r}."
+        )
+    if not offload:
+        return offload
+    kinds = memory_kinds(mesh.devices.flat[0])
+    if HOST_MEMORY not in kinds:
+        raise ValueError(
+            f"`offload` keeps arrays in memory of the kind {HOST_MEMORY!r}, and {mesh.devices.flat[0].platform} devices have "
+            f"only {', '.join(map(repr, kinds))}. Leave `offload` out."
+        )
+    return offload
 
 
 def check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Any:

@@ -11,7 +11,7 @@ from jpipe.engine.layout import REPLICATED, ArrayGroup
 from jpipe.layers.avals import num_bytes as bytes_of
 from jpipe.layers.trace import Traced
 from jpipe.lowering.lower import STASHES
-from jpipe.mesh import DATA, STAGE
+from jpipe.mesh import DATA, HOST_MEMORY, STAGE
 from jpipe.program import Program
 from jpipe.settings import Settings, abstract
 from jpipe.solvers import min_max
@@ -56,8 +56,9 @@ class Memory(NamedTuple):
       activations: stashes and messages in flight.
       batch: the minibatch, or the replica's share of it.
       temporaries: what the compiled step needs beside its arguments.
-      padding: bytes of weights, optimizer and gradients that the mean stage does not use.
+      padding: bytes of weights, optimizer (in host memory too) and gradients that the mean stage does not use.
       compression: what compressed gradients keep: errors and the compressor's state.
+      host: in the memory of the host, see `jpipe.Offload`. All other fields are of the device's own memory.
     """
 
     weights: int
@@ -68,6 +69,7 @@ class Memory(NamedTuple):
     temporaries: int
     padding: int
     compression: int = 0
+    host: int = 0
 
 
 class ShardRecord(NamedTuple):
@@ -181,7 +183,13 @@ def memory(program: Program, batch: Any) -> Memory:
     layout, platform = engine.layout, settings.platform
     num_bytes = {n: group.num_bytes(platform) for n, group in layout.groups.items()}
     weights = sum(num_bytes[name] for name in PARAMETERS)
+    host_bytes = {
+        n: group.num_bytes(platform, HOST_MEMORY)
+        for n, group in layout.groups.items()
+        if group.on_host
+    }
     optimizer, gradients = num_bytes["optimizer_state"], num_bytes["gradients"]
+    whole_optimizer = optimizer + host_bytes.get("optimizer_state", 0)
     compression = num_bytes["gradient_compression"]
     if settings.accumulate_gradients is not None:
         gradients, compression = gradients + compression, 0
@@ -221,12 +229,13 @@ def memory(program: Program, batch: Any) -> Memory:
         optimizer=optimizer,
         gradients=gradients,
         compression=compression,
+        host=sum(host_bytes.values()),
         activations=num_bytes["buffers"],
         batch=batch_bytes(settings, batch),
         temporaries=int(analysis.temp_size_in_bytes),
         padding=round(
             weights
-            + optimizer
+            + whole_optimizer
             + gradients
             - (used * copies + used_gradients + used_state / settings.num_replicas)
             / settings.schedule.num_devices

@@ -14,6 +14,17 @@ STAGE, DATA, FSDP, MODEL = "stage", "data", "fsdp", "model"
 DEVICE_MEMORY = "device"
 """The kind of memory that arrays of the state are in: the device's own."""
 
+HOST_MEMORY = "pinned_host"
+"""The kind of memory that offloaded arrays are in: the host's, from which a device can read at any time."""
+
+
+def memory_kinds(device: jax.Device) -> list[str]:
+    """The kinds of memory of a device; those of a device that is only described are not known, and are guessed."""
+    try:
+        return [memory.kind for memory in device.addressable_memories()]
+    except (AttributeError, jax.errors.JaxRuntimeError):
+        return [DEVICE_MEMORY, HOST_MEMORY]
+
 
 def make_mesh(
     *,

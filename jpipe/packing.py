@@ -14,6 +14,9 @@ A leaf that is split over automatic axes of the mesh (tensor parallelism) has a 
 its dims the axis or axes that it is split over, or None. Leaves of one spec share a pool, which is
 split in the same way. Vectors hold no leaves with a spec.
 
+A leaf may lie in the memory of the host, always in a pool. A large one is cut into equal *chunks*, each one row of the
+pool. `read` takes what lies at a place to the device, and `write` brings it back.
+
 Every device allocates each array for its largest owner. `Packing.used_bytes` says how many bytes an
 owner uses.
 """
@@ -32,6 +35,9 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec
 
+CHUNK = 1 << 20
+"""The most numbers of a weight that an update brings to the device at once, if they can be cut so."""
+
 MOST_PADDING = 1 / 8
 """The part of an array's bytes that `Packing.of(tight=True)` gives up pools for: what the average stage does not use."""
 
@@ -44,28 +50,65 @@ class Leaf(NamedTuple):
       count: number of leaves.
       spec: how each leaf is split over automatic axes; `()` leaves that to the compiler.
       in_vector: whether the leaf is in a vector, whatever leaves the other owners have.
+      on_host: whether the leaf is in host memory, and then in a pool.
     """
 
     aval: jax.ShapeDtypeStruct
     count: int = 1
     spec: tuple = ()
     in_vector: bool = False
+    on_host: bool = False
 
 
-def _stored(shape: tuple[int, ...], spec: tuple) -> tuple[int, ...]:
+def _stored(shape: tuple[int, ...], spec: tuple, on_host: bool) -> tuple[int, ...]:
     """The shape of a pool's row, for a leaf of this shape.
 
     TPUs store the last two dims of an array in tiles of 8 by 128 numbers: `[256, 4, 64]` would take
     four times the space of `[256, 256]`, and `[256, 1]` 128 times the space of `[256]`. So a row
     has no dims of 1, and its last dims are joined until the last has at least 128 numbers. The
-    shape of a leaf with a spec is kept, because its dims may be split.
+    shape of a leaf with a spec is kept, because its dims may be split. Between host and device TPUs move
+    whole tiles, so a row in host memory has two dims or more.
     """
     if spec:
         return shape
     dims = [n for n in shape if n > 1]
     while len(dims) > 1 and dims[-1] < 128:
         dims[-2:] = [dims[-2] * dims[-1]]
+    if on_host:
+        dims = [*[1] * (2 - len(dims)), *dims]
     return tuple(dims)
+
+
+def _cut(row: tuple[int, ...], number: int) -> tuple[int, ...]:
+    """The shape of one of `number` equal parts of a row, see `num_chunks`."""
+    axis = 0
+    while number > 1 and number >= row[axis]:
+        number //= row[axis]
+        axis += 1
+    return (row[axis] // number, *row[axis + 1 :]) if number > 1 else row[axis:]
+
+
+def num_chunks(row: tuple[int, ...]) -> int:
+    """The number of chunks of a leaf in host memory that a pool would store as a row of this shape.
+
+    A chunk has whole rows of tiles, so that it is also one block of the leaf on the device, and at most `CHUNK`
+    numbers if the dims can be divided so.
+
+    Example:
+      >>> num_chunks((4096, 4096)), num_chunks((3, 3, 512, 512)), num_chunks((1, 4096))
+      (16, 3, 1)
+    """
+    found = before = 1
+    for axis, size in enumerate(row[:-1]):
+        for divisor in range(1, size + 1):
+            rows = size // divisor
+            if size % divisor or (axis == len(row) - 2 and divisor > 1 and rows % 8):
+                continue
+            found = before * divisor
+            if math.prod(row) <= found * CHUNK:
+                return found
+        before *= size
+    return found
 
 
 def array_bytes(shape: Sequence[int], dtype, platform: str) -> int:
@@ -105,6 +148,9 @@ class Place:
       shape: shape of a leaf.
       flat: whether the array is a vector.
       spec: as in `Leaf`.
+      on_host: as in `Leaf`.
+      num_rows: the rows of a pool that a leaf takes: its chunks.
+      split: into how many rows each row of the pool is cut; indices count these. Above 1 for a place of a chunk.
     """
 
     array: str
@@ -114,6 +160,9 @@ class Place:
     shape: tuple[int, ...]
     flat: bool
     spec: tuple = ()
+    on_host: bool = False
+    num_rows: int = 1
+    split: int = 1
 
     def start(self, i: jax.Array | int = 0) -> jax.Array | int:
         """The first index of leaf i."""
@@ -124,7 +173,30 @@ class Place:
         """The leaf's shape inside its array."""
         if self.flat:
             return (math.prod(self.shape),)
-        return (1, *_stored(self.shape, self.spec))
+        row = _stored(self.shape, self.spec, self.on_host)
+        return (self.num_rows, *_cut(row, self.num_rows))
+
+    def chunk(self, i: jax.Array | int, number: int, num_chunks: int) -> "Place":
+        """The place of chunk `number` of leaf i, a matrix or an array of more dims."""
+        shape = _cut(_stored(self.shape, self.spec, True), num_chunks)
+        start: Any = self.start(i)
+        if self.flat:
+            start += number * math.prod(shape)
+            return Place(self.array, start, 0, 1, shape, flat=True)
+        if self.num_rows > 1:
+            return Place(
+                self.array, start + number, 0, 1, shape, False, (), self.on_host
+            )
+        start = start * num_chunks + number
+        return Place(self.array, start, 0, 1, shape, flat=False, split=num_chunks)
+
+    def rows_of(self, array: jax.Array, num_leading: int) -> jax.Array:
+        """The array with the rows that the indices of the place count, behind its leading axes."""
+        if self.split == 1:
+            return array
+        lead, row = array.shape[: num_leading + 1], array.shape[num_leading + 1 :]
+        cut = _cut(row, self.split)
+        return array.reshape(*lead[:-1], lead[-1] * self.split, *cut)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,12 +208,14 @@ class Packing:
       places: for each owner the `Place` of each of its leaves.
       used_bytes: for each owner the bytes of its leaves.
       specs: name -> spec of the leaves, for pools whose leaves are split.
+      on_host: the names of the arrays in host memory.
     """
 
     arrays: Mapping[str, jax.ShapeDtypeStruct]
     places: Sequence[Sequence[Place]]
     used_bytes: Sequence[int]
     specs: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    on_host: frozenset[str] = frozenset()
 
     @classmethod
     def of(
@@ -158,7 +232,7 @@ class Packing:
             each other in the list belong together: leaf 0 of all of them is stored first, then leaf
             1. So what a layer writes lies side by side.
           occupancy: a shape and dtype gets a pool if, on average over the stages, at least this
-            fraction of the pool is used. Leaves that are split always get a pool.
+            fraction of the pool is used. Leaves that are split or in host memory always get a pool.
           num_stages: number of stages that each owner stands for; None: one each.
           tight: whether more leaves go into vectors if that brings padding within `MOST_PADDING`. For
             arrays that are large and live long, such as weights: a leaf of a vector is laid out anew
@@ -168,35 +242,48 @@ class Packing:
         weights = np.ones(len(owners)) if num_stages is None else np.array(num_stages)
         counts: dict = collections.defaultdict(lambda: [0] * len(owners))
         for o, leaves in enumerate(owners):
-            for aval, count, spec, in_vector in leaves:
-                if not in_vector:
-                    counts[tuple(aval.shape), np.dtype(aval.dtype), spec][o] += count
+            for leaf in leaves:
+                if not leaf.in_vector:
+                    counts[_key(leaf)][o] += leaf.count
         pooled = {
             key
             for key, n in counts.items()
-            if any(key[2]) or weights @ n >= occupancy * weights.sum() * max(n)
+            if any(key[2]) or key[3] or weights @ n >= occupancy * weights.sum() * max(n)
         }
         if tight:
             pooled = _tightened(pooled, counts, weights)
         sizes: dict = collections.defaultdict(int)
-        dtypes, places, used, specs = {}, [], [], {}
+        dtypes, places, used, specs, on_host = {}, [], [], {}, set()
         for leaves in owners:
             next_free: dict = collections.defaultdict(int)
             own_places: list[Place] = []
             for count, together in itertools.groupby(leaves, lambda leaf: leaf.count):
                 first = len(own_places)
                 used_together: dict = collections.Counter()
-                for aval, _, spec, in_vector in together:
-                    shape, dtype = tuple(aval.shape), np.dtype(aval.dtype)
-                    flat = in_vector or (shape, dtype, spec) not in pooled
+                for leaf in together:
+                    shape, dtype, spec, is_on_host = key = _key(leaf)
+                    assert not (leaf.in_vector and is_on_host)
+                    flat = leaf.in_vector or key not in pooled
                     name = f"{dtype}" if flat else f"{dtype}{list(shape)}"
                     if any(spec):
                         name += f" split {list(spec)}"
+                    if is_on_host:
+                        name = f"host {name}"
+                        on_host.add(name)
+                    if any(spec):
                         specs[name] = spec
-                    dtypes[name] = (() if flat else _stored(shape, spec), dtype)
+                    row = () if flat else _stored(shape, spec, is_on_host)
+                    rows = 1
+                    if is_on_host and not any(spec):
+                        rows = num_chunks(row)
+                        row = _cut(row, rows)
+                    dtypes[name] = row, dtype
                     base = next_free[name] + used_together[name]
-                    own_places.append(Place(name, base, 0, count, shape, flat, spec))
-                    used_together[name] += math.prod(shape) if flat else 1
+                    place = Place(
+                        name, base, 0, count, shape, flat, spec, is_on_host, rows
+                    )
+                    own_places.append(place)
+                    used_together[name] += math.prod(shape) if flat else rows
                 own_places[first:] = [
                     dataclasses.replace(p, stride=used_together[p.array])
                     for p in own_places[first:]
@@ -216,7 +303,7 @@ class Packing:
             name: jax.ShapeDtypeStruct((sizes[name], *dtypes[name][0]), dtypes[name][1])
             for name in sorted(sizes)
         }
-        return cls(arrays, tuple(places), tuple(used), specs)
+        return cls(arrays, tuple(places), tuple(used), specs, frozenset(on_host))
 
     def named(self, prefix: str) -> "Packing":
         """The packing with arrays whose names begin with `prefix`, to lie beside those of others."""
@@ -229,6 +316,7 @@ class Packing:
             arrays={f"{prefix} {name}": a for name, a in self.arrays.items()},
             places=tuple(tuple(map(renamed, places)) for places in self.places),
             specs={f"{prefix} {name}": spec for name, spec in self.specs.items()},
+            on_host=frozenset(f"{prefix} {name}" for name in self.on_host),
         )
 
     @property
@@ -237,12 +325,17 @@ class Packing:
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.arrays.values())
 
 
+def _key(leaf: Leaf) -> tuple[tuple[int, ...], np.dtype, tuple, bool]:
+    """What leaves of one pool have in common."""
+    return tuple(leaf.aval.shape), np.dtype(leaf.aval.dtype), leaf.spec, leaf.on_host
+
+
 def _tightened(pooled: set, counts: Mapping, num_stages: np.ndarray) -> set:
     """The pools that are left if padding is to be at most `MOST_PADDING`; all, if that cannot be reached.
 
     Args:
-      pooled: (shape, dtype, spec) of the leaves that have pools.
-      counts: (shape, dtype, spec) of all leaves -> how many each owner has.
+      pooled: `_key` of the leaves that have pools.
+      counts: `_key` of all leaves -> how many each owner has.
       num_stages: how many stages each owner stands for.
     """
     num_bytes = {
@@ -265,8 +358,10 @@ def _tightened(pooled: set, counts: Mapping, num_stages: np.ndarray) -> set:
     def waste(key: tuple) -> float:
         return max(num_bytes[key]) * num_stages.sum() - num_bytes[key] @ num_stages
 
-    # Leaves that are split stay, and so do pools without padding.
-    movable = {key for key in pooled if waste(key) > 0 and not any(key[2])}
+    # Leaves that are split or in host memory stay, and so do pools without padding.
+    movable = {
+        key for key in pooled if waste(key) > 0 and not any(key[2]) and not key[3]
+    }
     if padding(pooled) <= MOST_PADDING or padding(pooled - movable) > MOST_PADDING:
         return pooled
     left = set(pooled)
@@ -329,9 +424,12 @@ def read(
       lead: indices of the leading axes.
       i: number of the leaf.
     """
-    array, start = arrays[place.array], _start(arrays, place, lead, i)
+    array = place.rows_of(arrays[place.array], len(lead))
+    start = _start(array, place, lead, i)
     sizes = [1] * len(lead) + list(place.block)
     block = lax.dynamic_slice(array, start, sizes, allow_negative_indices=False)
+    if place.on_host:
+        block = jax.device_put(block, jax.memory.Space.Device)
     block = _row_major(place, block)
     return split_as(place.spec, block.reshape(place.shape))
 
@@ -378,8 +476,10 @@ def write_all(
         kernels.
     """
     for place, block in _blocks(places, values, len(lead), joined):
-        start = _start(arrays, place, lead, i)
-        arrays = {**arrays, place.array: _updated(arrays[place.array], block, start)}
+        old = arrays[place.array]
+        array = place.rows_of(old, len(lead))
+        array = _updated(array, block, _start(array, place, lead, i))
+        arrays = {**arrays, place.array: array.reshape(old.shape)}
     return arrays
 
 
@@ -401,7 +501,8 @@ def add_all(
             arrays = write(arrays, place, lead, value, i)
         return arrays
     for place, block in _blocks(places, values, len(lead), joined=True):
-        array, start = arrays[place.array], _start(arrays, place, lead, i)
+        array = arrays[place.array]
+        start = _start(array, place, lead, i)
         # XLA for GPUs reads, adds and writes in one kernel only if the block is not reshaped between.
         old = lax.dynamic_slice(array, start, block.shape, allow_negative_indices=False)
         array = _updated(array, _row_major(place, old) + block, start)
@@ -434,8 +535,10 @@ def _blocks(
         blocks = [split_as(p.spec, v).reshape(p.block) for p, v in group]
         block = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
         first = group[0][0]
-        block = block.reshape(*[1] * num_leading, *block.shape)
-        yield first, _row_major(first, block)
+        block = _row_major(first, block.reshape(*[1] * num_leading, *block.shape))
+        if first.on_host:
+            block = jax.device_put(block, jax.memory.Space.Host)
+        yield first, block
 
 
 def _updated(array: jax.Array, block: jax.Array, start: list[jax.Array]) -> jax.Array:
@@ -493,8 +596,8 @@ def divisible(spec: Sequence, shape: Sequence[int], sizes: Mapping[str, int]) ->
 
 
 def _start(
-    arrays: Mapping[str, jax.Array], place: Place, lead: Sequence, i: jax.Array | int
+    array: jax.Array, place: Place, lead: Sequence, i: jax.Array | int
 ) -> list[jax.Array]:
     """The first index along every axis of leaf i at `place`. No index is negative."""
-    rest = arrays[place.array].ndim - len(lead) - 1
+    rest = array.ndim - len(lead) - 1
     return [jnp.asarray(j, jnp.int32) for j in (*lead, place.start(i), *[0] * rest)]

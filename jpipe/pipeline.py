@@ -21,6 +21,7 @@ from jpipe.layers.loss import Loss, cut_warning
 from jpipe.layers.rows import row_mixing
 from jpipe.layers.trace import Traced
 from jpipe.mesh import make_mesh
+from jpipe.offload import Offload
 from jpipe.processes import from_first
 from jpipe.program import Program
 from jpipe.schedule import Schedule
@@ -105,6 +106,7 @@ class Pipeline:
         is then not formed before the update: k (a + b + 1) numbers accumulate it, and each microbatch of all
         replicas along "data" is one part of the batch (Huang et al., 2020). Gradients that are no product of two
         matrices, of tied weights, or smaller than their factors, are accumulated as they are. None: all are.
+      offload: a `jpipe.Offload`: what is kept in the memory of the host. None: nothing.
       compute_dtype: every layer casts weights and activations to it, for example `jnp.bfloat16`.
         The kept weights, the gradients and the outputs that the loss sees have the weights' dtype.
         None casts nothing.
@@ -191,6 +193,7 @@ class Pipeline:
         compress_messages: Compressor | Mapping[str, Compressor] | None = None,
         compress_gradients: Compressor | None = None,
         accumulate_gradients: StreamingPCA | None = None,
+        offload: Offload | None = None,
         donate: bool = True,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ):
@@ -247,6 +250,7 @@ class Pipeline:
             compress_messages=self.compress_messages,
             compress_gradients=self.compress_gradients,
             accumulate_gradients=self.accumulate_gradients,
+            offload=checks.check_offload(offload, self.mesh, schedule, recompute),
             donate=bool(donate),
             compiler_options=checks.check_compiler_options(compiler_options),
         )

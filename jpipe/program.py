@@ -70,6 +70,7 @@ class Program:
                 settings.hooks,
                 settings.sharing_replicas,
                 settings.mesh.shape,
+                settings.offload.optimizer,
             ),
             settings.mesh,
             recompute=settings.recompute == "full",
@@ -138,8 +139,13 @@ class Program:
         """The shardings of the arrays of `_pack_outputs`; None where it states them itself."""
         if self.settings.automatic_mesh is not None:
             return None, None  # each array is split in its own way
-        mesh, groups = self.settings.mesh, self.engine.layout.groups
-        of_group = {n: NamedSharding(mesh, g.spec) for n, g in groups.items()}
+        mesh, layout = self.settings.mesh, self.engine.layout
+        of_group: dict[str, Any] = {
+            name: jax.tree.map(lambda a: a.sharding, layout.global_shapes([name])[name])
+            if group.on_host
+            else NamedSharding(mesh, group.spec)
+            for name, group in layout.groups.items()
+        }
         in_flight = {
             name: of_group.pop(name) for name in self.abstract_state.in_flight()
         }

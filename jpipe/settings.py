@@ -20,6 +20,7 @@ from jpipe.layers.loss import Loss
 from jpipe.layers.trace import Traced, trace_layers
 from jpipe.lowering.lower import guard_of
 from jpipe.mesh import DATA, FSDP, STAGE
+from jpipe.offload import Offload
 from jpipe.processes import Rows, is_global, is_shared
 from jpipe.schedule import Schedule
 from jpipe.stages import vocabulary
@@ -63,6 +64,7 @@ class Settings:
     accumulate_gradients: StreamingPCA | None
     donate: bool
     compiler_options: Mapping[str, Any]
+    offload: Offload = Offload()
     strategy: str | os.PathLike[str] | None = None
 
     @property
@@ -200,6 +202,7 @@ class Settings:
             "compress_messages": tuple(self.compress_messages),
             "compress_gradients": self.compress_gradients,
             "accumulate_gradients": self.accumulate_gradients,
+            "offload": self.offload,
             "has_aux": self.has_aux,
             "ties": tuple(map(tuple, self.ties)),
             "number of layers": len(self.layers),

@@ -22,6 +22,7 @@ LEVELS = [
         "mesh",
         "entry_points",
         "in_flight",
+        "offload",
         "_watchdog",
         "launch",
     },

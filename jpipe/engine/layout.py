@@ -23,7 +23,7 @@ from jpipe.layers.avals import is_inexact
 from jpipe.layers.sharding import microbatch_spec
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import HEAD_GRADIENT, STASHES, Lowered
-from jpipe.mesh import DATA, DEVICE_MEMORY, FSDP, STAGE
+from jpipe.mesh import DATA, DEVICE_MEMORY, FSDP, HOST_MEMORY, STAGE
 from jpipe.packing import Packing
 
 NUM_DISCARD_SLOTS = 1
@@ -52,23 +52,29 @@ class ArrayGroup:
       shapes: tree of the local shapes on one device. The first axis is split over devices; a shape
         with a sharding is split over automatic axes of the mesh too, as its sharding says.
       spec: how the first axis is split, `REPLICATED` or `per_device_spec(mesh)`.
-      memory_kind: the memory that holds the arrays, see `jpipe.mesh`.
+      on_host: the names in `shapes`, a dict then, of what is in host memory.
     """
 
     name: str
     shapes: Any
     spec: PartitionSpec
-    memory_kind: str = DEVICE_MEMORY
+    on_host: frozenset[str] = frozenset()
 
-    def num_bytes(self, platform: str) -> int:
-        """Bytes on one device of a platform, such as "cpu" or "tpu"."""
+    def num_bytes(self, platform: str, memory_kind: str = DEVICE_MEMORY) -> int:
+        """Bytes of one device of a platform, such as "cpu" or "tpu", in its own memory or in the host's."""
+        shapes = self.shapes
+        if self.on_host or memory_kind == HOST_MEMORY:
+            names = self.on_host
+            if memory_kind == DEVICE_MEMORY:
+                names = shapes.keys() - self.on_host
+            shapes = [shapes[name] for name in names]
         return sum(
             packing.array_bytes(
                 a.sharding.shard_shape(a.shape) if a.sharding else a.shape,
                 a.dtype,
                 platform,
             )
-            for a in jax.tree.leaves(self.shapes)
+            for a in jax.tree.leaves(shapes)
         )
 
 
@@ -99,6 +105,12 @@ class StatePackings:
     unit_states: Sequence[Packing] = ()
     embedded: Sequence[jax.ShapeDtypeStruct] = ()
     head_input: Sequence[jax.ShapeDtypeStruct] = ()
+
+    @property
+    def state_on_host(self) -> frozenset[str]:
+        """The names of the arrays of the optimizer's state in host memory."""
+        assert self.optimizer_state is not None
+        return self.optimizer_state.on_host.union(*(u.on_host for u in self.unit_states))
 
     def of_weights(self, mesh: Mesh, *lead: int) -> dict[str, Any]:
         """Local shapes of arrays like the weights: of the stages on a device, and of its parts of vocabulary layers.
@@ -157,8 +169,14 @@ class StateLayout:
 
     def global_shapes(self, names: Iterable[str]) -> dict[str, Any]:
         """Global shapes of groups, with their shardings, by name."""
-        groups = [self.groups[name] for name in names]
-        return {g.name: self.globally(g.shapes, g.spec, g.memory_kind) for g in groups}
+        found = {}
+        for name in names:
+            group = self.groups[name]
+            found[name] = self.globally(group.shapes, group.spec)
+            for key in group.on_host:
+                shapes = group.shapes[key]
+                found[name][key] = self.globally(shapes, group.spec, HOST_MEMORY)
+        return found
 
     def globally(
         self, shapes: Any, spec: PartitionSpec, memory_kind: str = DEVICE_MEMORY
@@ -259,7 +277,7 @@ def training_layout(
     }
     private = {"optimizer_state"} if shares_updates else set()
     private |= {"gradient_compression", "message_compression", "gradients", "buffers"}
-    return _layout(mesh, groups, private)
+    return _layout(mesh, groups, private, {"optimizer_state": packings.state_on_host})
 
 
 def forward_only_layout(
@@ -291,13 +309,21 @@ def forward_only_layout(
     return _layout(mesh, groups, {"message_compression", "buffers"})
 
 
-def _layout(mesh: Mesh, groups: Mapping, private: Container[str]) -> StateLayout:
-    """The layout of groups, of which some are private to a device."""
+def _layout(
+    mesh: Mesh,
+    groups: Mapping,
+    private: Container[str],
+    on_host: Mapping[str, frozenset[str]] | None = None,
+) -> StateLayout:
+    """The layout of groups, of which some are private to a device; `on_host` names arrays of groups."""
     return StateLayout(
         mesh,
         {
             name: ArrayGroup(
-                name, shapes, per_device_spec(mesh) if name in private else REPLICATED
+                name,
+                shapes,
+                per_device_spec(mesh) if name in private else REPLICATED,
+                (on_host or {}).get(name, frozenset()),
             )
             for name, shapes in groups.items()
         },

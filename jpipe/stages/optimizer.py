@@ -8,6 +8,7 @@ paths and labels are the same at any number of stages. Stages whose updates are 
 share it.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 import optax
 
+from jpipe.layers.avals import num_bytes
 from jpipe.layers.equations import Equations
 from jpipe.layers.products import ProductForm
 from jpipe.packing import Leaf, Packing, Place
@@ -47,6 +49,7 @@ from jpipe.stages.vector_blocks import (
     PackedLeaf,
     PackedPart,
     in_blocks,
+    in_chunks,
     is_elementwise,
 )
 from jpipe.stages.vocabulary import Unit
@@ -189,27 +192,53 @@ def _leaf_copies(stages: Stages, stage: int) -> tuple[tuple[_Placed, ...], ...]:
 # -- From a flat update to a stage update
 
 
-def _state_leaves(flat: FlatUpdate, parameters: Sequence) -> list[Leaf]:
+def _state_leaves(
+    flat: FlatUpdate, parameters: Sequence, host_share: float
+) -> list[Leaf]:
     """The optimizer's state, each leaf split as the parameter that it belongs to.
 
     A state leaf belongs to the parameter whose path is the end of its own path, if both have the
     same shape. `optax.tree_map_params` cannot be used: it calls `optimizer.init` on a placeholder
     without layers, and functions that label parameters by path fail on that.
+
+    Args:
+      flat: the update.
+      parameters: for each parameter leaf, `(place, row)` of its copies.
+      host_share: the part of the bytes that is in host memory: the state of the largest parameters, so that
+        transfers are few. What belongs to no parameter stays on the device.
     """
-    owners = {path: copies[0][0] for path, copies in zip(flat.parameters, parameters)}
-    if not any(place.spec for place in owners.values()):
-        return [Leaf(aval) for aval in flat.state_avals]
+    places = {path: copies[0][0] for path, copies in zip(flat.parameters, parameters)}
+    is_split = any(place.spec for place in places.values())
+    owners: list[str | None] = []
+    for path, aval in zip(flat.state, flat.state_avals, strict=True):
+        owner = next((p for p in places if path.endswith(p)), None)
+        fits = owner is not None and places[owner].shape == tuple(aval.shape)
+        owners.append(owner if fits else None)
+    on_host = _largest_owners(owners, flat.state_avals, host_share)
+    leaves = []
+    for aval, owner in zip(flat.state_avals, owners):
+        spec: tuple = (None,) * len(aval.shape) if is_split else ()
+        if owner is not None and is_split:
+            spec = places[owner].spec
+        leaves.append(Leaf(aval, 1, spec, on_host=owner in on_host))
+    return leaves
 
-    def spec(path: str, shape: tuple) -> tuple:
-        owner = next((owners[p] for p in owners if path.endswith(p)), None)
-        if owner is not None and owner.shape == shape:
-            return owner.spec
-        return (None,) * len(shape)
 
-    return [
-        Leaf(aval, 1, spec(path, tuple(aval.shape)))
-        for path, aval in zip(flat.state, flat.state_avals, strict=True)
-    ]
+def _largest_owners(
+    owners: Sequence[str | None], avals: Sequence[jax.ShapeDtypeStruct], share: float
+) -> set[str]:
+    """The largest owners that have a share of the bytes of all arrays with an owner."""
+    sizes: collections.Counter[str] = collections.Counter()
+    for owner, aval in zip(owners, avals, strict=True):
+        if owner is not None:
+            sizes[owner] += num_bytes([aval])
+    wanted, found, total = share * sum(sizes.values()), set(), 0
+    for owner, size in sizes.most_common():
+        if total >= wanted:
+            break
+        found.add(owner)
+        total += size
+    return found
 
 
 # -- All stages
@@ -282,7 +311,10 @@ def _in_parts(draft: _Draft, state: Sequence[Place], num_stages: int) -> Draft:
         for part in equations.parts(common)
     ]
     of_all = [inputs[i] for i in common if i < len(inputs)]
-    return Draft(in_blocks(parts), of_all, state, draft.replicas, num_stages)
+    parts = in_blocks(parts)
+    if draft.replicas.number == 1:  # else the replicas cut the leaves in their own way
+        parts = in_chunks(parts)
+    return Draft(parts, of_all, state, draft.replicas, num_stages)
 
 
 def _gradient_leaves(place: GradientPlace, row: int) -> list[PackedLeaf]:
@@ -302,6 +334,7 @@ def make_updates(
     hooks: Mapping[str, Callable] | None = None,
     replicas: Sequence[Replicas] | None = None,
     axis_sizes: Mapping[str, int] | None = None,
+    host_share: float = 0.0,
 ) -> StageUpdates:
     """Traces the optimizer on every stage.
 
@@ -312,6 +345,7 @@ def make_updates(
         `StageUpdate.param_hooks`.
       replicas: those that share the update of each stage; None: every replica updates all weights.
       axis_sizes: sizes of the axes of the mesh that leaves may be split over.
+      host_share: the part of the optimizer's state that is in host memory, from 0 to 1.
 
     Returns:
       The updates of all stages.
@@ -365,7 +399,7 @@ def make_updates(
         sharing = Replicas(1, 1) if replicas is None else replicas[s]
         key = stages.program_of_stage[s], copies, equations.text(), sharing
         if key not in drafts:
-            state_leaves = _state_leaves(flat, copies)
+            state_leaves = _state_leaves(flat, copies, host_share)
             drafts[key] = _Draft(
                 equations, flat_hooks, copies, gradients, state_leaves, sharing
             )

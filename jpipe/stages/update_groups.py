@@ -398,6 +398,8 @@ def _slot(
         share = Leaf(aval, 1, place.spec, in_vector=place.flat)
     else:
         share = division.share(dtype)
+    # A share that is a part of a vector stays on the device.
+    share = share._replace(on_host=place.on_host and not share.in_vector)
     return _Slot(_key(leaf), place.shape, division, number, share)
 
 

@@ -17,11 +17,7 @@ import jax.numpy as jnp
 
 from jpipe.layers.elementwise import ELEMENTWISE
 from jpipe.layers.equations import Equations, bind, value_of
-from jpipe.packing import Place
-
-BLOCK = 1 << 20
-"""Numbers in a block. An update needs temporary memory for one block of each of its outputs."""
-
+from jpipe.packing import CHUNK, Place
 
 class PackedLeaf(NamedTuple):
     """One input or output of an update, in packed arrays.
@@ -41,6 +37,13 @@ class PackedLeaf(NamedTuple):
     def starts(self) -> tuple[int, ...]:
         """The first index of each copy."""
         return tuple(int(place.start(row)) for place, row in self.copies)
+
+    def chunk(self, number: int, num_chunks: int) -> "PackedLeaf":
+        """Chunk `number` of each copy."""
+        copies = [
+            (place.chunk(row, number, num_chunks), 0) for place, row in self.copies
+        ]
+        return PackedLeaf(self.arrays, copies)
 
     def block(self, start: int, size: int) -> "PackedLeaf":
         """`size` numbers of each copy, from number `start` on. The leaf is in vectors."""
@@ -95,6 +98,32 @@ def in_blocks(parts: Sequence[PackedPart]) -> list[PackedPart]:
         for first, size in _joined(members):
             kept += _blocks(first, size)
     return kept
+
+
+def in_chunks(parts: Sequence[PackedPart]) -> list[PackedPart]:
+    """The parts, with those replaced by chunks that work element by element on leaves cut into chunks.
+
+    Such leaves are in host memory. A chunk is the same numbers of every leaf of the part, so an update
+    brings one chunk of each to the device at a time.
+    """
+    result = []
+    for part in parts:
+        numbers = {p.num_rows for leaf in part.leaves for p, _ in leaf.copies}
+        number = max(numbers)
+        if number == 1 or not is_elementwise(part):
+            result.append(part)
+            continue
+        first = part.inputs[0].chunk(0, number).copies[0][0]
+        run = on_shape(part, first.shape)
+        result += [
+            PackedPart(
+                run,
+                [leaf.chunk(c, number) for leaf in part.inputs],
+                [leaf.chunk(c, number) for leaf in part.outputs],
+            )
+            for c in range(number)
+        ]
+    return result
 
 
 def _size(part: PackedPart) -> int:
@@ -174,7 +203,8 @@ def _joined(parts: Sequence[PackedPart]) -> Iterator[tuple[PackedPart, int]]:
 
 def _blocks(first: PackedPart, size: int) -> Iterator[PackedPart]:
     """Blocks of `size` numbers that begin where the part `first` begins."""
-    bounds = [*range(0, size, BLOCK), size]
+    # An update needs temporary memory for one block of each of its outputs.
+    bounds = [*range(0, size, CHUNK), size]
     programs = {
         n: on_shape(first, (n,)) for n in {b - a for a, b in itertools.pairwise(bounds)}
     }

@@ -96,15 +96,18 @@ def test_groups_are_the_arrays_of_a_state(case):
         assert layout["buffers"].spec == per_device_spec(pipe.mesh)
 
 
-def test_a_group_may_be_in_another_memory():
+def test_arrays_of_a_group_may_be_in_host_memory():
     pipe, batch = next(iter(pipelines()))
     layout = pipe._program(batch).engine.layout
-    group = dataclasses.replace(layout["optimizer_state"], memory_kind="pinned_host")
-    moved = dataclasses.replace(layout, groups={**layout.groups, group.name: group})
-    shapes = moved.global_shapes(["parameters", "optimizer_state"])
+    group = layout["optimizer_state"]
+    name = max(group.shapes, key=lambda name: group.shapes[name].size)
+    moved = dataclasses.replace(group, on_host=frozenset([name]))
+    layout = dataclasses.replace(layout, groups={**layout.groups, group.name: moved})
     kinds = {
-        name: {a.sharding.memory_kind for a in jax.tree.leaves(tree)}
-        for name, tree in shapes.items()
+        key: a.sharding.memory_kind
+        for key, a in layout.global_shapes([group.name])[group.name].items()
     }
-    assert kinds["optimizer_state"] == {"pinned_host"}
-    assert "pinned_host" not in kinds["parameters"]
+    assert {key for key, kind in kinds.items() if kind == "pinned_host"} == {name}
+    on_host = moved.num_bytes("cpu", "pinned_host")
+    assert on_host == group.shapes[name].size * group.shapes[name].dtype.itemsize
+    assert on_host + moved.num_bytes("cpu") == group.num_bytes("cpu")

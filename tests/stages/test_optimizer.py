@@ -171,12 +171,12 @@ def test_stages_update_as_one_device_does(name, num_stages):
     assert_updates_as_one_device(stages_of(num_stages), OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("block", [7, vector_blocks.BLOCK])
+@pytest.mark.parametrize("block", [7, vector_blocks.CHUNK])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.sampled(2)
 def test_vectors_are_updated_in_blocks(name, block, monkeypatch):
     """Layers of unlike shapes, whose weights are in flat vectors; 7 numbers cut through kernels."""
-    monkeypatch.setattr(vector_blocks, "BLOCK", block)
+    monkeypatch.setattr(vector_blocks, "CHUNK", block)
     stages = stages_of(3, linear_layers(UNLIKE_WIDTHS))
     assert_updates_as_one_device(stages, OPTIMIZERS[name])
 
@@ -184,7 +184,7 @@ def test_vectors_are_updated_in_blocks(name, block, monkeypatch):
 @pytest.mark.parametrize("name", ["adam", "momentum", "learning-rate schedule"])
 def test_groups_do_not_grow_with_the_shapes(name, monkeypatch):
     """Blocks, the rest, and nothing else; every number of the vector is written once."""
-    monkeypatch.setattr(vector_blocks, "BLOCK", 7)
+    monkeypatch.setattr(vector_blocks, "CHUNK", 7)
     stages = stages_of(3, linear_layers(UNLIKE_WIDTHS))
     for s, update in enumerate(make_updates(stages, OPTIMIZERS[name]).programs):
         groups = [g for g in update.groups if g.inputs]  # the others count steps

@@ -1,0 +1,59 @@
+"""What a pipeline keeps in the memory of the host, instead of the memory of its devices."""
+
+import dataclasses
+import numbers
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload:
+    """What `Pipeline(offload=...)` keeps in host memory. Numbers do not change.
+
+    Attributes:
+      optimizer: the part of the optimizer's state, from 0 to 1. A weight's part of the state is in host memory
+        or on the device as a whole. An update brings the state of one weight, or of a block of weights, to
+        the device and back.
+      activations: the most microbatches whose stashes stay on a device, at least 2; None: all. The stash of
+        another microbatch goes to the host in the tick after its forward, and is back before its backward.
+        Which microbatches go follows from the table, by Belady's rule: see `jpipe.lowering.spills`.
+
+    References:
+      Fang et al., PatrickStar, 2021, arXiv:2108.05818. Belady, A study of replacement algorithms for a
+      virtual-storage computer, 1966.
+
+    Example:
+      >>> Offload(optimizer=1.0, activations=2)
+      Offload(optimizer=1.0, activations=2)
+    """
+
+    optimizer: float = 0.0
+    activations: int | None = None
+
+    def __post_init__(self) -> None:
+        share: Any = self.optimizer
+        is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
+        if not is_number or not 0 <= share <= 1:
+            raise ValueError(
+                "`optimizer` of `Offload` is the part of the optimizer's state that goes to host memory, from 0 to 1, got "
+                f"{share!r}. 1.0 keeps all of it there."
+            )
+        kept: Any = self.activations
+        if kept is None:
+            return
+        if (
+            not isinstance(kept, numbers.Integral)
+            or isinstance(kept, bool)
+            or kept < LEAST_SLOTS
+        ):
+            raise ValueError(
+                "`activations` of `Offload` is the number of microbatches whose stashes stay on a device, a whole number of "
+                f"at least {LEAST_SLOTS} (one that is written and one that is read), got {kept!r}. None keeps all."
+            )
+
+    def __bool__(self) -> bool:
+        """Whether anything is offloaded."""
+        return self.optimizer > 0 or self.activations is not None
+
+
+LEAST_SLOTS = 2
+"""The fewest slots of a stash on a device: a forward writes one while a backward reads the other."""
