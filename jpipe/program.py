@@ -81,6 +81,7 @@ class Program:
             compute_dtype=settings.compute_dtype,
             compress_gradients=settings.compress_gradients,
             accumulate_gradients=settings.accumulate_gradients,
+            stash_slots=settings.offload.activations,
         )
         self._check_compression()
         everywhere = NamedSharding(settings.mesh, PartitionSpec())

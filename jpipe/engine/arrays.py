@@ -31,6 +31,7 @@ class TickArrays:
       head_gradient: the gradient by the inputs of a head that all devices run together,
         `[K, microbatch, ...]` each.
       head_input: the inputs of that head, `[microbatch, ...]` each.
+      host_stash: stash -> its values in host memory, `[H + 1, ...]`, packed like the stash; the last slot discards.
       inbox: inbox -> packed messages that have arrived, `[K + 1, ...]`; the last slot discards.
       input_stash: packed values that a backward needs of its forward, `[K, ...]`.
       loss: `[1]`, sum of the losses of finished microbatches.
@@ -52,6 +53,7 @@ class TickArrays:
       skipped: int32 `[R]`, skipped updates of each column.
       split_residuals: packed values that a weight gradient needs of its backward, `[K, ...]`.
       squared_norm: `[R]`, latest squared gradient norm of each column.
+      staged: stash -> one slot on its way to host memory, `[1, ...]`, packed like the stash.
       statistics: sums over the microbatches of a minibatch that move `mutable_state`, packed like
         it.
       weight_stash: packed values that a weight gradient needs of its forward, `[K, ...]`.
@@ -67,6 +69,7 @@ class TickArrays:
     gradients: Packed
     head_gradient: list[jax.Array]
     head_input: list[jax.Array]
+    host_stash: Mapping[str, Packed]
     inbox: Mapping[str, Packed]
     input_stash: Packed
     loss: jax.Array
@@ -84,6 +87,7 @@ class TickArrays:
     skipped: jax.Array
     split_residuals: Packed
     squared_norm: jax.Array
+    staged: Mapping[str, Packed]
     statistics: Packed
     weight_stash: Packed
 

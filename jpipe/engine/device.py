@@ -2,6 +2,7 @@
 
 A tick runs these steps, in this order:
 
+    load        stashes in host memory -> the device, while it computes
     receive     received messages   -> inbox slots
     embed       batch, on all devices; for an embedding that all devices share
     forward     inbox, batch        -> stashes, loss, outgoing activations
@@ -11,6 +12,7 @@ A tick runs these steps, in this order:
     weight_grad stashes             -> gradients
     embed_backward                  -> gradients, on all devices
     update      gradients           -> parameters, optimizer state
+    store       staged stashes      -> host memory; what was loaded -> its slot
     move        outgoing messages   -> received messages, on other devices
 
 A tick writes a ring before it reads the ring, so that XLA updates all buffers in place.
@@ -39,7 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jpipe.engine import vocabulary
+from jpipe.engine import spills, vocabulary
 from jpipe.engine.arrays import ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device, StageContext
 from jpipe.engine.copies import sum_over_copies
@@ -204,6 +206,7 @@ def _tick(
     def moved(arrays: TickArrays, after: str | None) -> dict:
         return move(spec, arrays, scalars, sends, after)
 
+    transfers = spills.begin(spec, scalars, arrays)
     arrays = receive(spec, arrays, scalars, arrays.received)
     gradients = moved(arrays, after="backward")
     arrays = vocabulary.embed(device, scalars, arrays)
@@ -223,6 +226,7 @@ def _tick(
         arrays = vocabulary.embed_backward(device, scalars, arrays)
     if updates is not None:
         arrays = _update(device, scalars, updates, arrays)
+    arrays = spills.end(spec, scalars, arrays, transfers)
     return arrays.replace(received=activations | moved(arrays, after=None))
 
 

@@ -9,6 +9,7 @@ guard.py         how a device leaves out an operation
 operations.py    forward, backward, weight gradient of a stage
 stage_layers.py  the layers of a stage
 transport.py     messages between devices, skips
+spills.py        stashes that go to host memory, and come back
 vocabulary.py    an embedding and a head that all devices run together
 factors.py       gradients that are accumulated as factors, and never formed
 gradients.py     what replicas exchange if gradients are compressed

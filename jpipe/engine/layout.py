@@ -277,7 +277,11 @@ def training_layout(
     }
     private = {"optimizer_state"} if shares_updates else set()
     private |= {"gradient_compression", "message_compression", "gradients", "buffers"}
-    return _layout(mesh, groups, private, {"optimizer_state": packings.state_on_host})
+    on_host = {
+        "optimizer_state": packings.state_on_host,
+        "buffers": frozenset(["host_stash"] if buffers["host_stash"] else []),
+    }
+    return _layout(mesh, groups, private, on_host)
 
 
 def forward_only_layout(
@@ -368,6 +372,18 @@ def buffer_shapes(
             if channel.operation != "backward"
         },
     }
+    shapes["host_stash"] = {
+        ring: {
+            name: jax.ShapeDtypeStruct(stored_on_host(a.shape), a.dtype)
+            for name, a in packed_shapes(
+                None, packings.rings[ring], spill.num_slots + NUM_DISCARD_SLOTS
+            ).items()
+        }
+        for ring, spill in lowered.spills.items()
+    }
+    shapes["staged"] = {
+        ring: packed_shapes(mesh, packings.rings[ring], 1) for ring in lowered.spills
+    }
     shapes["embedded"] = list(packings.embedded)
     shapes["head_input"] = list(packings.head_input)
     if not schedule.forward_only:
@@ -380,6 +396,11 @@ def buffer_shapes(
         num_rows = lowered.num_batches * schedule.num_microbatches
         shapes["batches"] = microbatch_shapes(mesh, microbatch, num_rows)
     return shapes
+
+
+def stored_on_host(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of an array of slots in host memory. TPUs move whole tiles of the last two dims."""
+    return (shape[0], *[1] * (3 - len(shape)), *shape[1:])
 
 
 def microbatch_shapes(mesh: Mesh | None, microbatch: Any, number: int) -> Any:

@@ -77,6 +77,7 @@ class PassSpec:
       compress_gradients: how replicas exchange gradients: see `jpipe.engine.gradients`. None: as they are.
       accumulate_gradients: how gradients that are products are accumulated: see `jpipe.engine.factors`. None: as
         they are.
+      stash_slots: the most microbatches of which a device keeps a stash; None: all.
     """
 
     schedule: Schedule
@@ -92,6 +93,7 @@ class PassSpec:
     compute_dtype: np.dtype | None = None
     compress_gradients: Compressor | None = None
     accumulate_gradients: StreamingPCA | None = None
+    stash_slots: int | None = None
 
     @functools.cached_property
     def routes(self) -> list[tuple[Route, Packing]]:
@@ -119,7 +121,13 @@ class PassSpec:
         if self.schedule.forward_only:
             together = {n: f for n, f in together.items() if f.operation == "forward"}
         return lower(
-            self.schedule, self.recompute, routes, self.overlap, guard, together
+            self.schedule,
+            self.recompute,
+            routes,
+            self.overlap,
+            guard,
+            together,
+            self.stash_slots,
         )
 
     @property

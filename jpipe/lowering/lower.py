@@ -17,6 +17,7 @@ import numpy as np
 from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
 from jpipe.lowering.everywhere import Follows, everywhere
 from jpipe.lowering.rings import HEAD_GRADIENT, STASHES, Ring, make_rings
+from jpipe.lowering.spills import Spill
 from jpipe.schedule import IDLE, Schedule, newest_version
 
 __all__ = [
@@ -111,6 +112,11 @@ class Lowered:
         return tuple(of_stage[0] for of_stage in self.copies)
 
     @property
+    def spills(self) -> dict[str, Spill]:
+        """Ring -> what it sends to host memory, and fetches."""
+        return {n: ring.spill for n, ring in self.rings.items() if ring.spill}
+
+    @property
     def num_slots(self) -> dict[str, int]:
         """Ring -> slots on every device."""
         return {name: ring.num_slots for name, ring in self.rings.items()}
@@ -123,6 +129,7 @@ def lower(
     overlap: bool = False,
     guard: str = "cond",
     together: Mapping[str, Follows] | None = None,
+    stash_slots: int | None = None,
 ) -> Lowered:
     """Lowers a legal table.
 
@@ -135,12 +142,14 @@ def lower(
       guard: one of `GUARDS`: how a device leaves out the operations that other devices run in the
         same tick.
       together: name of each operation that all devices run together -> what it follows.
+      stash_slots: the most microbatches of which a device keeps a stash, the others go to host memory; None: it
+        keeps all. For synchronous tables.
 
     Returns:
       The `Lowered` table.
 
     Raises:
-      ValueError: if `guard` is unknown.
+      ValueError: if `guard` is unknown, or `stash_slots` are too few.
     """
     if guard not in GUARDS:
         raise ValueError(
@@ -168,7 +177,9 @@ def lower(
             schedule, position, num_in_column, operations, routes, outgoing, overlap
         ),
         outgoing=outgoing,
-        rings=make_rings(schedule, position, num_in_column, recompute, routes, head),
+        rings=make_rings(
+            schedule, position, num_in_column, recompute, routes, head, stash_slots
+        ),
         num_chunks=int(chunk.max()) + 1,
         copies=tuple(
             tuple((int(schedule.device[c]), int(chunk[c])) for c, *_ in of_stage)

@@ -9,6 +9,8 @@ share a slot if they do not live at the same time. All columns of a device share
 - An asynchronous table repeats every T ticks, and lives go over its end. Each column therefore has
   slots of its own. A microbatch's slot is its position in its column's order, modulo the smallest
   number of slots at which no live value is overwritten.
+- A stash may have fewer slots than values. The others are in host memory in the meantime, and come back into other
+  slots: see `jpipe.lowering.spills`.
 
 Letters: T ticks, S stages, C columns, N microbatches, K slots.
 """
@@ -20,6 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jpipe.lowering.channels import Route
+from jpipe.lowering.spills import Spill, spill
 from jpipe.schedule import IDLE, Schedule
 
 STASHES = ("input_stash", "weight_stash", "split_residuals")
@@ -38,10 +41,14 @@ class Ring:
       slots: for each column its slots, in the order in which its microbatches take them. The
         microbatch at position p of the column's order, which counts on over all rounds, takes
         `slots[column][p % len(slots[column])]`. Empty: the column does not use the ring.
+      read_slots: the same for operations that read. None: they find a microbatch where it was written.
+      spill: what is in host memory in the meantime, or None.
     """
 
     num_slots: int
     slots: Sequence[np.ndarray]
+    read_slots: Sequence[np.ndarray] | None = None
+    spill: Spill | None = None
 
     def depth(self, column: np.ndarray) -> np.ndarray:
         """The number of positions after which a column's slots repeat, at least 1."""
@@ -51,18 +58,23 @@ class Ring:
         """The first slot of a column."""
         return np.array([min(slots, default=0) for slots in self.slots])[column]
 
-    def slot(self, column: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """The slot of the microbatch at a position of a column's order.
+    def slot(
+        self, column: np.ndarray, position: np.ndarray, reads: bool = False
+    ) -> np.ndarray:
+        """The slot of the microbatch at a position of a column's order, for an operation that writes or `reads`.
 
         Example:
           >>> ring = Ring(3, [np.array([0, 1]), np.array([2])])
           >>> ring.slot(np.array([0, 0, 0, 1]), np.array([0, 1, 2, 7])).tolist()
           [0, 1, 0, 2]
         """
-        width = max(map(len, self.slots), default=0)
+        of_columns = self.slots
+        if reads and self.read_slots is not None:
+            of_columns = self.read_slots
+        width = max(map(len, of_columns), default=0)
         rows = [
             np.resize(slots if len(slots) else [0], max(width, 1))
-            for slots in self.slots
+            for slots in of_columns
         ]
         return np.array(rows)[column, position % self.depth(column)]
 
@@ -74,6 +86,7 @@ def make_rings(
     recompute: bool,
     routes: Sequence[Route],
     head: bool = False,
+    stash_slots: int | None = None,
 ) -> dict[str, Ring]:
     """The rings of a table, by name.
 
@@ -84,6 +97,10 @@ def make_rings(
       recompute: keep only the inputs of a stage from its forward to its backward.
       routes: the messages; each has an inbox, which is a ring.
       head: whether all devices run the head together.
+      stash_slots: the most slots of a stash that forwards write, on each device; None: enough for all.
+
+    Raises:
+      ValueError: if these are too few.
     """
     names = [*(route.inbox for route in routes), *STASHES]
     rings = {name: Ring(0, [np.zeros(0, int)] * schedule.num_columns) for name in names}
@@ -93,8 +110,32 @@ def make_rings(
     share = _shared_slots if schedule.synchronous else _slots_of_columns
     for name, (first, last) in lifetimes.items():
         used = (first != IDLE) & (last != IDLE)
-        rings[name] = share(schedule, position, num_in_column, first, last, used)
+        ring = share(schedule, position, num_in_column, first, last, used)
+        if stash_slots is not None and name in ("input_stash", "weight_stash"):
+            ring = _spilled(schedule, position, ring, stash_slots, first, last, used)
+        rings[name] = ring
     return rings
+
+
+def _spilled(
+    schedule: Schedule,
+    position: np.ndarray,
+    ring: Ring,
+    num_slots: int,
+    first: np.ndarray,
+    last: np.ndarray,
+    used: np.ndarray,
+) -> Ring:
+    """The ring with at most `num_slots` slots; all arrays are `[N, C]`."""
+    if ring.num_slots <= num_slots:
+        return ring
+    shape = schedule.num_ticks, schedule.num_devices
+    spilled = spill(num_slots, shape, schedule.device, first, last, used)
+    written, read = ([slots.copy() for slots in ring.slots] for _ in range(2))
+    for m, c in np.argwhere(used):
+        written[c][position[m, c]] = spilled.written[m, c]
+        read[c][position[m, c]] = spilled.read[m, c]
+    return Ring(spilled.num_slots, written, read, spilled.spill)
 
 
 def _shared_slots(

@@ -159,6 +159,10 @@ class TickScalars:
         """The scalars of one lane of an operation."""
         return LaneScalars(self, operation, lane)
 
+    def spill(self, ring: str) -> "SpillScalars":
+        """The scalars of what a ring sends to host memory, and fetches."""
+        return SpillScalars(self, ring)
+
     def channel(self, number: int) -> "ChannelScalars":
         """The scalars of one channel."""
         return ChannelScalars(self, number)
@@ -261,6 +265,34 @@ class ChannelScalars:
         return self.tick.get("channel", self.number, "slot", inbox)
 
 
+@dataclasses.dataclass(frozen=True)
+class SpillScalars:
+    """The scalars of a `jpipe.lowering.spills.Spill` in one tick, int32 `[]` each; -1: nothing."""
+
+    tick: TickScalars
+    ring: str
+
+    @property
+    def leaves(self) -> jax.Array:
+        """The slot that is copied to the staging slot at the end of the tick."""
+        return self.tick.get("spill", self.ring, "leaves")
+
+    @property
+    def stores(self) -> jax.Array:
+        """The slot in host memory that takes the staging slot."""
+        return self.tick.get("spill", self.ring, "stores")
+
+    @property
+    def loads(self) -> jax.Array:
+        """The slot in host memory that comes to the device."""
+        return self.tick.get("spill", self.ring, "loads")
+
+    @property
+    def arrives(self) -> jax.Array:
+        """The slot of the device that takes it at the end of the tick."""
+        return self.tick.get("spill", self.ring, "arrives")
+
+
 # -- Filling in
 
 
@@ -285,6 +317,9 @@ def scalar_table(
             lane_name = (name, lane)
             _add_lane(table, lowered, lane_name, operations, of_stage[name])
             _add_versions(table, lane_name, operations, num_versions, newest)
+    for ring, spill in lowered.spills.items():
+        for field in ("leaves", "stores", "loads", "arrives"):
+            table.add_plain(("spill", ring, field), getattr(spill, field))
     for name in ("update", "commit"):
         _add_flags(table, lowered, name)
     for i, channel in enumerate(lowered.channels):
@@ -357,7 +392,8 @@ def _add_lane(
         if num_slots:
             name = (*lane_name, "slot", ring)
             column = np.where(stage >= 0, column, -1)
-            _add_slot(table, lowered, name, ring, column, position)
+            reads = operation != "forward"
+            _add_slot(table, lowered, name, ring, column, position, reads)
 
 
 def _add_versions(
@@ -383,6 +419,7 @@ def _add_slot(
     ring_name: str,
     column: np.ndarray,
     position: np.ndarray,
+    reads: bool = False,
 ) -> None:
     """Adds the slot of a microbatch in a ring.
 
@@ -393,10 +430,11 @@ def _add_slot(
       ring_name: name of the ring.
       column: int `[T, D]`; -1: none, and the slot is the one after the last, which nobody reads.
       position: int `[T, D]`, of the microbatch in the column's order.
+      reads: whether the slot is that of an operation that reads what a forward has written.
     """
     ring, nothing = lowered.rings[ring_name], column < 0
     if lowered.schedule.synchronous:
-        slot = ring.slot(column, position)
+        slot = ring.slot(column, position, reads)
         table.add_plain(name, np.where(nothing, ring.num_slots, slot))
         return
     depth = np.where(nothing, 1, ring.depth(column))
