@@ -16,7 +16,6 @@ from jax import lax
 
 from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.guard import guarded
-from jpipe.engine.layout import stored_on_host
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.transport import put_row
 from jpipe.lowering.scalars import TickScalars
@@ -29,30 +28,36 @@ class Transfer(NamedTuple):
 
     Attributes:
       loaded: a slot that came from the host, `[1, ...]`.
-      leaving: the staged slot, in host memory.
+      stored: all slots in host memory, with the staged one.
     """
 
     loaded: Packed
-    leaving: Packed
+    stored: Packed
 
 
 def begin(
     spec: PassSpec, scalars: TickScalars, arrays: TickArrays
 ) -> dict[str, Transfer]:
-    """Begins the transfers of a tick, by ring."""
+    """The transfers of a tick, by ring."""
     transfers = {}
-    for ring in spec.lowered.spills:
-        slot, staged = scalars.spill(ring).loads, arrays.staged[ring]
-        loaded, leaving = {}, {}
-        for name, stored in arrays.host_stash[ring].items():
-            value = lax.dynamic_index_in_dim(
-                stored, jnp.maximum(slot, 0), allow_negative_indices=False
-            )
-            shape = staged[name].shape
-            loaded[name] = jax.device_put(value, _DEVICE).reshape(shape)
-            of_host = staged[name].reshape(stored_on_host(shape))
-            leaving[name] = jax.device_put(of_host, _HOST)
-        transfers[ring] = Transfer(loaded, leaving)
+    for ring, spill in spec.lowered.spills.items():
+        now, host = scalars.spill(ring), arrays.host_stash[ring]
+        load = jnp.maximum(now.loads, 0)
+        values = {
+            n: lax.dynamic_index_in_dim(a, load, allow_negative_indices=False)
+            for n, a in host.items()
+        }
+        loaded = {n: jax.device_put(a, _DEVICE) for n, a in values.items()}
+        # A slot of the host is read before another one is written, so that the array is not copied. XLA for TPUs
+        # knows a transfer into a part of an array only if nothing stands between the two.
+        staged, loaded = lax.optimization_barrier((arrays.staged[ring], loaded))
+        store = jnp.where(now.stores < 0, spill.num_slots, now.stores)
+        stored = {
+            n: put_row(a, jax.device_put(staged[n].reshape(values[n].shape), _HOST), store)
+            for n, a in host.items()
+        }
+        loaded = {n: a.reshape(staged[n].shape) for n, a in loaded.items()}
+        transfers[ring] = Transfer(loaded, stored)
     return transfers
 
 
@@ -64,15 +69,8 @@ def end(
 ) -> TickArrays:
     """Ends the transfers of a tick, and stages the slot that leaves in the next one."""
     guard = spec.lowered.guard
-    for ring, transfer in transfers.items():
-        # The host's slot is read before another one is written, so that its array is not copied.
-        loaded, leaving = lax.optimization_barrier(tuple(transfer))
-        now, num_slots = scalars.spill(ring), spec.lowered.spills[ring].num_slots
-        stores = jnp.where(now.stores < 0, num_slots, now.stores)
-        stored = {
-            name: put_row(array, leaving[name], stores)
-            for name, array in arrays.host_stash[ring].items()
-        }
+    for ring, (loaded, stored) in transfers.items():
+        now = scalars.spill(ring)
 
         def arrive(stash: Packed, loaded: Packed, slot=now.arrives) -> Packed:
             return {n: put_row(a, loaded[n], slot) for n, a in stash.items()}
