@@ -1,6 +1,7 @@
 """Checks of arguments: each raises a `ValueError` with a remedy before anything is compiled."""
 
 import itertools
+import numbers
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,10 +19,12 @@ from jpipe.offload import Offload
 from jpipe.packing import axes
 from jpipe.processes import check_processes
 from jpipe.schedule import Schedule
+from jpipe.sizes import parse_size
 from jpipe.stages.codecs import NO_COMPRESSION, MessageCompression
 from jpipe.stages.cut import Stages
 from jpipe.state import PipelineState
 from jpipe.suggest import did_you_mean
+from jpipe.warn import warn
 
 # -- Arguments of `Pipeline`
 
@@ -490,11 +493,61 @@ def check_offload(
         return offload
     kinds = memory_kinds(mesh.devices.flat[0])
     if HOST_MEMORY not in kinds:
-        raise ValueError(
+        problem = (
             f"`offload` keeps arrays in memory of the kind {HOST_MEMORY!r}, and {mesh.devices.flat[0].platform} devices have "
-            f"only {', '.join(map(repr, kinds))}. Leave `offload` out."
+            f"only {', '.join(map(repr, kinds))}."
+        )
+        if offload.required:
+            raise ValueError(
+                f"{problem} Leave `offload` out, or say `jpipe.Offload(..., required=False)` to train without it here."
+            )
+        warn(f"{problem} The pipeline trains without offloading.")
+        return Offload()
+    if offload.activations is not None and not schedule.synchronous:
+        raise ValueError(
+            "`activations` of `Offload` needs a table that begins and ends with nothing in flight, and "
+            f"{schedule.name!r} is asynchronous. Offload the optimizer's state alone, or choose a synchronous schedule."
+        )
+    if offload.activations is not None and recompute == "full":
+        raise ValueError(
+            '`activations` of `Offload` is about what a forward keeps for its backward, and with `recompute="full"` a stage '
+            "keeps only its inputs. Leave one of them out."
         )
     return offload
+
+
+def check_device_memory(device_memory: Any, offload: Any, mesh: Mesh) -> float | None:
+    """`device_memory` of a pipeline in bytes, or None.
+
+    Raises:
+      ValueError: if it is no number of bytes, or `offload` is given too, or devices cannot use host memory.
+    """
+    if device_memory is None:
+        return None
+    if offload is not None:
+        raise ValueError(
+            "`device_memory` chooses what goes to host memory, and `offload` says it. Leave one of them out."
+        )
+    limit = device_memory
+    if isinstance(limit, str):
+        try:
+            limit = parse_size(limit)
+        except ValueError as error:
+            raise ValueError(f"`device_memory` {error}") from None
+    is_number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
+    if not is_number or not 0 < limit < np.inf:
+        raise ValueError(
+            "`device_memory` must be a number of bytes above 0, such as 2e9 or \"2GiB\", or None, got "
+            f"{device_memory!r}."
+        )
+    kinds = memory_kinds(mesh.devices.flat[0])
+    if HOST_MEMORY not in kinds:
+        raise ValueError(
+            f"`device_memory` keeps what does not fit in memory of the kind {HOST_MEMORY!r}, and "
+            f"{mesh.devices.flat[0].platform} devices have only {', '.join(map(repr, kinds))}. Leave it out, and use more "
+            "stages or recompute."
+        )
+    return float(limit)
 
 
 def check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Any:

@@ -13,7 +13,7 @@ from jpipe.layers.trace import Traced
 from jpipe.lowering.lower import STASHES
 from jpipe.mesh import DATA, HOST_MEMORY, STAGE
 from jpipe.program import Program
-from jpipe.settings import Settings, abstract
+from jpipe.settings import Settings
 from jpipe.solvers import min_max
 from jpipe.stages.accumulators import flat_places
 from jpipe.stages.update_groups import Piece
@@ -130,7 +130,7 @@ def partition(program: Program) -> list[StageRecord]:
     return records
 
 
-def shards(program: Program, batch: Any) -> list[ShardRecord]:
+def shards(program: Program) -> list[ShardRecord]:
     """What each device holds before a step, and over which axes it is split."""
     settings, groups = program.settings, program.engine.layout.groups
     mesh, buffers = settings.mesh, groups["buffers"].shapes
@@ -155,7 +155,7 @@ def shards(program: Program, batch: Any) -> list[ShardRecord]:
                 split[axis] = of_axis / numbers
         num_bytes = ArrayGroup(use, shapes, REPLICATED).num_bytes(settings.platform)
         records.append(ShardRecord(use, num_bytes, split))
-    num_bytes = batch_bytes(settings, batch)
+    num_bytes = batch_bytes(program)
     split = {DATA: 1.0} if settings.num_replicas > 1 else {}
     return [*records, ShardRecord("minibatch", num_bytes, split)]
 
@@ -166,18 +166,18 @@ def _axes(shape: jax.ShapeDtypeStruct) -> list[str]:
     return [] if sharding is None else packing.axes(tuple(sharding.spec))
 
 
-def batch_bytes(settings: Settings, batch: Any) -> int:
+def batch_bytes(program: Program) -> int:
     """Bytes of the share of a replica in a minibatch."""
-    leaves = jax.tree.leaves(settings.whole(dict(batch)))
+    settings = program.settings
     of_leaves = (
-        packing.array_bytes(a.shape, abstract(a).dtype, settings.platform)
-        for a in leaves
+        packing.array_bytes(a.shape, a.dtype, settings.platform)
+        for a in jax.tree.leaves(program.minibatch)
     )
     return sum(of_leaves) // settings.num_replicas
 
 
-def memory(program: Program, batch: Any) -> Memory:
-    """Bytes per device for a minibatch. Compiles the step if it has not been."""
+def memory(program: Program) -> Memory:
+    """Bytes per device. Compiles the step if it has not been."""
     engine, settings = program.engine, program.settings
     stages, updates = engine.stages, engine.updates
     layout, platform = engine.layout, settings.platform
@@ -223,7 +223,7 @@ def memory(program: Program, batch: Any) -> Memory:
         * sum(state.num_bytes for _, state in updates.of_units)
     )
     copies = engine.lowered.num_versions * (1 + len(layout["read_parameters"].shapes))
-    analysis: Any = program.lower(batch).compile().memory_analysis()
+    analysis: Any = program.lower().compile().memory_analysis()
     return Memory(
         weights=weights,
         optimizer=optimizer,
@@ -231,7 +231,7 @@ def memory(program: Program, batch: Any) -> Memory:
         compression=compression,
         host=sum(host_bytes.values()),
         activations=num_bytes["buffers"],
-        batch=batch_bytes(settings, batch),
+        batch=batch_bytes(program),
         temporaries=int(analysis.temp_size_in_bytes),
         padding=round(
             weights

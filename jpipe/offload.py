@@ -16,6 +16,8 @@ class Offload:
       activations: the most microbatches whose stashes stay on a device, at least 2; None: all. The stash of
         another microbatch goes to the host in the tick after its forward, and is back before its backward.
         Which microbatches go follows from the table, by Belady's rule: see `jpipe.lowering.spills`.
+      required: whether a pipeline is refused on devices that cannot use host memory. If False, it trains without
+        offloading there, and says so.
 
     References:
       Fang et al., PatrickStar, 2021, arXiv:2108.05818. Belady, A study of replacement algorithms for a
@@ -23,11 +25,12 @@ class Offload:
 
     Example:
       >>> Offload(optimizer=1.0, activations=2)
-      Offload(optimizer=1.0, activations=2)
+      Offload(optimizer=1.0, activations=2, required=True)
     """
 
     optimizer: float = 0.0
     activations: int | None = None
+    required: bool = True
 
     def __post_init__(self) -> None:
         share: Any = self.optimizer

@@ -1,5 +1,6 @@
 """The public class: `Pipeline`."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from jpipe._watchdog import watched
 from jpipe.compress import Compressor, StreamingPCA
 from jpipe.costs import Memory, ShardRecord, StageRecord
 from jpipe.engine.loss_scale import LossScale
+from jpipe.fit import fit
 from jpipe.layers.as_layers import as_layers, shared_weights
 from jpipe.layers.avals import shapes_text
 from jpipe.layers.axis_rules import AxisRules, check_axis_rules
@@ -107,6 +109,9 @@ class Pipeline:
         replicas along "data" is one part of the batch (Huang et al., 2020). Gradients that are no product of two
         matrices, of tied weights, or smaller than their factors, are accumulated as they are. None: all are.
       offload: a `jpipe.Offload`: what is kept in the memory of the host. None: nothing.
+      device_memory: bytes that a device may use, as a number or a text such as "2GiB". What does not fit goes to host
+        memory: of all choices that fit, with the compiler's temporaries, the one that moves the fewest bytes. The
+        choice compiles the step up to seven times more. The first state that the pipeline makes fixes it. None: no limit.
       compute_dtype: every layer casts weights and activations to it, for example `jnp.bfloat16`.
         The kept weights, the gradients and the outputs that the loss sees have the weights' dtype.
         None casts nothing.
@@ -194,6 +199,7 @@ class Pipeline:
         compress_gradients: Compressor | None = None,
         accumulate_gradients: StreamingPCA | None = None,
         offload: Offload | None = None,
+        device_memory: float | str | None = None,
         donate: bool = True,
         compiler_options: Mapping[str, bool | int | float | str] | None = None,
     ):
@@ -230,6 +236,9 @@ class Pipeline:
                 "compress_gradients": self.compress_gradients,
                 "shard_optimizer": self.shard_optimizer,
             },
+        )
+        self._device_memory = checks.check_device_memory(
+            device_memory, offload, self.mesh
         )
         self._settings = Settings(
             layers=self.layers,
@@ -281,8 +290,9 @@ class Pipeline:
         return self._program_of(microbatch, key_impl, starts if fits else None)
 
     def _fix_cut(self, program: Program) -> None:
-        """Fixes the cut to that of a program whose state the pipeline has made."""
+        """Fixes the cut, and what is offloaded, to that of a program whose state the pipeline has made."""
         self._starts = list(program.stages.starts)
+        self._settings, self._device_memory = program.settings, None
 
     def _program_of(
         self, microbatch: Any, key_impl: Any = None, starts: Sequence[int] | None = None
@@ -315,9 +325,17 @@ class Pipeline:
             starts = self._balanced[key]
         key = *key, tuple(starts)
         if key not in self._programs:
-            self._programs[key] = Program(
-                self._settings, microbatch, key_impl, traced, starts
-            )
+
+            def make(offload: Offload) -> Program:
+                settings = self._settings
+                if offload != settings.offload:
+                    settings = dataclasses.replace(settings, offload=offload)
+                return Program(settings, microbatch, key_impl, traced, starts)
+
+            if self._device_memory is None:
+                self._programs[key] = make(self._settings.offload)
+            else:
+                self._programs[key] = fit(make, self._device_memory)
         return self._programs[key]
 
     def _own(self, state: Any) -> PipelineState:
@@ -581,7 +599,7 @@ class Pipeline:
 
         For minibatches shaped like `batch`. Compiles nothing.
         """
-        return costs.shards(self._program(batch), batch)
+        return costs.shards(self._program(batch))
 
     @watched("messages")
     def messages(self, batch: Any) -> list[MessageRecord]:
@@ -594,7 +612,7 @@ class Pipeline:
     @watched("memory")
     def memory(self, batch: Any) -> Memory:
         """Bytes per device for minibatches shaped like `batch`. Compiles the step if it has not been."""
-        return costs.memory(self._program(batch), batch)
+        return costs.memory(self._program(batch))
 
     @watched("profile")
     def profile(
@@ -640,7 +658,7 @@ class Pipeline:
     @watched("lower")
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The step for minibatches shaped like `batch`, traced and lowered but not compiled."""
-        return self._program(batch).lower(batch)
+        return self._program(batch).lower()
 
     @watched("compile")
     def compile(self, batch: Any) -> jax.stages.Compiled:

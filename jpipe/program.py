@@ -26,7 +26,7 @@ from jpipe.mesh import DATA
 from jpipe.optim import check_hooks
 from jpipe.processes import assemble, gather, is_global, own_rows
 from jpipe.schedules import forward_only
-from jpipe.settings import Settings, abstract, shapes_key
+from jpipe.settings import Settings, shapes_key
 from jpipe.stages.optimizer import make_updates
 from jpipe.state import PipelineState
 
@@ -311,18 +311,26 @@ class Program:
         _watchdog.dispatched(outputs[-1]["num_microbatches"])
         return outputs
 
-    def lower(self, batch: Any) -> jax.stages.Lowered:
+    @property
+    def minibatch(self) -> Any:
+        """The abstract minibatch, with the rows of all processes."""
+        parts = self.settings.schedule.num_microbatches * self.settings.num_replicas
+        return jax.tree.map(
+            lambda a: jax.ShapeDtypeStruct((parts * a.shape[0], *a.shape[1:]), a.dtype),
+            self.microbatch,
+        )
+
+    def lower(self) -> jax.stages.Lowered:
         """The step, traced and lowered but not compiled."""
         sharding = NamedSharding(self.settings.mesh, batch_spec(self.settings.mesh))
 
-        def placed(a):
-            a = abstract(a)
+        def placed(a: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             if self.settings.num_replicas == 1 and self.settings.rows is None:
                 return a
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-        batch = self.settings.whole(dict(batch))
-        return self._step.lower(self.abstract_state, jax.tree.map(placed, batch))
+        batch = jax.tree.map(placed, self.minibatch)
+        return self._step.lower(self.abstract_state, batch)
 
     # -- Batches
 

@@ -23,6 +23,7 @@ LEVELS = [
         "entry_points",
         "in_flight",
         "offload",
+        "sizes",
         "_watchdog",
         "launch",
     },
@@ -42,6 +43,7 @@ LEVELS = [
     {"program"},
     {"locations"},
     {"portable", "costs", "agreement"},
+    {"fit"},
     {"pipeline"},
     {"reference", "plan", "checkpoints", "distributed"},
 ]

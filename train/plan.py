@@ -39,14 +39,8 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from jpipe import solvers
+from jpipe.sizes import parse_size
 from train import flags
-
-_UNITS = {"": 1, "B": 1} | {
-    f"{prefix}{binary}B": (1024 if binary else 1000) ** power
-    for power, prefix in enumerate("KMGT", 1)
-    for binary in ("", "i")
-}
-
 
 def size(text: str) -> float:
     """Reads a number of bytes, with or without a unit.
@@ -55,17 +49,10 @@ def size(text: str) -> float:
       >>> size("2GiB"), size("1.25e9"), size("500 MB")
       (2147483648.0, 1250000000.0, 500000000.0)
     """
-    match = re.fullmatch(r"([0-9.]+(?:[eE][-+]?\d+)?)\s*([KMGT]?i?B?)", text.strip())
     try:
-        number, unit = float(match[1]), match[2]
-        factor = _UNITS[unit if unit.endswith("B") or not unit else f"{unit}B"]
-    except (TypeError, KeyError, ValueError):
-        raise argparse.ArgumentTypeError(
-            f"must be bytes such as 2GiB, 500MB or 1.25e9, got {text!r}."
-        ) from None
-    if not 0 < number * factor < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text!r}.")
-    return number * factor
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def sizes(text: str) -> tuple[float, ...]:

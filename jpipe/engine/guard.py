@@ -161,7 +161,8 @@ def _touched(number: jax.Array, tree: WrittenArrays) -> WrittenArrays:
     """
 
     def touched(array: jax.Array) -> jax.Array:
-        if array.size * array.dtype.itemsize < _LARGE:
+        is_on_host = jax.typeof(array).memory_space == jax.memory.Space.Host
+        if is_on_host or array.size * array.dtype.itemsize < _LARGE:
             return array
         # XLA writes in place if it reads the array at the same index, and if it does not know the
         # index. An index outside of the array is moved into it.

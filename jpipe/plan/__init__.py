@@ -3,7 +3,7 @@
 The names of `jpipe.solvers` are here too.
 """
 
-from jpipe.plan._choose import Candidate, Ranking, Skipped, choose, size_text
+from jpipe.plan._choose import Candidate, Ranking, Skipped, choose
 from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._machine import measure_machine
 from jpipe.plan._predict import Prediction, predict

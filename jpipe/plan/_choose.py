@@ -531,17 +531,3 @@ def _time_by_use(c: Candidate) -> dict[str, float]:
         _WAITING: timing.makespan - work - timing.communicating,
         "the rest of the step takes": c.prediction.seconds - timing.makespan,
     }
-
-
-def size_text(num_bytes: float) -> str:
-    """Formats a number of bytes for people.
-
-    Example:
-      >>> size_text(3 * 2**20)
-      '3.0 MiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024 or unit == "GiB":
-            break
-        num_bytes /= 1024
-    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

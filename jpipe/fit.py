@@ -1,0 +1,140 @@
+"""What goes to host memory, so that a pipeline fits into its devices.
+
+The table says when every array is read, so the choice is made before the first step, with nothing measured
+but the compiler's temporaries:
+
+- The optimizer's state is read once in a step, so a byte of it in host memory moves twice in a step.
+- A stash in host memory moves twice for every microbatch that goes there. `jpipe.lowering.spills` says which
+  go, by Belady's rule, for each number of slots on a device.
+
+Of all combinations the one that moves the fewest bytes is taken.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from jpipe import costs
+from jpipe.lowering.lower import STASHES
+from jpipe.mesh import HOST_MEMORY
+from jpipe.offload import LEAST_SLOTS, Offload
+from jpipe.program import Program
+from jpipe.sizes import size_text
+
+_SMALL_STEP, _LARGE_STEP = 1 / 64, 1 / 4
+"""By how much the part of the optimizer's state in host memory grows, if the arrays are too large, because weights are
+not divided; and if the temporaries are, which only the compiler knows."""
+
+
+class _Stashes(NamedTuple):
+    """Stashes of at most some microbatches on a device.
+
+    Attributes:
+      slots: the most microbatches; None: all.
+      num_bytes: of everything in flight on a device.
+      moved: bytes that a device sends to the host and fetches in a step.
+    """
+
+    slots: int | None
+    num_bytes: int
+    moved: float
+
+
+def fit(make: Callable[[Offload], Program], limit: float) -> Program:
+    """A program that needs at most `limit` bytes of a device: of those that are tried, the one that moves the fewest bytes.
+
+    Compiles the step once if all fits on the device, else three to seven times.
+
+    Args:
+      make: `(offload) -> program`.
+      limit: bytes of a device.
+
+    Raises:
+      ValueError: if no program fits; says the least that would do.
+    """
+    plain = make(Offload())
+    plain_arrays = _array_bytes(plain)
+    if plain_arrays <= limit and plain_arrays + _temporary_bytes(plain) <= limit:
+        return plain
+    options = list(_stash_options(plain))
+    smallest = make(Offload(optimizer=1.0, activations=options[-1].slots))
+    temporaries = _temporary_bytes(smallest)
+    least = _array_bytes(smallest) + temporaries
+    if least > limit:
+        raise ValueError(_too_little(smallest, temporaries, limit, least))
+    movable = make(Offload(optimizer=1.0)).engine.layout["optimizer_state"].num_bytes(
+        plain.settings.platform, HOST_MEMORY
+    )
+    others = plain_arrays - options[0].num_bytes
+
+    def state_to_move(option: _Stashes) -> float:
+        """Bytes of the optimizer's state that must go to the host beside an option."""
+        return max(others + option.num_bytes + temporaries - limit, 0)
+
+    fitting = [o for o in options if state_to_move(o) <= movable] or options[-1:]
+    best = min(fitting, key=lambda o: o.moved + 2 * state_to_move(o))
+    share = state_to_move(best) / max(movable, 1)
+    while share < 1:
+        program = make(Offload(share, best.slots))
+        if _array_bytes(program) + temporaries > limit:
+            share += _SMALL_STEP
+        elif _array_bytes(program) + _temporary_bytes(program) > limit:
+            share += _LARGE_STEP
+        else:
+            return program
+    program = make(Offload(1.0, best.slots))
+    if _array_bytes(program) + _temporary_bytes(program) <= limit:
+        return program
+    return smallest
+
+
+def _array_bytes(program: Program) -> int:
+    """Bytes of the arrays of a state on a device, and of its minibatch."""
+    groups, platform = program.engine.layout.groups, program.settings.platform
+    of_state = sum(group.num_bytes(platform) for group in groups.values())
+    return of_state + costs.batch_bytes(program)
+
+
+def _temporary_bytes(program: Program) -> int:
+    """Bytes that the compiled step needs beside its arguments."""
+    analysis: Any = program.lower().compile().memory_analysis()
+    return int(analysis.temp_size_in_bytes)
+
+
+def _stash_options(plain: Program) -> Iterator[_Stashes]:
+    """Stashes of all microbatches on a device, and of fewer and fewer."""
+    engine, platform = plain.engine, plain.settings.platform
+    yield _Stashes(None, engine.layout["buffers"].num_bytes(platform), 0)
+    if not engine.schedule.synchronous or engine.recompute:
+        return
+    most = max(engine.lowered.num_slots[ring] for ring in STASHES)
+    for slots in range(most - 1, LEAST_SLOTS - 1, -1):
+        spilled = dataclasses.replace(engine, stash_slots=slots)
+        try:
+            lowered = spilled.lowered
+        except ValueError:  # too few slots for this table
+            return
+        group, moved = spilled.layout["buffers"], 0.0
+        for ring, spill in lowered.spills.items():
+            of_ring = dataclasses.replace(
+                group, shapes=group.shapes["staged"][ring], on_host=frozenset()
+            )
+            num_moved = int((spill.stores >= 0).sum(axis=0).max())
+            moved += 2 * num_moved * of_ring.num_bytes(platform)
+        yield _Stashes(slots, group.num_bytes(platform), moved)
+
+
+def _too_little(
+    smallest: Program, temporaries: int, limit: float, least: float
+) -> str:
+    groups, platform = smallest.engine.layout.groups, smallest.settings.platform
+    sizes = {name: group.num_bytes(platform) for name, group in groups.items()}
+    sizes["in flight"] = sizes.pop("buffers")
+    sizes |= {"temporaries": temporaries, "minibatch": costs.batch_bytes(smallest)}
+    largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:3]
+    parts = ", ".join(f"{n.replace('_', ' ')} {size_text(sizes[n])}" for n in largest)
+    return (
+        f"`device_memory` of {size_text(limit)} is too little: with all that can be in host memory there, a device needs "
+        f"{size_text(least)} ({int(least)} bytes; {parts}). Give that much, or use more stages, smaller microbatches or "
+        "`recompute`."
+    )
