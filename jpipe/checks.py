@@ -537,7 +537,7 @@ def check_device_memory(device_memory: Any, offload: Any, mesh: Mesh) -> float |
     is_number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
     if not is_number or not 0 < limit < np.inf:
         raise ValueError(
-            "`device_memory` must be a number of bytes above 0, such as 2e9 or \"2GiB\", or None, got "
+            '`device_memory` must be a number of bytes above 0, such as 2e9 or "2GiB", or None, got '
             f"{device_memory!r}."
         )
     kinds = memory_kinds(mesh.devices.flat[0])

@@ -62,8 +62,10 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
     least = _array_bytes(smallest) + temporaries
     if least > limit:
         raise ValueError(_too_little(smallest, temporaries, limit, least))
-    movable = make(Offload(optimizer=1.0)).engine.layout["optimizer_state"].num_bytes(
-        plain.settings.platform, HOST_MEMORY
+    movable = (
+        make(Offload(optimizer=1.0))
+        .engine.layout["optimizer_state"]
+        .num_bytes(plain.settings.platform, HOST_MEMORY)
     )
     others = plain_arrays - options[0].num_bytes
 
@@ -124,9 +126,7 @@ def _stash_options(plain: Program) -> Iterator[_Stashes]:
         yield _Stashes(slots, group.num_bytes(platform), moved)
 
 
-def _too_little(
-    smallest: Program, temporaries: int, limit: float, least: float
-) -> str:
+def _too_little(smallest: Program, temporaries: int, limit: float, least: float) -> str:
     groups, platform = smallest.engine.layout.groups, smallest.settings.platform
     sizes = {name: group.num_bytes(platform) for name, group in groups.items()}
     sizes["in flight"] = sizes.pop("buffers")

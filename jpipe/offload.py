@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """What `Pipeline(offload=...)` keeps in host memory. Numbers do not change.
+    """What `Pipeline(offload=...)` keeps in host memory. The operations of a training do not change.
 
     Attributes:
       optimizer: the part of the optimizer's state, from 0 to 1. A weight's part of the state is in host memory

@@ -248,7 +248,9 @@ class Packing:
         pooled = {
             key
             for key, n in counts.items()
-            if any(key[2]) or key[3] or weights @ n >= occupancy * weights.sum() * max(n)
+            if any(key[2])
+            or key[3]
+            or weights @ n >= occupancy * weights.sum() * max(n)
         }
         if tight:
             pooled = _tightened(pooled, counts, weights)

@@ -42,6 +42,7 @@ from jpipe import solvers
 from jpipe.sizes import parse_size
 from train import flags
 
+
 def size(text: str) -> float:
     """Reads a number of bytes, with or without a unit.
 

@@ -110,7 +110,9 @@ class StatePackings:
     def state_on_host(self) -> frozenset[str]:
         """The names of the arrays of the optimizer's state in host memory."""
         assert self.optimizer_state is not None
-        return self.optimizer_state.on_host.union(*(u.on_host for u in self.unit_states))
+        return self.optimizer_state.on_host.union(
+            *(u.on_host for u in self.unit_states)
+        )
 
     def of_weights(self, mesh: Mesh, *lead: int) -> dict[str, Any]:
         """Local shapes of arrays like the weights: of the stages on a device, and of its parts of vocabulary layers.

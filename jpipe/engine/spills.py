@@ -53,7 +53,9 @@ def begin(
         staged, loaded = lax.optimization_barrier((arrays.staged[ring], loaded))
         store = jnp.where(now.stores < 0, spill.num_slots, now.stores)
         stored = {
-            n: put_row(a, jax.device_put(staged[n].reshape(values[n].shape), _HOST), store)
+            n: put_row(
+                a, jax.device_put(staged[n].reshape(values[n].shape), _HOST), store
+            )
             for n, a in host.items()
         }
         loaded = {n: a.reshape(staged[n].shape) for n, a in loaded.items()}

@@ -17,12 +17,12 @@ Letters: T ticks, S stages, C columns, N microbatches, K slots.
 
 import dataclasses
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from jpipe.lowering.channels import Route
-from jpipe.lowering.spills import Spill, spill
+from jpipe.lowering.spills import Spill, least_slots, spill, stashes_of
 from jpipe.schedule import IDLE, Schedule
 
 STASHES = ("input_stash", "weight_stash", "split_residuals")
@@ -110,32 +110,56 @@ def make_rings(
     share = _shared_slots if schedule.synchronous else _slots_of_columns
     for name, (first, last) in lifetimes.items():
         used = (first != IDLE) & (last != IDLE)
-        ring = share(schedule, position, num_in_column, first, last, used)
-        if stash_slots is not None and name in ("input_stash", "weight_stash"):
-            ring = _spilled(schedule, position, ring, stash_slots, first, last, used)
-        rings[name] = ring
+        rings[name] = share(schedule, position, num_in_column, first, last, used)
+    if stash_slots is not None:
+        rings |= _spilled(schedule, position, rings, lifetimes, stash_slots)
     return rings
 
 
 def _spilled(
     schedule: Schedule,
     position: np.ndarray,
-    ring: Ring,
+    rings: Mapping[str, Ring],
+    lifetimes: Mapping[str, tuple[np.ndarray, np.ndarray]],
     num_slots: int,
-    first: np.ndarray,
-    last: np.ndarray,
-    used: np.ndarray,
-) -> Ring:
-    """The ring with at most `num_slots` slots; all arrays are `[N, C]`."""
-    if ring.num_slots <= num_slots:
-        return ring
-    shape = schedule.num_ticks, schedule.num_devices
-    spilled = spill(num_slots, shape, schedule.device, first, last, used)
-    written, read = ([slots.copy() for slots in ring.slots] for _ in range(2))
-    for m, c in np.argwhere(used):
-        written[c][position[m, c]] = spilled.written[m, c]
-        read[c][position[m, c]] = spilled.read[m, c]
-    return Ring(spilled.num_slots, written, read, spilled.spill)
+) -> dict[str, Ring]:
+    """The stashes that forwards write, with at most `num_slots` slots.
+
+    Args:
+      schedule: the table.
+      position: int `[N, C]`, rank of each microbatch in its column's order.
+      rings: with slots for all microbatches.
+      lifetimes: ring -> first and last tick.
+      num_slots: on every device.
+
+    Raises:
+      ValueError: if the table needs more slots.
+    """
+    result: dict[str, Ring] = {}
+    stashes: list[dict] = []
+    for name in ("input_stash", "weight_stash"):
+        ring, (first, last) = rings[name], lifetimes[name]
+        if ring.num_slots <= num_slots:
+            continue
+        used = (first != IDLE) & (last != IDLE)
+        of_devices = stashes_of(schedule, first, last, used)
+        stashes += of_devices
+        spilled = spill(num_slots, schedule.num_ticks, first.shape, of_devices)
+        if spilled is None:
+            continue
+        written, read = ([slots.copy() for slots in ring.slots] for _ in range(2))
+        for m, c in np.argwhere(used):
+            written[c][position[m, c]] = spilled.written[m, c]
+            read[c][position[m, c]] = spilled.read[m, c]
+        result[name] = Ring(spilled.num_slots, written, read, spilled.spill)
+    least = least_slots([list(of_device.values()) for of_device in stashes])
+    if least > num_slots:
+        raise ValueError(
+            f"`activations={num_slots}` of `Offload` is too few: schedule {schedule.name!r} needs {least} slots of a stash "
+            "on a device at once, with all others in host memory. Keep that many, or choose a schedule with fewer "
+            "stages on a device."
+        )
+    return result
 
 
 def _shared_slots(

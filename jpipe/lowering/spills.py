@@ -13,17 +13,20 @@ microbatch in a tick, and fetches at most one.
 
 The table says when each stash is read, so the choice is made before the first step. It is Belady's rule
 (1966): where more than K stashes are on the device, the one that is read last goes. All stashes of a ring have
-one size, and each is read once, so no other choice moves fewer bytes.
+one size, and each comes back once, so no other choice moves fewer bytes. A weight gradient in a later tick than its
+backward reads the slot again, which stays on the device until then.
 
 Letters: T ticks, D devices, C columns, N microbatches, K slots on a device, H slots in host memory.
 """
 
 import dataclasses
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+
+from jpipe.schedule import Schedule
 
 SHORTEST = 3
 """The fewest ticks from the forward to the backward of a stash that goes to host memory."""
@@ -58,10 +61,12 @@ class Stash(NamedTuple):
 
     Attributes:
       first: the tick that writes it.
-      last: the tick that reads it.
+      back: the first tick that reads it.
+      last: the last tick that reads it.
     """
 
     first: int
+    back: int
     last: int
 
     def intervals(self, spilled: bool) -> list[tuple[int, int]]:
@@ -70,7 +75,7 @@ class Stash(NamedTuple):
             return [(2 * self.first, 2 * self.last)]
         return [
             (2 * self.first, 2 * self.first + 1),
-            (2 * self.last - 1, 2 * self.last),
+            (2 * self.back - 1, 2 * self.last),
         ]
 
 
@@ -93,24 +98,38 @@ def choose(stashes: Sequence[Stash], num_slots: int) -> set[int] | None:
             i
             for i, stash in enumerate(stashes)
             if i not in spilled
-            and stash.last >= stash.first + SHORTEST
-            and 2 * stash.first + 1 < over[0] < 2 * stash.last - 1
+            and stash.back >= stash.first + SHORTEST
+            and 2 * stash.first + 1 < over[0] < 2 * stash.back - 1
             and not any(
-                stash.first == stashes[j].first or stash.last == stashes[j].last
+                stash.first == stashes[j].first or stash.back == stashes[j].back
                 for j in spilled
             )
         ]
         if not candidates:
             return None
-        spilled.add(max(candidates, key=lambda i: stashes[i].last))
+        spilled.add(max(candidates, key=lambda i: stashes[i].back))
 
 
-def least_slots(stashes: Sequence[Stash]) -> int:
-    """The fewest slots with which `choose` finds an answer."""
+def least_slots(stashes: Sequence[Sequence[Stash]]) -> int:
+    """The fewest slots with which `choose` finds an answer for the stashes of every device."""
     num_slots = 1
-    while choose(stashes, num_slots) is None:
+    while any(choose(of_device, num_slots) is None for of_device in stashes):
         num_slots += 1
     return num_slots
+
+
+def stashes_of(
+    schedule: Schedule, first: np.ndarray, last: np.ndarray, used: np.ndarray
+) -> list[dict[tuple[int, int], Stash]]:
+    """For each device, cell `(m, c)` -> the stash of microbatch m of column c; all arrays are `[N, C]`."""
+    ticks = first, schedule.backward_ticks(), last
+    return [
+        {
+            (int(m), int(c)): Stash(*(int(a[m, c]) for a in ticks))
+            for m, c in np.argwhere(used & (schedule.device == d))
+        }
+        for d in range(schedule.num_devices)
+    ]
 
 
 def _coloured(intervals: Iterable[tuple[int, int, tuple]]) -> dict[tuple, int]:
@@ -149,44 +168,32 @@ class SpilledSlots(NamedTuple):
 
 def spill(
     num_slots: int,
+    num_ticks: int,
     shape: tuple[int, int],
-    device: np.ndarray,
-    first: np.ndarray,
-    last: np.ndarray,
-    used: np.ndarray,
-) -> SpilledSlots:
-    """Slots of a ring of a synchronous table, at most `num_slots` on each device.
+    of_devices: Sequence[Mapping[tuple[int, int], Stash]],
+) -> SpilledSlots | None:
+    """Slots of a ring of a synchronous table, at most `num_slots` on each device; None if a device needs more.
 
     Args:
       num_slots: K.
-      shape: T, D.
-      device: `[C]`, of each column.
-      first: `[N, C]`, the tick that writes the stash of each microbatch.
-      last: `[N, C]`, the tick that reads it.
-      used: bool `[N, C]`, whether the column runs the microbatch.
-
-    Raises:
-      ValueError: if a device needs more slots.
+      num_ticks: T.
+      shape: N, C.
+      of_devices: for each device its stashes.
     """
-    written, read = np.zeros((2, *first.shape), int)
-    leaves, stores, loads, arrives = np.full((4, *shape), -1)
+    written, read = np.zeros((2, *shape), int)
+    leaves, stores, loads, arrives = np.full((4, num_ticks, len(of_devices)), -1)
     num_on_device = num_on_host = 0
-    for d in range(shape[1]):
-        cells = [(int(m), int(c)) for m, c in np.argwhere(used & (device == d))]
-        stashes = [Stash(int(first[cell]), int(last[cell])) for cell in cells]
+    for d, of_device in enumerate(of_devices):
+        cells, stashes = list(of_device), list(of_device.values())
         spilled = choose(stashes, num_slots)
         if spilled is None:
-            raise ValueError(
-                f"`activations={num_slots}` of `Offload` is too few: device {d} needs {least_slots(stashes)} slots at once in "
-                "this table, although stashes of all other microbatches are in host memory. Keep that many, or choose a "
-                "schedule with fewer stages on a device."
-            )
+            return None
         on_device, on_host = [], []
         for i, stash in enumerate(stashes):
             for n, (start, stop) in enumerate(stash.intervals(i in spilled)):
                 on_device.append((start, stop, (i, n)))
             if i in spilled:
-                on_host.append((stash.first + 1, stash.last - 1, (i,)))
+                on_host.append((stash.first + 1, stash.back - 1, (i,)))
         slots, host_slots = _coloured(on_device), _coloured(on_host)
         num_on_device = max([num_on_device, *(n + 1 for n in slots.values())])
         num_on_host = max([num_on_host, *(n + 1 for n in host_slots.values())])
@@ -196,7 +203,7 @@ def spill(
                 read[cell] = slots[i, 1]
                 leaves[stash.first, d] = slots[i, 0]
                 stores[stash.first + 1, d] = host_slots[(i,)]
-                loads[stash.last - 1, d] = host_slots[(i,)]
-                arrives[stash.last - 1, d] = slots[i, 1]
+                loads[stash.back - 1, d] = host_slots[(i,)]
+                arrives[stash.back - 1, d] = slots[i, 1]
     of_ring = Spill(num_on_host, leaves, stores, loads, arrives)
     return SpilledSlots(num_on_device, written, read, of_ring)

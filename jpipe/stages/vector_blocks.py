@@ -19,6 +19,7 @@ from jpipe.layers.elementwise import ELEMENTWISE
 from jpipe.layers.equations import Equations, bind, value_of
 from jpipe.packing import CHUNK, Place
 
+
 class PackedLeaf(NamedTuple):
     """One input or output of an update, in packed arrays.
 

@@ -1,0 +1,322 @@
+"""What is in host memory changes no number: weights, states and losses are equal bit for bit."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from families import FAMILIES, cross_entropy, schedule_named
+from flax import nnx
+from helpers import assert_close, refused, with_nan_buffers
+from layouts import DIM, batches, loss, pipeline
+
+import jpipe
+from jpipe import Offload, packing
+from jpipe.mesh import HOST_MEMORY
+
+KEY = jax.random.key(3)
+SLOW = pytest.mark.exhaustive
+
+
+def run(pipe, data, steps=2):
+    state = with_nan_buffers(pipe.init(KEY, data[0]))
+    if not pipe.schedule.synchronous:
+        state = pipe.init(KEY, data[0])
+    losses = []
+    for step in range(steps):
+        state, metrics = pipe.step(state, data[step])
+        losses.append(np.asarray(metrics["loss"]))
+    return state, losses
+
+
+def on_host(tree):
+    return {
+        jax.tree_util.keystr(path): a
+        for path, a in jax.tree.leaves_with_path(tree)
+        if isinstance(a, jax.Array) and a.sharding.memory_kind == HOST_MEMORY
+    }
+
+
+def assert_equal(a, b):
+    for (path, x), y in zip(
+        jax.tree.leaves_with_path(a), jax.tree.leaves(b), strict=True
+    ):
+        np.testing.assert_array_equal(x, y, err_msg=jax.tree_util.keystr(path))
+
+
+def linear(table, offload, data=1, **options):
+    """Layers without mutable state: programs with and without offload compute the same, bit for bit."""
+    options = {"optimizer": optax.adamw(0.01), "loss": loss} | options
+    return jpipe.Pipeline(
+        [lambda rngs: nnx.Linear(DIM, DIM, rngs=rngs)] * (table.num_stages + 1),
+        schedule=table,
+        mesh=jpipe.make_mesh(stage=table.num_devices, data=data),
+        offload=offload,
+        **options,
+    )
+
+
+CASES = [
+    ("one_f_one_b", 4, 8, Offload(1.0, 3), {}),
+    ("gpipe", 2, 8, Offload(0.5, 2), {"data": 2}),
+    ("pipedream", 2, 4, Offload(1.0), {}),
+    pytest.param("zero_bubble_v", 8, 8, Offload(1.0, 7), {}, marks=SLOW),
+    pytest.param("one_f_one_b/unit", 4, 8, Offload(0.7, 3), {}, marks=SLOW),
+    pytest.param("interleaved", 4, 4, Offload(0.3, 3), {}, marks=SLOW),
+    pytest.param("zero_bubble_h1", 2, 8, Offload(1.0), {}, marks=SLOW),
+    pytest.param("gpipe/1-2", 2, 8, Offload(1.0, 5), {}, marks=SLOW),
+    pytest.param("pipemare", 4, 4, Offload(0.5), {}, marks=SLOW),
+    pytest.param("gpipe", 2, 8, Offload(1.0, 2), {"overlap": True}, marks=SLOW),
+    pytest.param(
+        "gpipe", 2, 8, Offload(1.0, 2), {"data": 2, "shard_optimizer": True}, marks=SLOW
+    ),
+    pytest.param("gpipe", 2, 4, Offload(0.8, 3), {"loss_scale": 64.0}, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize("name, stages, microbatches, offload, options", CASES)
+def test_numbers_are_those_without_offload(
+    name, stages, microbatches, offload, options
+):
+    table, data = schedule_named(name, stages, microbatches), batches(2)
+    plain, offloaded = (linear(table, o, **options) for o in (None, offload))
+    want, want_losses = run(plain, data)
+    got, got_losses = run(offloaded, data)
+    np.testing.assert_array_equal(got_losses, want_losses)
+    assert_equal(offloaded.get_params(got), plain.get_params(want))
+    assert not on_host(want)
+    found = on_host(got)
+    assert any("optimizer_state" in path for path in found)
+    spills = offload.activations is not None
+    assert any("host_stash" in path for path in found) == spills
+    assert_equal(offloaded.evaluate(got, data[0]), plain.evaluate(want, data[0]))
+    memory, whole = offloaded.memory(data[0]), plain.memory(data[0])
+    of_arrays = sum(a.addressable_data(0).nbytes for a in found.values())
+    assert memory.host == of_arrays
+    assert whole.host == 0 and memory.optimizer < whole.optimizer
+    # A state moves into a pipeline with offload, back, and in again.
+    flushed, _ = plain.flush(want)
+    state = offloaded.adopt(plain.adopt(offloaded.adopt(flushed)))
+    assert on_host(state).keys() == found.keys()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"recompute": jax.checkpoint_policies.dots_saveable}, marks=SLOW),
+        pytest.param({"optimizer": optax.contrib.muon(0.01)}, marks=SLOW),
+    ],
+)
+def test_running_statistics_and_dropout(options):
+    """The compiler may fuse what reads a stash in other ways, so sums differ in their last bits."""
+    table, data = jpipe.schedules.gpipe(2, 8), batches(2)
+    options = {"optimizer": optax.adam(1e-2, eps=1e-2)} | options
+    plain, offloaded = (
+        pipeline(table, 3, offload=o, **options) for o in (None, Offload(1.0, 2))
+    )
+    (want, want_losses), (got, got_losses) = run(plain, data), run(offloaded, data)
+    np.testing.assert_allclose(got_losses, want_losses, rtol=1e-6)
+    assert_close(offloaded.get_params(got), plain.get_params(want), "float32")
+    assert_close(
+        offloaded.get_mutable_state(got), plain.get_mutable_state(want), "float32"
+    )
+
+
+def test_large_weights_move_in_chunks(monkeypatch):
+    """An update on chunks is the update on whole leaves, whether weights lie in pools or in a vector."""
+    monkeypatch.setattr(packing, "CHUNK", 2048)
+    data = [
+        {"inputs": a, "targets": b}
+        for a, b in np.random.default_rng(0)
+        .normal(size=(2, 2, 8, 128))
+        .astype(np.float32)
+    ]
+    layers = [lambda rngs, n=n: nnx.Linear(128, n, rngs=rngs) for n in (128, 128, 128)]
+    layers[1] = lambda rngs: nnx.Sequential(
+        nnx.Linear(128, 256, rngs=rngs), nnx.Linear(256, 128, rngs=rngs)
+    )
+
+    def make(offload):
+        return jpipe.Pipeline(
+            layers,
+            loss=loss,
+            optimizer=optax.adamw(0.01),
+            schedule=jpipe.schedules.gpipe(3, 4),
+            offload=offload,
+        )
+
+    plain, offloaded = make(None), make(Offload(1.0))
+    (want, _), (got, _) = run(plain, data), run(offloaded, data)
+    assert_equal(offloaded.get_params(got), plain.get_params(want))
+    rows = {
+        name: a.shape[2:] for name, a in got.optimizer_state.items() if "host" in name
+    }
+    # 128 x 128 numbers in eight chunks of 16 rows.
+    assert rows["host float32[128, 128]"] == (16, 128)
+    assert all(np.prod(row) <= 2048 for row in rows.values())
+
+
+def test_checkpoints_restore_with_and_without_offload(tmp_path):
+    table, data = jpipe.schedules.gpipe(2, 4), batches(3)
+    offload = Offload(1.0, 2)
+    pipe, plain = linear(table, offload), linear(table, None)
+    state, _ = run(pipe, data, 1)
+    with jpipe.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        again = checkpoints.restore(linear(table, offload), data[0])
+        other = checkpoints.restore(plain, data[0])
+    assert on_host(again).keys() == on_host(state).keys()
+    want, metrics = pipe.step(state, data[1])
+    for restored, by in ((again, pipe), (other, plain)):
+        got, losses = by.step(restored, data[1])
+        np.testing.assert_array_equal(losses["loss"], metrics["loss"])
+        assert_equal(by.get_params(got), pipe.get_params(want))
+
+
+def test_axes_of_the_compiler_split_what_is_in_host_memory():
+    family, data = FAMILIES["mlp"], FAMILIES["mlp"].batches(1, 16)[0]
+
+    def make(offload):
+        return jpipe.Pipeline(
+            family.layers,
+            loss=cross_entropy,
+            optimizer=optax.adam(0.1),
+            schedule=jpipe.schedules.gpipe(2, 4),
+            mesh=jpipe.make_mesh(stage=2, fsdp=2),
+            offload=offload,
+        )
+
+    plain, offloaded = make(None), make(Offload(1.0, 2))
+    states = []
+    for pipe in (plain, offloaded):
+        state, _ = pipe.step(pipe.init(KEY, data), data)
+        states.append(pipe.get_params(state))
+    for a, b in zip(*map(jax.tree.leaves, states), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+
+
+# -- A limit
+
+
+def wide(**options):
+    options = {"schedule": jpipe.schedules.gpipe(2, 8)} | options
+    return jpipe.Pipeline(
+        [lambda rngs: nnx.Linear(128, 128, rngs=rngs)] * 4,
+        loss=loss,
+        optimizer=optax.adamw(0.01),
+        **options,
+    )
+
+
+ROWS = {name: np.zeros((64, 128), np.float32) for name in ("inputs", "targets")}
+
+
+def on_device(memory):
+    return sum(memory) - memory.padding - memory.host
+
+
+def test_a_limit_is_kept_and_moves_no_more_than_needed():
+    plain = wide().memory(ROWS)
+    assert wide(device_memory=on_device(plain) + 1000).memory(ROWS) == plain
+    least = wide(offload=Offload(1.0, 2)).memory(ROWS)
+    assert on_device(least) < on_device(plain) - 300_000
+    pipe = wide(device_memory=on_device(least) + 70_000)
+    found = pipe.memory(ROWS)
+    assert on_device(found) <= on_device(least) + 70_000
+    assert 0 < found.host < least.host
+    # The first state fixes what is offloaded.
+    pipe.init(KEY, ROWS)
+    assert "Offload" in str(pipe._settings.offload)
+    with pytest.raises(ValueError, match="is too little.*a device needs") as error:
+        wide(device_memory=on_device(least) - 1000).init(KEY, ROWS)
+    said = int(re.search("([0-9]+) bytes;", str(error.value))[1])
+    wide(device_memory=said).init(KEY, ROWS)
+    with pytest.raises(ValueError, match=f"{said} bytes"):
+        wide(device_memory=said - 1).init(KEY, ROWS)
+
+
+# -- What is refused
+
+
+@pytest.mark.parametrize(
+    "share, kept, message",
+    [
+        (2, None, "from 0 to 1, got 2"),
+        ("all", None, "from 0 to 1, got 'all'"),
+        (True, None, "from 0 to 1, got True"),
+        (1.0, 1, "at least 2 .*, got 1"),
+        (1.0, 2.5, "a whole number .*, got 2.5"),
+    ],
+)
+def test_wrong_offloads_are_refused(share, kept, message):
+    with refused(message):
+        Offload(share, kept)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"offload": "optimizer"}, "must be a `jpipe.Offload`"),
+        ({"offload": Offload(), "device_memory": 1e9}, "Leave one of them out"),
+        ({"device_memory": "2 bananas"}, "such as 2GiB, .* got '2 bananas'"),
+        ({"device_memory": -1}, "above 0"),
+        ({"device_memory": True}, "above 0"),
+        ({"offload": Offload(0, 2), "recompute": "full"}, "keeps only its inputs"),
+        (
+            {"offload": Offload(0, 2), "schedule": jpipe.schedules.pipemare(2, 8)},
+            "is asynchronous. Offload the optimizer's state alone",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused(options, message):
+    with refused(message):
+        wide(**options)
+
+
+def test_too_few_slots_are_refused_before_anything_compiles():
+    pipe = wide(schedule=jpipe.schedules.one_f_one_b(4, 8), offload=Offload(0.0, 2))
+    with refused("`activations=2` of `Offload` is too few: .* needs 3 slots"):
+        pipe.init(KEY, ROWS)
+
+
+def test_devices_without_host_memory(monkeypatch):
+    monkeypatch.setattr("jpipe.checks.memory_kinds", lambda device: ["device"])
+    with refused("'pinned_host', and cpu devices have only 'device'"):
+        wide(offload=Offload(1.0))
+    with refused("'pinned_host', and cpu devices have only 'device'"):
+        wide(device_memory="2GiB")
+    with pytest.warns(UserWarning, match="trains without offloading"):
+        pipe = wide(offload=Offload(1.0, required=False))
+    assert not pipe._settings.offload
+
+
+def test_offload_is_part_of_what_makes_states_equal():
+    table, data = jpipe.schedules.gpipe(2, 4), batches(1)[0]
+    state = pipeline(table, 3, offload=Offload(1.0)).init(KEY, data)
+    with pytest.raises(ValueError, match="differs in `offload`.*adopt"):
+        pipeline(table, 3).step(state, data)
+
+
+def test_both_guards_take_arrays_in_host_memory(monkeypatch):
+    monkeypatch.setattr("jpipe.engine.spec.guard_of", lambda _: "switch")
+    monkeypatch.setattr("jpipe.settings.guard_of", lambda _: "switch")
+    monkeypatch.setattr("jpipe.engine.guard.compiler_options", lambda _: {})
+    monkeypatch.setattr("jpipe.engine.engine.compiler_options", lambda _: {})
+    table, data = jpipe.schedules.gpipe(2, 4), batches(2)
+    plain, offloaded = linear(table, None), linear(table, Offload(1.0, 2))
+    (want, _), (got, _) = run(plain, data), run(offloaded, data)
+    assert_close(offloaded.get_params(got), plain.get_params(want), "float32")
+
+
+def test_old_states_stay_usable_without_donation():
+    table, data = jpipe.schedules.gpipe(2, 4), batches(2)
+    pipe = linear(table, Offload(1.0, 2), donate=False)
+    state = pipe.init(KEY, data[0])
+    first, _ = pipe.step(state, data[0])
+    again, _ = pipe.step(state, data[0])
+    assert_equal(pipe.get_params(first), pipe.get_params(again))
+    assert jnp.isfinite(pipe.evaluate(again, data[1])["loss"])
