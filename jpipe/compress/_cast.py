@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.compress._compressor import Compressor, Wire
 
@@ -21,20 +22,27 @@ class Cast(Compressor):
       dtype: of the values that are sent: "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2".
 
     Raises:
-      ValueError: if `dtype` is no floating-point type.
+      ValueError: if `dtype` is no floating-point type, or has no sign or no NaN.
     """
 
     dtype: Any = "bfloat16"
 
     def __post_init__(self):
         try:
-            dtype = jnp.dtype(self.dtype)
+            # NumPy takes None for float64.
+            dtype = None if self.dtype is None else jnp.dtype(self.dtype)
         except TypeError:
             dtype = None
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
                 f"`dtype` of Cast must be a floating-point type, got {self.dtype!r}. Choose for "
                 "example bfloat16, float16 or float8_e4m3fn; integers come of Quantize."
+            )
+        held = np.array([-1, np.nan]).astype(dtype)
+        if held[0] != -1 or not np.isnan(held[1]):
+            raise ValueError(
+                f"`dtype` of Cast must hold negative numbers and NaN, by which a receiver sees an overflow, and "
+                f"{dtype.name} does not. Choose for example bfloat16, float16 or float8_e4m3fn."
             )
         object.__setattr__(self, "dtype", dtype.name)
 
