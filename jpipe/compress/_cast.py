@@ -56,12 +56,23 @@ class Cast(Compressor):
             )
 
     def encode(self, x: jax.Array, state: Any) -> tuple[Wire, Any]:
-        """`values` in the smaller type."""
+        """`values` in the smaller type, as bits."""
         largest = float(jnp.finfo(self.dtype).max)
         if largest < float(jnp.finfo(x.dtype).max):
             x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-        return {"values": x.astype(self.dtype)}, state
+        return {"values": _as_bits(x.astype(self.dtype))}, state
 
     def decode(self, wire: Mapping[str, jax.Array], like: Any) -> jax.Array:
         """The values in `like`'s dtype."""
-        return wire["values"].astype(like.dtype)
+        values = jax.lax.bitcast_convert_type(wire["values"], self.dtype)
+        return values.astype(like.dtype)
+
+
+def _as_bits(values: jax.Array) -> jax.Array:
+    """Unsigned integers of the same bits.
+
+    Compilers widen the collectives of types that a device does not compute in: on CPUs bfloat16 is sent as float32, and
+    float8 as float16. Integers are sent as they are.
+    """
+    bits = 8 * values.dtype.itemsize
+    return jax.lax.bitcast_convert_type(values, f"uint{bits}")

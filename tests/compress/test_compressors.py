@@ -35,7 +35,7 @@ ALL = {
     "powersgd": PowerSGD(2),
     "pca": StreamingPCA(2),
 }
-PROJECTIONS = [name for name in ALL if name not in ("stochastic", "powersgd", "pca")]
+PROJECTIONS = [name for name in ALL if name not in ("stochastic", "pca")]
 SHAPE = (24, 30)
 
 
@@ -74,7 +74,9 @@ def test_what_arrives_arrives_again(name):
     again, _ = sent(ALL[name], once, state)
     # The scale of a block is a quotient, rounded.
     rounding = 3e-7 if isinstance(ALL[name], Quantize) else 0
-    np.testing.assert_allclose(again, once, rtol=rounding)
+    # Matrix products are rounded.
+    absolute = 1e-5 if isinstance(ALL[name], PowerSGD) else 0
+    np.testing.assert_allclose(again, once, rtol=rounding, atol=absolute)
     assert (once != 0).any()
 
 
