@@ -2,29 +2,30 @@
 
     python benchmarks/compression_quality.py
     python benchmarks/compression_quality.py --tasks digits --seeds 1 --steps 50
+    python benchmarks/compression_quality.py --tasks sgd --steps 3000 --settings plain "gradients DCT 2.5 %"
 
-Every run is `train/train.py` on 2 stages with 2 replicas each, on 4 CPU devices. A table has the bytes that are left, and
-the loss on held-out data, mean and standard deviation over the seeds. `--out FILE` also writes them as JSON, with the losses of
-all steps, and `--plot FILE.svg` draws these.
+Every run trains as `train/train.py` does, on 2 stages with 2 replicas each, on 4 CPU devices; the seeds of a setting share its compiled
+program. A table has how many times fewer bytes are sent, the loss on held-out data, mean and standard deviation over the
+seeds, and what the compressors report after the last step. `--out FILE` also writes them as JSON, with the losses of
+all steps, and `--plot FILE.svg` draws these. `--redraw FILE` makes table and picture of such files, and runs nothing.
 """
 
 import argparse
 import json
 import pathlib
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
+DIGITS = [
+    "--config=configs/quickstart.py",
+    "--config.batch_size=64",
+    "--config.pipeline.schedule=one_f_one_b",
+]
 TASKS = {
-    "digits": [
-        "--config=configs/quickstart.py",
-        "--config.batch_size=64",
-        "--config.pipeline.schedule=one_f_one_b",
-    ],
+    "digits": DIGITS,
     "gpt": [
         "--config=configs/gpt_1f1b.py",
         "--config.mesh.rules.vocab=none",
@@ -35,6 +36,12 @@ TASKS = {
         "--config.data.seq_len=64",
         "--config.batch_size=32",
         "--config.optimizer.warmup_steps=20",
+    ],
+    # SGD with momentum, as in the papers.
+    "sgd": [
+        *DIGITS,
+        "--config.optimizer.name=sgd",
+        "--config.optimizer.weight_decay=5e-4",
     ],
 }
 COMMON = [
@@ -47,6 +54,8 @@ GRADIENTS, MESSAGES = (
     "--config.mesh.compress_gradients",
     "--config.pipeline.compress_messages",
 )
+RANKS = 1, 2, 4, 9, 10
+"""The smallest matrix of the ResNet, its stem, has a full rank of 9, that of the GPT one above 10."""
 SETTINGS = {
     "plain": [],
     **{
@@ -57,17 +66,15 @@ SETTINGS = {
             "4 bits": "quantize:bits=4",
             "DCT 2.5 %": "threshold:density=0.025,room=1,every=100",
             "DCT 0.5 %": "threshold:density=0.005,room=1,every=100",
-            "PowerSGD 1": "powersgd:rank=1",
-            "PowerSGD 4": "powersgd:rank=4",
-            "streaming PCA 1": "streaming_pca:rank=1",
-            "streaming PCA 4": "streaming_pca:rank=4",
+            **{f"PowerSGD {rank}": f"powersgd:rank={rank}" for rank in RANKS},
+            **{f"streaming PCA {rank}": f"streaming_pca:rank={rank}" for rank in RANKS},
         }.items()
     },
     **{
         f"gradients accumulated PCA {rank}": [
             f"--config.pipeline.accumulate_gradients=streaming_pca:rank={rank}"
         ]
-        for rank in (1, 4, 10)
+        for rank in RANKS
     },
     **{
         f"messages {name}": [f"{MESSAGES}={text}"]
@@ -81,108 +88,199 @@ SETTINGS = {
 }
 
 
-def run(task: str, setting: str, seed: int, steps: int) -> dict:
-    """One training: its held-out result, the losses of its steps, and the ratios of bytes that it printed."""
+def settings_of(task: str) -> list[str]:
+    """The settings that a task takes by default."""
+    left_out = "10" if task != "gpt" else "9"
+    names = [name for name in SETTINGS if name.rsplit(" ", 1)[-1] != left_out]
+    if task == "gpt":
+        return names
+    # The digits' ResNet has one dense layer, its last one.
+    return [name for name in names if "accumulated" not in name]
+
+
+def train(
+    task: str, setting: str, seeds: list[int], steps: int, extra: list[str]
+) -> list[dict]:
+    """One training for each seed: the held-out result, the losses of all steps and what compressors report."""
+    import jax
+
+    from train import train as script
+    from train.data import shuffled
+
+    argv = [*TASKS[task], *COMMON, *SETTINGS[setting], f"--config.num_steps={steps}"]
+    results = []
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = pathlib.Path(folder) / "run"
-        command = [sys.executable, "train/train.py", *TASKS[task], *COMMON]
-        command += [*SETTINGS[setting], f"--config.seed={seed}"]
-        command += [f"--config.num_steps={steps}", f"--config.log_every={steps}"]
-        command += [f"--config.run_dir={run_dir}"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{' '.join(command)}\n{done.stdout}\n{done.stderr}")
-        lines = (run_dir / "log.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    ratios = re.findall(r"^  (activation|gradients).*?([\d.]+)$", done.stdout, re.M)
-    result = {k: v for k, v in records[-1].items() if k.startswith("test_")}
-    losses = next(r["each_step"]["loss"] for r in records if "each_step" in r)
-    found = {what: float(ratio) for what, ratio in ratios}
-    return {"task": task, "setting": setting, "seed": seed, "losses": losses} | {
-        "ratio": found.get(setting.split()[0].replace("messages", "activation"), 1.0),
-        **result,
-    }
+        argv += [f"--config.run_dir={folder}/run", *extra]
+        run = script.prepare(argv)
+        pipe, rows = run.pipe, run.config.batch_size
+        what = "activation" if setting.startswith("messages") else "weights"
+        records = [r for r in pipe.messages(run.batch) if r.what == what]
+        memory = pipe.memory(run.batch)
+        for seed in seeds:
+            state = pipe.init(jax.random.key(seed), run.batch)
+            batches, losses = shuffled(run.data.train, rows, seed), []
+            pending = []  # a loss is read while the next step runs
+            for _ in range(steps):
+                state, metrics = pipe.step(state, next(batches))
+                losses += [float(loss) for loss in pending]
+                pending = [metrics["loss"]]
+            losses += [float(loss) for loss in pending]
+            held_out = script.evaluate(pipe, state, run.data.test, rows)
+            counts = metrics.get("compression", {})
+            results.append(
+                {
+                    "task": task,
+                    "setting": setting,
+                    "seed": seed,
+                    "steps": steps,
+                    "extra": extra,
+                    "ratio": records[-1].ratio,
+                    "gradient_bytes": memory.gradients + memory.compression,
+                    "losses": losses,
+                    "compression": {name: float(a) for name, a in counts.items()},
+                    **{f"test_{name}": value for name, value in held_out.items()},
+                }
+            )
+        run.checkpoints.close()
+    jax.clear_caches()
+    return results
 
 
 def table(runs: list[dict]) -> str:
-    """The table, one row per setting."""
+    """The table, one row per setting and group of further options."""
     tasks = list(dict.fromkeys(r["task"] for r in runs))
-    head = "| setting |" + "".join(
-        f" {t}: bytes / | {t}: held-out loss |" for t in tasks
-    )
-    rows = [head, "|---|" + "---|---|" * len(tasks)]
-    for setting in dict.fromkeys(r["setting"] for r in runs):
-        row = f"| {setting} |"
-        for task in tasks:
-            of = [r for r in runs if (r["task"], r["setting"]) == (task, setting)]
-            if not of:
-                row += " | |"
-                continue
-            losses = [r["test_loss"] for r in of]
-            spread = statistics.stdev(losses) if len(losses) > 1 else 0.0
-            ratio = statistics.mean(r["ratio"] for r in of)
-            row += f" {ratio:.1f} | {statistics.mean(losses):.3f} ± {spread:.3f} |"
-        rows.append(row)
-    return "\n".join(rows)
+    blocks = []
+    for task in tasks:
+        of_task = [r for r in runs if r["task"] == task]
+        rows = [
+            f"| {task}, {of_task[0]['steps']} steps | bytes / | gradients, kB | held-out loss | accuracy, % | reported |",
+            "|---|---|---|---|---|---|",
+        ]
+        key = lambda r: (r["setting"], *r["extra"])  # noqa: E731
+        for group in dict.fromkeys(map(key, of_task)):
+            of = [r for r in of_task if key(r) == group]
+            ratio, size = of[0]["ratio"], of[0]["gradient_bytes"] / 1e3
+            accuracies = [100 * r["test_accuracy"] for r in of]
+            reported = ", ".join(
+                f"{name} {statistics.mean(r['compression'][name] for r in of):.3g}"
+                for name in of[0]["compression"]
+            )
+            rows.append(
+                f"| {' '.join(group)} | {ratio:.1f} | {size:.0f} | {_spread([r['test_loss'] for r in of], 3)} "
+                f"| {_spread(accuracies, 1)} | {reported} |"
+            )
+        blocks.append("\n".join(rows))
+    return "\n\n".join(blocks)
+
+
+def _spread(values: list[float], digits: int) -> str:
+    """Mean and standard deviation."""
+    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
+    return f"{statistics.mean(values):.{digits}f} ± {deviation:.{digits}f}"
+
+
+PANELS = {
+    "gradients, rounded or thresholded": (
+        "gradients bfloat16",
+        "gradients 8 bits",
+        "gradients 4 bits",
+        "gradients DCT",
+    ),
+    "gradients, PowerSGD": ("gradients PowerSGD",),
+    "gradients, streaming PCA": (
+        "gradients streaming PCA",
+        "gradients accumulated PCA",
+    ),
+    "messages": ("messages",),
+}
+"""Title of a panel of a picture -> how the names of its settings begin."""
 
 
 def plot(runs: list[dict], path: pathlib.Path) -> None:
-    """Losses of the steps, mean over seeds and over 10 steps."""
+    """Losses of the steps of one task, mean and range over the seeds, each a mean over some steps."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
     import numpy as np
 
-    tasks = list(dict.fromkeys(r["task"] for r in runs))
-    kinds = ("gradients", "messages")
+    tasks = {r["task"] for r in runs}
+    if len(tasks) != 1:
+        raise ValueError(f"one picture has one task, got {', '.join(sorted(tasks))}.")
+    steps = runs[0]["steps"]
+    window = max(steps // 30, 1)
+    names = list(dict.fromkeys(r["setting"] for r in runs))
+    panels = {
+        title: ["plain", *(name for name in names if name.startswith(starts))]
+        for title, starts in PANELS.items()
+    }
+    panels = {title: of for title, of in panels.items() if len(of) > 1}
+    columns = min(len(panels), 2)
     figure, axes = plt.subplots(
-        len(tasks),
-        2,
-        figsize=(11, 3.6 * len(tasks)),
+        -(-len(panels) // columns),
+        columns,
+        figsize=(5.5 * columns, 3.8 * -(-len(panels) // columns)),
         squeeze=False,
+        sharey=True,
         layout="constrained",
     )
-    for row, task in zip(axes, tasks):
-        for axis, kind in zip(row, kinds):
-            for setting in dict.fromkeys(r["setting"] for r in runs):
-                if setting != "plain" and not setting.startswith(kind):
-                    continue
-                of = [r for r in runs if (r["task"], r["setting"]) == (task, setting)]
-                losses = np.mean([r["losses"] for r in of], axis=0)
-                smooth = np.convolve(losses, np.ones(10) / 10, "valid")
-                label = setting.removeprefix(f"{kind} ")
-                style = {"color": "black", "linewidth": 2} if setting == "plain" else {}
-                axis.plot(np.arange(len(smooth)) + 10, smooth, label=label, **style)
-            axis.set(title=f"{task}, {kind} compressed", xlabel="step", ylabel="loss")
-            axis.legend(fontsize=7)
-    figure.savefig(path)
+    for axis in axes.flat[len(panels) :]:
+        axis.axis("off")
+    for axis, (title, settings) in zip(axes.flat, panels.items()):
+        for setting in settings:
+            losses = np.array([r["losses"] for r in runs if r["setting"] == setting])
+            # Means of `window` steps each.
+            count = losses.shape[1] // window
+            means = losses[:, : count * window].reshape(len(losses), count, window)
+            means, at = means.mean(2), window * (np.arange(count) + 0.5)
+            style = {"color": "black", "linewidth": 2} if setting == "plain" else {}
+            if "accumulated" in setting:
+                style["linestyle"] = "--"
+            label = setting.removeprefix("gradients ").removeprefix("messages ")
+            (line,) = axis.plot(at, means.mean(0), label=label, **style)
+            axis.fill_between(
+                at, means.min(0), means.max(0), color=line.get_color(), alpha=0.15, lw=0
+            )
+        axis.set(title=title, xlabel="step", ylabel="loss")
+        axis.legend(fontsize=7, ncols=2)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
-    parser.add_argument(
-        "--settings", nargs="+", default=list(SETTINGS), choices=SETTINGS
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0],
+        epilog="Options such as --config.optimizer.learning_rate=0.1 go to train/train.py.",
     )
+    parser.add_argument(
+        "--tasks", nargs="+", default=["digits", "gpt"], choices=list(TASKS)
+    )
+    parser.add_argument("--settings", nargs="+", choices=list(SETTINGS))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=pathlib.Path, help="write all numbers as JSON")
-    parser.add_argument("--plot", type=pathlib.Path, help="draw the losses")
-    args = parser.parse_args()
+    parser.add_argument("--plot", type=pathlib.Path, help="draw the losses of a task")
+    parser.add_argument(
+        "--redraw", nargs="+", type=pathlib.Path, help="files of --out; runs nothing"
+    )
+    args, extra = parser.parse_known_args()
+    wrong = [word for word in extra if not word.startswith("--config.")]
+    if wrong:
+        parser.error(f"there are no options {' '.join(wrong)}.")
     runs: list[dict] = []
-    for task in args.tasks:
-        for setting in args.settings:
-            for seed in range(args.seeds):
-                runs.append(run(task, setting, seed, args.steps))
-                one = {k: v for k, v in runs[-1].items() if k != "losses"}
-                print(json.dumps(one), flush=True)
-                if args.out is not None:
-                    args.out.write_text(json.dumps(runs) + "\n")
+    for path in args.redraw or ():
+        runs += json.loads(path.read_text())
+    for task in args.tasks if not args.redraw else ():
+        for setting in args.settings or settings_of(task):
+            runs += train(task, setting, list(range(args.seeds)), args.steps, extra)
+            for one in runs[-args.seeds :]:
+                print(json.dumps(one | {"losses": one["losses"][-1:]}), flush=True)
+            if args.out is not None:
+                args.out.write_text(json.dumps(runs) + "\n")
     print(f"\n{table(runs)}")
     if args.plot is not None:
         plot(runs, args.plot)
 
 
 if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
     main()

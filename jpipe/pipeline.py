@@ -509,8 +509,9 @@ class Pipeline:
           of the step; "skipped_updates" int32 `[S]`, 1 where a gradient that is not finite made a
           stage keep its weights; with `has_aux` "aux", means like the loss; with a loss scale
           "loss_scale", after the step; with compression "compression", a dict of numbers over all devices:
-          "error_norm", the norm of what replicas have not sent of their gradients, and of thresholds
-          "gradient_density", "gradient_overflow", "message_density" and "message_overflow". JAX runs the step while Python goes on, and reading a metric
+          "message_ratio" and "gradient_ratio", how many times fewer bytes are sent, "error_norm", the norm of what
+          replicas have not sent of their gradients, and of thresholds "gradient_density", "gradient_overflow",
+          "message_density" and "message_overflow". JAX runs the step while Python goes on, and reading a metric
           waits for it.
 
         Raises:

@@ -122,11 +122,12 @@ def counts(program: "Program", kept: Mapping[str, Any]) -> dict[str, jax.Array]:
       kept: global arrays of the state.
 
     Returns:
-      "error_norm", of all that replicas have not sent of their gradients. And of compressors that report them
-      "gradient_density" and "message_density", the mean part of the entries that passed the latest thresholds, and
+      "message_ratio" and "gradient_ratio", how many times fewer bytes are sent, over all messages of a microbatch and
+      over the gradients of all stages; "error_norm", of all that replicas have not sent of their gradients. And of
+      compressors that report them "gradient_density" and "message_density", the mean part of the entries that passed the latest thresholds, and
       "gradient_overflow" and "message_overflow", the entries so far that passed without room.
     """
-    settings, found = program.settings, {}
+    settings, found = program.settings, _ratios(messages(program))
     of_gradients, of_messages = (
         kept["gradient_compression"],
         kept["message_compression"],
@@ -152,6 +153,19 @@ def counts(program: "Program", kept: Mapping[str, Any]) -> dict[str, jax.Array]:
     return found
 
 
+def _ratios(records: Sequence[MessageRecord]) -> dict[str, jax.Array]:
+    """Of what is compressed between stages, and between replicas."""
+    found = {}
+    for name, of_replicas in ("message", False), ("gradient", True):
+        of = [r for r in records if (r.source == r.target) == of_replicas]
+        plain, sent = (
+            sum(getattr(r, n) for r in of) for n in ("plain_bytes", "num_bytes")
+        )
+        if plain != sent:
+            found[f"{name}_ratio"] = jnp.float32(plain / max(sent, 1))
+    return found
+
+
 def _counts(name: str, compressor: Any, states: list) -> dict[str, jax.Array]:
     """Counts of one compressor, from its states `[n, ...]`."""
     states = [state for state in states if jax.tree.leaves(state)]
@@ -160,7 +174,10 @@ def _counts(name: str, compressor: Any, states: list) -> dict[str, jax.Array]:
     of_states = [jax.vmap(compressor.counts)(state) for state in states]
     found = {}
     for key in of_states[0]:
-        values = jnp.concatenate([counts[key].reshape(-1) for counts in of_states])
+        # In float32: the sum of many counts may be beyond int32.
+        values = jnp.concatenate(
+            [counts[key].reshape(-1).astype(jnp.float32) for counts in of_states]
+        )
         total = jnp.sum(values)
         if key == "density":  # some states are of no array, and sent nothing
             total = total / jnp.maximum(jnp.sum(values > 0), 1)

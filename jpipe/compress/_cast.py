@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jpipe.compress._compressor import Compressor, Wire
 
@@ -21,20 +22,27 @@ class Cast(Compressor):
       dtype: of the values that are sent: "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2".
 
     Raises:
-      ValueError: if `dtype` is no floating-point type.
+      ValueError: if `dtype` is no floating-point type, or has no sign or no NaN.
     """
 
     dtype: Any = "bfloat16"
 
     def __post_init__(self):
         try:
-            dtype = jnp.dtype(self.dtype)
+            # NumPy takes None for float64.
+            dtype = None if self.dtype is None else jnp.dtype(self.dtype)
         except TypeError:
             dtype = None
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
                 f"`dtype` of Cast must be a floating-point type, got {self.dtype!r}. Choose for "
                 "example bfloat16, float16 or float8_e4m3fn; integers come of Quantize."
+            )
+        held = np.array([-1, np.nan]).astype(dtype)
+        if held[0] != -1 or not np.isnan(held[1]):
+            raise ValueError(
+                f"`dtype` of Cast must hold negative numbers and NaN, by which a receiver sees an overflow, and "
+                f"{dtype.name} does not. Choose for example bfloat16, float16 or float8_e4m3fn."
             )
         object.__setattr__(self, "dtype", dtype.name)
 
@@ -48,12 +56,23 @@ class Cast(Compressor):
             )
 
     def encode(self, x: jax.Array, state: Any) -> tuple[Wire, Any]:
-        """`values` in the smaller type."""
+        """`values` in the smaller type, as bits."""
         largest = float(jnp.finfo(self.dtype).max)
         if largest < float(jnp.finfo(x.dtype).max):
             x = jnp.where(jnp.isfinite(x), jnp.clip(x, -largest, largest), x)
-        return {"values": x.astype(self.dtype)}, state
+        return {"values": _as_bits(x.astype(self.dtype))}, state
 
     def decode(self, wire: Mapping[str, jax.Array], like: Any) -> jax.Array:
         """The values in `like`'s dtype."""
-        return wire["values"].astype(like.dtype)
+        values = jax.lax.bitcast_convert_type(wire["values"], self.dtype)
+        return values.astype(like.dtype)
+
+
+def _as_bits(values: jax.Array) -> jax.Array:
+    """Unsigned integers of the same bits.
+
+    Compilers widen the collectives of types that a device does not compute in: on CPUs bfloat16 is sent as float32, and
+    float8 as float16. Integers are sent as they are.
+    """
+    bits = 8 * values.dtype.itemsize
+    return jax.lax.bitcast_convert_type(values, f"uint{bits}")

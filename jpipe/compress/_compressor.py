@@ -2,6 +2,7 @@
 
 import abc
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
@@ -185,3 +186,22 @@ class SparseCompressor(Compressor):
 def size_of(like: Any) -> int:
     """Number of entries."""
     return math.prod(like.shape)
+
+
+def check_number(compressor: Any, name: str, whole: bool = True) -> None:
+    """Refuses an attribute of a compressor that is no number.
+
+    Args:
+      compressor: whose attribute it is.
+      name: of the attribute.
+      whole: whether it must be a whole number.
+
+    Raises:
+      ValueError: if it is none.
+    """
+    value = getattr(compressor, name)
+    kind = numbers.Integral if whole else numbers.Real
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise ValueError(
+            f"`{name}` of {type(compressor).__name__} must be a {'whole ' * whole}number, got {value!r}."
+        )

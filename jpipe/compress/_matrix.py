@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jpipe.compress._compressor import Compressor, Replicas, Wire
+from jpipe.compress._compressor import Compressor, Replicas, Wire, check_number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,8 @@ class LowRankCompressor(Compressor):
     _rank_counts: ClassVar[str] = "columns of the factors"
 
     def __post_init__(self):
+        check_number(self, "rank")
+        check_number(self, "seed")
         if self.rank < 1:
             raise ValueError(
                 f"`rank` of {type(self).__name__} must be at least 1, got {self.rank}: it is the number of "

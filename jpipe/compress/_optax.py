@@ -35,8 +35,13 @@ def compress_gradients(
         Karimireddy et al., arXiv:1901.09847, Algorithm 1).
 
     Raises:
-      ValueError: from `init`, if a gradient cannot be compressed.
+      ValueError: if `compressor` is none; from `init`, if a gradient cannot be compressed.
     """
+    if not isinstance(compressor, Compressor):
+        raise ValueError(
+            f"`compressor` must be a compressor of `jpipe.compress`, got {compressor!r}. For example "
+            "`jpipe.compress.PowerSGD(rank=4)`."
+        )
 
     def init(params: Any) -> CompressionState:
         leaves = jax.tree.leaves_with_path(params)

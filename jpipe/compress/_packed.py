@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.compress import _sparse
-from jpipe.compress._compressor import SparseCompressor, Wire, size_of
+from jpipe.compress._compressor import SparseCompressor, Wire, check_number, size_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +27,7 @@ class PackedCompressor(SparseCompressor):
     density: float
 
     def __post_init__(self):
+        check_number(self, "density", whole=False)
         if not (0 < self.density <= 1):
             raise ValueError(
                 f"`density` of {type(self).__name__} must be above 0 and at most 1, got "

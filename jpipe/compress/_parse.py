@@ -39,6 +39,10 @@ def parse(text: str) -> Compressor:
       >>> parse("topk:density=0.01")
       TopK(density=0.01)
     """
+    if not isinstance(text, str):
+        raise ValueError(
+            f"a compressor is named by a text such as 'powersgd:rank=4', got {text!r}."
+        )
     name, _, options = text.partition(":")
     if name not in COMPRESSORS:
         raise ValueError(
@@ -55,6 +59,8 @@ def parse(text: str) -> Compressor:
                 f"{name} has no option {option!r}.{did_you_mean(key, fields)} Write `{name}:option=value,...`; the "
                 f"options are {', '.join(fields)}."
             )
+        if key in values:
+            raise ValueError(f"{name} has `{key}` twice in {text!r}. Leave one out.")
         values[key] = _value(name, key, value, hints[key])
     missing = [
         key

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jpipe.compress._compressor import Compressor, Wire, size_of
+from jpipe.compress._compressor import Compressor, Wire, check_number, size_of
 
 
 class QuantizeState(NamedTuple):
@@ -48,6 +48,8 @@ class Quantize(Compressor):
     seed: int = 0
 
     def __post_init__(self):
+        for name in ("bits", "block", "seed"):
+            check_number(self, name)
         if self.bits not in (4, 8):
             raise ValueError(
                 f"`bits` of Quantize must be 8 or 4, got {self.bits}: there is no code of other "
@@ -57,6 +59,10 @@ class Quantize(Compressor):
             raise ValueError(
                 f"`block` of Quantize must be at least 1, got {self.block}: every scale needs an "
                 "entry. 256 is usual."
+            )
+        if not isinstance(self.stochastic, bool):
+            raise ValueError(
+                f"`stochastic` of Quantize must be True or False, got {self.stochastic!r}."
             )
 
     def init(self, like: Any) -> Any:

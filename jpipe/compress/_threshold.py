@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.compress._compressor import Wire, size_of
+from jpipe.compress._compressor import Wire, check_number, size_of
 from jpipe.compress._packed import PackedCompressor, num_kept
 
 
@@ -19,7 +19,7 @@ class ThresholdState(NamedTuple):
       threshold: smallest magnitude that is sent.
       age: int32, arrays encoded since the threshold was computed; 0: compute it now.
       density: float32, part of the entries that the last `encode` sent.
-      overflow: int32, entries above the threshold that had no room, since `init`.
+      overflow: int32, entries above the threshold that had no room, since `init`; at most 2^31 - 1.
     """
 
     threshold: jax.Array
@@ -60,6 +60,8 @@ class Threshold(PackedCompressor):
 
     def __post_init__(self):
         super().__post_init__()
+        check_number(self, "every")
+        check_number(self, "room", whole=False)
         if self.every < 1:
             raise ValueError(
                 f"`every` of Threshold must be at least 1, got {self.every}: 1 computes the "
@@ -100,11 +102,13 @@ class Threshold(PackedCompressor):
         wire, overflow = self.packed(x, mask)
         sent = jnp.sum(mask, dtype=jnp.int32) - overflow
         age = jnp.where(overflow > 0, 0, (state.age + 1) % self.every)
+        # A counter that wrapped would be negative.
+        left = jnp.int32(jnp.iinfo(jnp.int32).max) - state.overflow
         return wire, ThresholdState(
             threshold,
             age.astype(jnp.int32),
             sent.astype(jnp.float32) / flat.size,
-            state.overflow + overflow,
+            state.overflow + jnp.minimum(overflow, left),
         )
 
     def counts(self, state: ThresholdState) -> dict[str, jax.Array]:

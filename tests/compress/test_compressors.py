@@ -35,7 +35,7 @@ ALL = {
     "powersgd": PowerSGD(2),
     "pca": StreamingPCA(2),
 }
-PROJECTIONS = [name for name in ALL if name not in ("stochastic", "powersgd", "pca")]
+PROJECTIONS = [name for name in ALL if name not in ("stochastic", "pca")]
 SHAPE = (24, 30)
 
 
@@ -74,7 +74,9 @@ def test_what_arrives_arrives_again(name):
     again, _ = sent(ALL[name], once, state)
     # The scale of a block is a quotient, rounded.
     rounding = 3e-7 if isinstance(ALL[name], Quantize) else 0
-    np.testing.assert_allclose(again, once, rtol=rounding)
+    # Matrix products are rounded.
+    absolute = 1e-5 if isinstance(ALL[name], PowerSGD) else 0
+    np.testing.assert_allclose(again, once, rtol=rounding, atol=absolute)
     assert (once != 0).any()
 
 
@@ -210,6 +212,14 @@ def test_entries_without_room_are_counted_and_the_threshold_is_renewed():
     np.testing.assert_allclose(compressor.counts(state)["density"], 0.1)
 
 
+def test_the_count_of_entries_without_room_does_not_wrap():
+    compressor, most = Threshold(0.1, every=1000), 2**31 - 1
+    _, state = sent(compressor, array(shape=(1000,)))
+    state = state._replace(overflow=jnp.int32(most - 5))
+    _, state = sent(compressor, 10 * array(shape=(1000,)), state)
+    assert int(state.overflow) == most
+
+
 def test_equal_entries():
     got, state = sent(Threshold(0.1), np.ones(100, "f"))
     assert (
@@ -268,40 +278,43 @@ def test_powersgd_nears_the_best_approximation():
     np.testing.assert_allclose(got, best, atol=2e-3)
 
 
-def synthetic_gradients(n, batches, seed=0):
-    """`[batches, n, a]` and `[batches, n, b]`, whose products have singular values near 10, 6, 3, .3, ..."""
-    rng = np.random.default_rng(seed)
-    a, b = 40, 30
-    values = np.array([10, 6, 3, *[0.3] * 7])
-    left = np.linalg.qr(rng.standard_normal((a, 10)))[0]
-    right = np.linalg.qr(rng.standard_normal((b, 10)))[0]
-    for _ in range(batches):
-        # Rows with uncorrelated coefficients of variance 1.
-        c = rng.standard_normal((n, 10))
-        yield (c * np.sqrt(values)) @ left.T, (c * np.sqrt(values)) @ right.T
-
-
 def test_streaming_pca_learns_the_leading_vectors():
-    """The sanity run: rows in parts of 32, rank 3. Later batches are nearer, as the vectors go on."""
-    compressor = StreamingPCA(3)
-    update = jax.jit(compressor.update)
-    factors, errors = None, []
-    for x, d in synthetic_gradients(256, 10):
-        x, d = x.astype("f"), d.astype("f")
-        if factors is None:
-            factors = compressor.init(jax.ShapeDtypeStruct((40, 30), np.float32))
-            factors = factors._replace(sigma=jnp.ones(3))  # as in the paper
-        for i in range(256 // 32):
-            rows = slice(32 * i, 32 * (i + 1))
-            factors = update(factors, x[rows], d[rows], i)
-        exact = x.T @ d / 256
-        errors.append(np.linalg.norm(factors.matrix() - exact) / np.linalg.norm(exact))
+    """Rank 3 of gradients with singular values 10, 6, 3, 0.3, ...: batches of 256 rows in parts of 32, 40 runs.
+
+    The expected figures are of one run of an independent program, in NumPy, of the recursion as the paper has it.
+    """
+    num_runs, num_rows, part, (a, b) = 40, 256, 32, (16, 12)
+    values, rng = np.array([10, 6, 3, 0.3, 0.2, 0.1]), np.random.default_rng(0)
+    compressors = [StreamingPCA(3, seed) for seed in range(num_runs)]
+    like = jax.ShapeDtypeStruct((a, b), np.float32)
+    first = [c.init(like)._replace(sigma=jnp.ones(3)) for c in compressors]
+    factors = jax.tree.map(lambda *of_runs: jnp.stack(of_runs), *first)
+    left, right = (
+        np.linalg.qr(rng.standard_normal((num_runs, n, len(values))))[0] for n in (a, b)
+    )
+    layers = (left * values) @ right.transpose(0, 2, 1)
+    update = jax.jit(jax.vmap(compressors[0].update, in_axes=(0, 0, 0, None)))
+    errors = {}
+    for batch in range(1, 11):
+        x = rng.standard_normal((num_runs, num_rows, a))
+        d = x @ layers
+        for i in range(num_rows // part):
+            rows = slice(part * i, part * (i + 1))
+            factors = update(factors, x[:, rows].astype("f"), d[:, rows].astype("f"), i)
+        exact = x.transpose(0, 2, 1) @ d / num_rows
+        difference = jax.vmap(Factors.matrix)(factors) - exact
+        norms = (np.linalg.norm(m, axis=(1, 2)) for m in (difference, exact))
+        errors[batch] = np.divide(*norms)
+    for batch, expected in {1: 0.174, 2: 0.107, 5: 0.094, 10: 0.054}.items():
+        assert errors[batch].min() < expected < errors[batch].max()
     singular = np.linalg.svd(exact)[1]
-    best = np.sqrt((singular[3:] ** 2).sum() / (singular**2).sum())
-    assert errors[0] < 0.35 and errors[9] < 0.6 * errors[0]
-    assert best < errors[9] < 0.15
-    np.testing.assert_allclose(np.sort(factors.sigma)[::-1], [10, 6, 3], rtol=0.2)
-    assert sum(a.size for a in factors) == 3 * (40 + 30 + 1)
+    best = np.sqrt((singular[:, 3:] ** 2).sum(1) / (singular**2).sum(1))
+    np.testing.assert_allclose(np.median(best), 0.031, rtol=0.05)
+    assert (best < errors[10]).all()
+    assert np.median(errors[10]) < 0.5 * np.median(errors[1])
+    sigma = np.median(np.sort(factors.sigma, axis=1)[:, ::-1], axis=0)
+    np.testing.assert_allclose(sigma, [10.7, 5.9, 3.0], rtol=0.1)
+    assert sum(n.size for n in factors) == num_runs * 3 * (a + b + 1)
 
 
 def test_streaming_pca_is_its_definition():
@@ -435,6 +448,8 @@ def test_texts(text, want):
         ("topk:density=much", "`density` of topk must be a number, got 'much'"),
         ("quantize:bits=8.0", "`bits` of quantize must be a whole number"),
         ("quantize:stochastic=yes", "must be true or false"),
+        ("topk:density=0.1,density=0.2", "topk has `density` twice"),
+        (None, "named by a text such as 'powersgd:rank=4', got None"),
         ("topk:density=0", "`density` of TopK must be above 0"),
     ],
 )
@@ -453,6 +468,21 @@ def test_wrong_texts(text, message):
         (lambda: Threshold(0.1, room=0.5), "`room` of Threshold must be at least 1"),
         (lambda: Quantize(3), "`bits` of Quantize must be 8 or 4, got 3"),
         (lambda: Quantize(8, block=0), "`block` of Quantize must be at least 1"),
+        (
+            lambda: Threshold("0.1"),
+            "`density` of Threshold must be a number, got '0.1'",
+        ),
+        (lambda: TopK(True), "`density` of TopK must be a number, got True"),
+        (lambda: Threshold(0.1, every=2.5), "must be a whole number, got 2.5"),
+        (lambda: Threshold(0.1, room="big"), "must be a number, got 'big'"),
+        (lambda: Quantize(8.0), "`bits` of Quantize must be a whole number"),
+        (lambda: Quantize(8, stochastic="yes"), "must be True or False, got 'yes'"),
+        (lambda: PowerSGD(None), "`rank` of PowerSGD must be a whole number, got None"),
+        (lambda: StreamingPCA(2, seed="a"), "`seed` of StreamingPCA must be a whole"),
+        (lambda: Cast(None), "must be a floating-point type, got None"),
+        (lambda: Cast("float4_e2m1fn"), "NaN.*float4_e2m1fn does not"),
+        (lambda: Cast("float8_e8m0fnu"), "negative numbers.*float8_e8m0fnu does not"),
+        (lambda: compress_gradients("topk"), "must be a compressor.*got 'topk'"),
         (lambda: PowerSGD(0), "`rank` of PowerSGD must be at least 1"),
         (lambda: StreamingPCA(0), "`rank` of StreamingPCA must be at least 1"),
         (lambda: Cast("int8"), "must be a floating-point type, got 'int8'"),

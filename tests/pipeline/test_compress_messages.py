@@ -1,6 +1,7 @@
 """Compressed messages between stages: the numbers of the model that rounds or masks there, with fewer bytes."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -209,18 +210,18 @@ def test_skips_are_compressed_and_integers_are_not():
     "compress,types",
     [
         (None, ["f32"]),
-        (Cast(), ["bf16"]),
-        (Cast("float8_e4m3fn"), ["f8E4M3FN"]),
-        (Quantize(8), ["f32", "i8"]),
-        (Quantize(4), ["f32", "ui8"]),
+        (Cast(), ["u16"]),
+        (Cast("float8_e4m3fn"), ["u8"]),
+        (Quantize(8), ["f32", "s8"]),
+        (Quantize(4), ["f32", "u8"]),
     ],
     ids=str,
 )
 def test_what_travels_has_the_dtype_of_the_wire(compress, types):
-    text = make(compress).lower(batches(1)[0]).as_text()
-    lines = [t for t in text.splitlines() if "stablehlo.collective_permute" in t]
-    shapes = {line.rpartition("tensor<")[2].split(">")[0] for line in lines}
-    assert sorted({shape.rpartition("x")[2] for shape in shapes}) == types
+    """In the compiled program; floating-point numbers travel as bits, which no compiler widens."""
+    text = make(compress).lower(batches(1)[0]).compile().as_text()
+    found = re.findall(r"= (\w+)\[[\d,]*\]\S* collective-permute(?:-start)?\(", text)
+    assert sorted(set(found)) == types
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "pipedream"])

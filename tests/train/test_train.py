@@ -323,7 +323,9 @@ def test_a_compressed_run_says_what_it_sends_and_loses(tmp_path, capsys):
     )
     assert main([*TINY, *words, f"--config.run_dir={tmp_path / 'run'}"]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"activation, a microbatch +0 to 1 .* 3\.\d$", printed, re.M)
+    (ratio,) = re.findall(
+        r"activation, a microbatch +0 to 1 .* (3\.\d)$", printed, re.M
+    )
     assert re.search(r"gradients of weights, a step +0 .* \d\.\d$", printed, re.M)
     assert re.search(r"compression +[\d.]+ KiB", printed)
     assert "error norm" in printed
@@ -331,6 +333,8 @@ def test_a_compressed_run_says_what_it_sends_and_loses(tmp_path, capsys):
     for line in lines:
         numbers = line["compression"]
         assert numbers["error_norm"] > 0
+        assert f"{numbers['message_ratio']:.1f}" == ratio
+        assert 1 < numbers["gradient_ratio"] < 10
         assert 0.05 < numbers["gradient_density"] < 1
         assert numbers["gradient_overflow"] >= 0
 
