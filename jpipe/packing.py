@@ -238,10 +238,10 @@ class Packing:
             arrays that are large and live long, such as weights: a leaf of a vector is laid out anew
             on TPUs whenever it is read.
         """
-        owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
+        of_owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
         weights = np.ones(len(owners)) if num_stages is None else np.array(num_stages)
         counts: dict = collections.defaultdict(lambda: [0] * len(owners))
-        for o, leaves in enumerate(owners):
+        for o, leaves in enumerate(of_owners):
             for leaf in leaves:
                 if not leaf.in_vector:
                     counts[_key(leaf)][o] += leaf.count
@@ -256,7 +256,7 @@ class Packing:
             pooled = _tightened(pooled, counts, weights)
         sizes: dict = collections.defaultdict(int)
         dtypes, places, used, specs, on_host = {}, [], [], {}, set()
-        for leaves in owners:
+        for leaves in of_owners:
             next_free: dict = collections.defaultdict(int)
             own_places: list[Place] = []
             for count, together in itertools.groupby(leaves, lambda leaf: leaf.count):

@@ -15,6 +15,7 @@ import jax
 import optax
 
 import jpipe
+from jpipe.sizes import parse_size
 from models import Model
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import Pairs
@@ -200,6 +201,14 @@ class MeshConfig:
     """How the replicas of a stage exchange gradients, such as powersgd:rank=4,
     threshold:density=0.01 or cast:dtype=bfloat16. Each keeps what it has not sent for its next
     gradient. None: as they are."""
+    device_memory: str | None = None
+    """Bytes that a device may use, such as 2GiB. What does not fit goes to host memory: of all choices
+    that fit, the one that moves the fewest bytes. None: no limit."""
+    offload_optimizer: float = 0.0
+    """The part of the optimizer's state that is in host memory, from 0 to 1."""
+    offload_activations: int | None = None
+    """The most microbatches whose stashes stay on a device; others go to host memory between their
+    forward and their backward. None: all stay."""
     rules: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Rules before those of `jpipe.AXIS_RULES`: the axes, separated by commas, that dims
     of a logical name are split over, or none. `rules.length=model` splits activations of a
@@ -210,6 +219,17 @@ class MeshConfig:
         for name in ("data", "fsdp", "model"):
             _check(getattr(self, name) >= 1, self, name, "must be at least 1")
         self.gradient_compressor()
+        self.offload()
+        if self.device_memory is not None:
+            if self.offload() is not None:
+                raise ValueError(
+                    "`device_memory` chooses what goes to host memory, and `offload_optimizer` and `offload_activations` "
+                    f"say it, got {self.device_memory}. Leave it out, or leave them out."
+                )
+            try:
+                parse_size(self.device_memory)
+            except ValueError as error:
+                raise ValueError(f"`device_memory` {error}") from None
         for name, axes in self.rules.items():
             unknown = set(_axes(axes) or ()) - {"stage", "data", "fsdp", "model"}
             if unknown:
@@ -230,6 +250,11 @@ class MeshConfig:
           ValueError: if the text names no compressor.
         """
         return _compressor("compress_gradients", self.compress_gradients)
+
+    def offload(self) -> jpipe.Offload | None:
+        """`offload` of `jpipe.Pipeline`."""
+        offload = jpipe.Offload(self.offload_optimizer, self.offload_activations)
+        return offload or None
 
     def axis_rules(self) -> tuple:
         """The rules of the run, for `jpipe.Pipeline`."""

@@ -120,6 +120,8 @@ def memory(memory: jpipe.Memory) -> str:
     rows = [(use, size_text(num_bytes)) for use, num_bytes in uses.items()]
     rows.append(("in all", size_text(sum(uses.values()))))
     rows.append(("of it padding", size_text(memory.padding)))
+    if memory.host:
+        rows.append(("in host memory beside it", size_text(memory.host)))
     return _table(rows, left={0})
 
 

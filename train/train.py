@@ -218,6 +218,8 @@ def options_of_pipeline(config: TrainConfig, mesh: jax.sharding.Mesh) -> dict[st
         "strategy": config.strategy,
         "shard_optimizer": config.mesh.shard_optimizer,
         "compress_gradients": config.mesh.gradient_compressor(),
+        "offload": config.mesh.offload(),
+        "device_memory": config.mesh.device_memory,
         "ties": config.model.ties() if hasattr(config.model, "ties") else (),
         **config.pipeline.options_of_pipeline(),
         **config.optimizer.options_of_pipeline(),

@@ -5,6 +5,7 @@
     correct_discrepancy   PipeMare's T2; needs the hook `corrected_params` for the backward
     predict_weights       SpecTrain, XPipe, PipeOptim; needs `predicted_params` for the forward
     spike_compensation    momentum for late gradients; has `velocity_predicted_params`
+    master_weights        weights of low precision, with a copy in float32 that is updated
     scale_by_nadam        Nesterov's momentum for late gradients; `nadamw` is the whole optimizer
 
 Delays are counted in updates of the weights. A pipeline passes every stage its own as extra
@@ -37,6 +38,7 @@ from jpipe.optim.declarations import (
     reads_state,
     requested_extra_args,
 )
+from jpipe.optim.master_weights import master_weights
 from jpipe.optim.nadam import nadamw, scale_by_nadam
 from jpipe.optim.predict_weights import predict_weights, predicted_params
 from jpipe.optim.scale_by_delay import scale_by_delay
@@ -51,6 +53,7 @@ __all__ = [
     "clip_by_global_norm",
     "correct_discrepancy",
     "corrected_params",
+    "master_weights",
     "nadamw",
     "predict_weights",
     "predicted_params",

@@ -14,6 +14,7 @@ from jpipe.plan._profile import (
     balance_by_time,
 )
 from jpipe.plan._profiling import profile
+from jpipe.sizes import size_text
 from jpipe.solvers import (
     Blocks,
     Configuration,

@@ -16,6 +16,7 @@ from jpipe.compress import Compressor
 from jpipe.plan._predict import Prediction, predict
 from jpipe.plan._profile import Profile, balance_by_memory, balance_by_time
 from jpipe.schedule import Schedule
+from jpipe.sizes import size_text
 from jpipe.solvers import Graph, Machine, pipedream
 
 # The values of `recompute` that one profile can price. A policy runs other programs.

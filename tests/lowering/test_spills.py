@@ -117,7 +117,7 @@ def test_every_stash_is_read_where_it_is(table, num_slots):
         if name == "weight_stash" and table.splits_backward:
             last_reader = "weight_grad"
 
-        def slots_of(operation, t, d):
+        def slots_of(operation, t, d, ring=ring):
             ops = lowered.operations[operation]
             for lane in range(ops.num_lanes):
                 if ops.stage[t, d, lane] >= 0:
