@@ -100,10 +100,22 @@ def main(argv: list[str]) -> int:
         return 2
 
 
+def _check_writable(path: pathlib.Path) -> None:
+    """Before the search, whose result would be lost."""
+    if path.is_dir():
+        raise ValueError(f"--save {path}: this is a folder. Name a file in it.")
+    if not path.parent.is_dir():
+        raise ValueError(
+            f"--save {path}: there is no folder `{path.parent}`. Make it, or name a file in another one."
+        )
+
+
 def search_model(args: argparse.Namespace, words: list[str]) -> int:
     """Traces the model, searches, and prints what was found."""
     from jpipe import soap
 
+    if args.save is not None:
+        _check_writable(pathlib.Path(args.save))
     machine = soap.read_machine(args.machine).with_devices(args.devices)
     from train.config import TrainConfig
 

@@ -19,14 +19,13 @@ References:
   Ansel et al., "PyTorch 2", ASPLOS 2024, section 4 (the partitioner).
 """
 
-import collections
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jpipe.layers.avals import num_bytes
+from jpipe.layers.cut import SINK, SOURCE, Network
 from jpipe.layers.elementwise import ELEMENTWISE
 from jpipe.layers.equations import Equations, contains, value_of, variables
 from jpipe.layers.vjp import Arguments, Forward
@@ -137,9 +136,9 @@ def smallest_stash(
     """
     of_parameters = forward.depending_on(forward.inputs[:num_parameters]) - varying
     order = [v for v in forward.inputs if v in varying]
-    network = _Network()
+    network = Network()
     for v in order:
-        network.connect(_SOURCE, (v, "in"))
+        network.connect(SOURCE, (v, "in"))
     for eqn in forward.equations:
         results = [v for v in eqn.outvars if v in varying]
         order += results
@@ -148,61 +147,12 @@ def smallest_stash(
         if is_cheap and of_parameters.isdisjoint(operands):
             starts: list = [(u, "out") for u in operands if u in varying]
         else:
-            starts = [_SOURCE]
+            starts = [SOURCE]
         for start, v in itertools.product(starts, results):
             network.connect(start, (v, "in"))
     for v in order:
         network.connect((v, "in"), (v, "out"), num_bytes([v.aval]))
     for v in dict.fromkeys(residuals):
-        network.connect((v, "out"), _SINK)
+        network.connect((v, "out"), SINK)
     after = network.sink_side()
     return [v for v in order if (v, "out") in after and (v, "in") not in after]
-
-
-_SOURCE, _SINK = "source", "sink"
-
-
-class _Network:
-    """A network with capacities, and its maximum flow."""
-
-    def __init__(self) -> None:
-        # What can still flow from a node to another one.
-        self.left: dict[Any, dict[Any, float]] = collections.defaultdict(dict)
-
-    def connect(self, start: Any, end: Any, capacity: float = math.inf) -> None:
-        self.left[start][end] = capacity
-        self.left[end].setdefault(start, 0)
-
-    def sink_side(self) -> set:
-        """The nodes from which the sink can be reached at the maximum flow."""
-        while path := self._shortest_path():
-            edges = list(zip(path, path[1:]))
-            flow = min(self.left[u][v] for u, v in edges)
-            for u, v in edges:
-                self.left[u][v] -= flow
-                self.left[v][u] += flow
-        reached, waiting = {_SINK}, [_SINK]
-        while waiting:
-            end = waiting.pop()
-            starts = [u for u in self.left[end] if self.left[u][end] > 0]
-            new = [u for u in starts if u not in reached]
-            reached.update(new)
-            waiting += new
-        return reached
-
-    def _shortest_path(self) -> list:
-        """From the source to the sink, along edges with capacity left; empty if there is none."""
-        before: dict[Any, Any] = {_SOURCE: None}
-        waiting = collections.deque([_SOURCE])
-        while waiting:
-            start = waiting.popleft()
-            for end, capacity in self.left[start].items():
-                if capacity > 0 and end not in before:
-                    before[end] = start
-                    waiting.append(end)
-        if _SINK not in before:
-            return []
-        path = [_SINK]
-        while path[-1] != _SOURCE:
-            path.append(before[path[-1]])
-        return path[::-1]

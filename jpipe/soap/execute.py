@@ -115,7 +115,7 @@ def _sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
 def argument_shardings(
     graph: OperatorGraph, strategy: Strategy, mesh: Mesh
 ) -> list[NamedSharding]:
-    """How a strategy splits the arguments of its function, flat: weights as their first readers want them, other arguments not at all."""
+    """How a strategy splits the arguments of its function, flat: as their first readers want them."""
     return [
         _sharding(mesh, spec) for spec in splits(graph, strategy, mesh.shape).arguments
     ]

@@ -5,6 +5,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
@@ -258,3 +260,8 @@ def stack_access(shape: tuple[int, ...], start: int, length: int) -> Access:
 
 def size_of(value: Value) -> int:
     return math.prod(value.shape)
+
+
+def item_bytes(dtype: Any) -> int:
+    """Bytes of an element; a random key counts as 8."""
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize

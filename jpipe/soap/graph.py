@@ -51,6 +51,7 @@ class Tensor:
       weight: name of the weight; None if it is none.
       has_gradient: whether the backward computes its gradient.
       samples: per dim, whether it counts samples.
+      kept_for: the first operator whose backward reads it, or computes again from it what it reads; None: no backward does.
     """
 
     shape: tuple[int, ...]
@@ -60,6 +61,7 @@ class Tensor:
     weight: str | None = None
     has_gradient: bool = False
     samples: tuple[bool, ...] = ()
+    kept_for: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -74,11 +76,13 @@ class Input:
       tensor: number of the tensor.
       access: which box of the tensor a box of loops needs.
       repeats: how often the box is sent: an operator that repeats reads a new value each time.
+      kept: whether the backward reads it, or computes again from it what it reads.
     """
 
     tensor: int
     access: Access
     repeats: int = 1
+    kept: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +99,7 @@ class Operator:
       backward_factor: FLOPs of the backward divided by those of the forward; 0 without a backward.
       repeats: how often it runs one after the other, as the body of a loop does.
       equations: the traced equations, for measuring and executing; see `jpipe.soap.trace`.
+      residuals: numbers of tensors that it computes for itself and keeps for the backward.
     """
 
     name: str
@@ -106,6 +111,7 @@ class Operator:
     backward_factor: float = 0.0
     repeats: int = 1
     equations: Any = dataclasses.field(default=None, repr=False, compare=False)
+    residuals: tuple[int, ...] = ()
 
     @property
     def has_backward(self) -> bool:

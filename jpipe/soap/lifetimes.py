@@ -48,16 +48,17 @@ class Lifetimes:
         return self.end - 1 - operator
 
     def value(self, operator: int, tensor: int) -> tuple[int, int]:
-        """Of a result: from the forward that writes it to its last use, which is a backward if a reader has one."""
-        readers = self._readers.get(tensor, [operator])
-        differentiated = self._differentiated(readers)
-        if differentiated:
-            return operator, self.backward(min(differentiated))
-        return operator, max(readers)
+        """Of what an operator writes: from its forward to its last reader, or to the last backward for which it is kept."""
+        last = max(self._readers.get(tensor, [operator]))
+        kept_for = self._graph.tensors[tensor].kept_for
+        if kept_for is not None and self._graph.operators[kept_for].has_backward:
+            last = self.backward(kept_for)
+        return operator, last
 
-    def received(self, operator: int) -> tuple[int, int]:
-        """Of what an operator gets from other devices: from its forward to its backward."""
-        if self._graph.operators[operator].has_backward:
+    def received(self, operator: int, position: int) -> tuple[int, int]:
+        """Of what an operator gets from other devices: from its forward to its backward, if that reads it."""
+        each = self._graph.operators[operator]
+        if each.has_backward and each.inputs[position].kept:
             return operator, self.backward(operator)
         return operator, operator
 

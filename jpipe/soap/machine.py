@@ -280,7 +280,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
     if str(path) in PRESETS:
         return PRESETS[str(path)]()
     file = pathlib.Path(path)
-    if not file.exists() and not file.suffix:
+    if not file.exists():
         raise ValueError(
             f"there is no machine {str(path)!r}: give a TOML or JSON file, or one of {', '.join(PRESETS)}."
             + did_you_mean(str(path), PRESETS)

@@ -200,17 +200,17 @@ def splits(
             for step in above:
                 inner = inner.setdefault(step, {})
             inner[last] = _split(operator, config, member, axes, sizes)
-    readers = graph.readers_of_weight
-    arguments: list[Spec] = []
-    for number, tensor in enumerate(graph.tensors):
-        if tensor.producer is not None:
-            continue
-        spec: Spec = ((),) * len(tensor.shape)
-        if number in readers:
-            i, position = readers[number][0]
-            access = graph.operators[i].inputs[position].access
-            spec = _read(tensor.shape, access, of_loops[i], sizes) or spec
-        arguments.append(spec)
+    first: dict[int, Spec | None] = {}
+    for operator, axes in zip(graph.operators, of_loops):
+        for each in operator.inputs:
+            tensor = graph.tensors[each.tensor]
+            if tensor.producer is None and each.tensor not in first:
+                first[each.tensor] = _read(tensor.shape, each.access, axes, sizes)
+    arguments = [
+        first.get(number) or ((),) * len(tensor.shape)
+        for number, tensor in enumerate(graph.tensors)
+        if tensor.producer is None
+    ]
     return Splits(arguments, plan)
 
 

@@ -284,7 +284,17 @@ class Tasks:
             block.links += zip(block.forward, block.backward)
         for tensor in operator.outputs:
             self._build_result(block, number, tensor)
+        self._hold_residuals(block, number)
         self._hold_inputs(block, number)
+
+    def _hold_residuals(self, block: Block, number: int) -> None:
+        """What the operator computes for its own backward."""
+        operator, config = self.graph.operators[number], self.strategy[number]
+        for tensor in operator.residuals:
+            item_bytes = self.graph.tensors[tensor].item_bytes * operator.repeats
+            computed = self.shards.regions.results(number, tensor, config.degrees)
+            kept = [self._lifetimes.value(number, tensor)]
+            self._hold(block, number, item_bytes, computed, kept)
 
     def _hold_inputs(self, block: Block, number: int) -> None:
         """The parts of the function's inputs that the operator reads first are held for the whole step."""
@@ -437,7 +447,7 @@ class Tasks:
         writer, reader = self.blocks[source], self.blocks[target]
         results, gradients = writer.results[tensor], writer.result_gradients[tensor]
         backward = reader.backward if gradients else []
-        received = self._lifetimes.received(target)
+        received = self._lifetimes.received(target, position)
         for a, b, num_bytes in self.shards.edge_pairs(
             number, above.degrees, below.degrees
         ):

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jpipe.soap.flatten import Equation, Program, Value, flatten
+from jpipe.soap.flatten import Equation, Program, Value, flatten, item_bytes
 from jpipe.soap.fuse import Fusion, Group, Refs, operand_step
 from jpipe.soap.graph import (
     ATTRIBUTE,
@@ -20,6 +20,7 @@ from jpipe.soap.graph import (
     with_kinds,
 )
 from jpipe.soap.regions import Access, followed, identity, plain
+from jpipe.soap.residuals import residuals_of
 from jpipe.soap.rules import ELEMENTWISE, RANDOM, RULES, Nest, unsplittable, views
 from jpipe.warn import warn
 
@@ -129,7 +130,47 @@ class _Builder:
             if (base := refs[value][0]) in self._number
         ]
         _mark_samples(operators, self._tensors)
+        if self._backward:
+            self._keep_residuals(operators)
         return OperatorGraph(operators, self._tensors, results)
+
+    def _keep_residuals(self, operators: list[Operator]) -> None:
+        """Marks what the backwards read."""
+        found = residuals_of(
+            [[m.equation for m in operator.equations] for operator in operators],
+            self._refs,
+            [v for v in self._is_weight if self._tensors[self._number[v]].has_gradient],
+        )
+        inside: dict[int, list[int]] = {}
+        dims_of = {
+            value: (i, dims)
+            for i, operator in enumerate(operators)
+            for member in operator.equations
+            for value, dims in zip(member.equation.outputs, member.writes)
+        }
+        for value, reader in found.kept_for.items():
+            number = self._number.get(value)
+            if number is None:  # the operator keeps it for itself
+                like = found.masks[value].outputs[0] if value in found.masks else value
+                producer, dims = dims_of[like]
+                number = len(self._tensors)
+                tensor = Tensor(
+                    value.shape, item_bytes(value.dtype), producer, tuple(dims)
+                )
+                self._tensors.append(tensor)
+                inside.setdefault(producer, []).append(number)
+            self._tensors[number] = dataclasses.replace(
+                self._tensors[number], kept_for=reader
+            )
+        for i, operator in enumerate(operators):
+            numbers = {self._number[v] for v in found.reads[i] if v in self._number}
+            inputs = tuple(
+                dataclasses.replace(each, kept=each.tensor in numbers)
+                for each in operator.inputs
+            )
+            operators[i] = dataclasses.replace(
+                operator, inputs=inputs, residuals=tuple(inside.get(i, ()))
+            )
 
     def _resolve(self) -> list[Equation]:
         """The equations that compute something; everything else becomes a reference."""
@@ -147,7 +188,7 @@ class _Builder:
             self._tensors.append(
                 Tensor(
                     value.shape,
-                    _item_bytes(value.dtype),
+                    item_bytes(value.dtype),
                     weight=self._names[i] if weight else None,
                     has_gradient=weight and floating and self._backward,
                     samples=tuple(samples),
@@ -257,7 +298,7 @@ class _Builder:
             self._tensors.append(
                 Tensor(
                     value.shape,
-                    _item_bytes(value.dtype),
+                    item_bytes(value.dtype),
                     number,
                     tuple(dims),
                     has_gradient=floating and differentiable > 0,
@@ -351,8 +392,3 @@ def _mark_samples(operators: list[Operator], tensors: list[Tensor]) -> None:
             )
             samples = tuple(d is not None and loops[d].samples for d in tensor.writes)
             tensors[each.tensor] = dataclasses.replace(tensor, samples=samples)
-
-
-def _item_bytes(dtype: Any) -> int:
-    """Bytes of an element; a random key counts as 8."""
-    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize

@@ -229,8 +229,9 @@ def peaks(graph, strategy, num_devices):
                         )
             for tensor in operator.outputs:
                 value, used = graph.tensors[tensor], readers(tensor) or [i]
-                again = [j for j in used if has_backward(j)]
-                last = 2 * n - 1 - min(again) if again else max(used)
+                last = max(used)
+                if value.kept_for is not None:
+                    last = 2 * n - 1 - value.kept_for
                 owned = sizes(regions.writes(i, tensor, config.degrees))
                 computed = sizes(regions.results(i, tensor, config.degrees))
                 item = value.item_bytes * operator.repeats
@@ -250,12 +251,18 @@ def peaks(graph, strategy, num_devices):
                     yield from (
                         (d, now * item * k) for d, k in zip(config.devices, computed)
                     )
+            for tensor in operator.residuals:
+                value = graph.tensors[tensor]
+                if forward <= t <= 2 * n - 1 - value.kept_for:
+                    boxes = sizes(regions.results(i, tensor, config.degrees))
+                    item = value.item_bytes * operator.repeats
+                    yield from ((d, item * k) for d, k in zip(config.devices, boxes))
         for source, target, position in graph.edges:
             above, below = strategy[source], strategy[target]
             each = graph.operators[target].inputs[position]
             wrote = regions.writes(source, each.tensor, above.degrees)
             read = regions.reads(target, position, below.degrees)
-            last = 2 * n - 1 - target if has_backward(target) else target
+            last = 2 * n - 1 - target if each.kept else target
             if not target <= t <= last:
                 continue
             for a, b in itertools.product(range(len(wrote)), range(len(read))):
@@ -317,8 +324,8 @@ def test_less_is_held_at_a_time_than_in_all():
         graph, soap_graphs.machine(1), soap.data_parallel(graph, 1)
     ).memory_bytes
     weights, array = depth * width * width * 4, rows * width * 4
-    # Of each layer the product and its tanh, and the input; a gradient and what comes of it.
-    kept = (2 * depth + 1) * array
+    # Of each layer the product or its tanh, and the input; a gradient and what comes of it.
+    kept = (depth + 1) * array
     assert kept + 3 * weights < peak < kept + 4 * weights + 3 * array
 
 
