@@ -41,6 +41,7 @@ LEVELS = [
     {"program"},
     {"locations"},
     {"portable", "costs", "agreement"},
+    {"memory"},
     {"pipeline"},
     {"reference", "plan", "checkpoints", "distributed"},
 ]
