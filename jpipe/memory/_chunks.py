@@ -88,7 +88,7 @@ def best_chunk_size(
 
     Args:
       sizes: numbers of each tensor, in order of creation.
-      most: the largest size to try; None: four times the largest tensor.
+      most: the largest size to try; None: eight times the largest tensor.
       least: the smallest one; None: the largest tensor.
 
     Raises:
@@ -101,7 +101,7 @@ def best_chunk_size(
     _check(sizes)
     largest = max(sizes)
     least = largest if least is None else max(least, largest)
-    most = 4 * largest if most is None else most
+    most = 8 * largest if most is None else most
     if most < least:
         raise ValueError(
             f"`most` must be at least {least}, which the largest tensor needs, got {most}."

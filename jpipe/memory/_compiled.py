@@ -1,5 +1,6 @@
 """The timeline of any jitted function, from its compiled program."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -88,10 +89,9 @@ def _argument(allocation: Allocation, program: Program) -> Block:
 
 def _of_result(allocation: Allocation, number: int, period: float) -> list[Block]:
     """The values in an allocation that leaves the function: it may hold temporaries before the result."""
-    listed = []
-    for value in allocation.values:
-        use = "result" if value.end >= period else "temporary"
-        listed.append(_block(value, use))
+    listed = [_block(value, "temporary") for value in allocation.values]
+    last = max(range(len(listed)), key=lambda i: listed[i].freed)
+    listed[last] = dataclasses.replace(listed[last], use="result", freed=period)
     free = idle_blocks(f"result {number}", allocation.num_bytes, listed, period)
     return [*listed, *free]
 

@@ -253,8 +253,6 @@ class Program:
         if defined.id not in self.position:
             return None  # inside of a fusion
         start = self.position[defined.id]
-        if defined.opcode in _CALLS:
-            start = self.position[defined.id]
         value = Value(defined, size, offset, start, start + 1, [], [])
         if defined.opcode not in (*_ALIASES, *_CALLS):
             value.writes.append(start)
@@ -297,7 +295,8 @@ def joined(values: Sequence[Value]) -> list[Value]:
             last.end = max(last.end, value.end)
             last.writes = sorted({*last.writes, *value.writes})
             last.reads = sorted({*last.reads, *value.reads})
-            if last.instruction.opcode in (*_ALIASES, *_CALLS):
+            names_nothing = last.instruction.opcode in (*_ALIASES, *_CALLS)
+            if names_nothing or not last.instruction.op_name:
                 last.instruction = value.instruction
             continue
         held.append(value)
