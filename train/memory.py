@@ -83,6 +83,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--save", type=picture, metavar="FILE", help="draw into this file"
     )
+    result.add_argument(
+        "--panels",
+        type=lambda text: text.split(","),
+        default=(),
+        help="what to draw, of bytes,blocks,intervals; default: all",
+    )
     result.add_argument("--json", metavar="FILE", help="write everything as JSON")
     result.add_argument("--csv", metavar="FILE", help="write the blocks as CSV")
     return result
@@ -143,7 +149,7 @@ def show(args: argparse.Namespace, words: list[str]) -> int:
     if args.csv is not None:
         pathlib.Path(args.csv).write_text(timeline.to_csv())
     if args.save is not None:
-        timeline.draw(args.save)
+        timeline.draw(args.save, args.panels)
     return 0
 
 
