@@ -609,7 +609,8 @@ class Pipeline:
             cores of their own, where messages take no time. None: it has ticks.
 
         Returns:
-          A `jpipe.memory.Timeline`.
+          A `jpipe.memory.Timeline`. Its bytes are those that the compiler reserves, at all times; what holds nothing is "idle",
+          and so are temporaries that take less than a thousandth of all.
 
         Raises:
           ValueError: if the device does not exist, or the profile is of another model.

@@ -24,9 +24,8 @@ def pipeline(schedule, **options):
     return jpipe.Pipeline(
         [functools.partial(nnx.Linear, 16, 16) for _ in range(8)],
         loss=lambda outputs, batch: jnp.mean((outputs - batch["targets"]) ** 2),
-        optimizer=optax.adamw(1e-3),
         schedule=schedule,
-        **options,
+        **{"optimizer": optax.adamw(1e-3), **options},
     )
 
 
@@ -73,6 +72,14 @@ CASES = {
     "pipedream": lambda: pipeline(S.pipedream(4, 6)),
     "2bw": lambda: pipeline(S.pipedream_2bw(4, 6)),
     "pipemare": lambda: pipeline(S.pipemare(4, 6)),
+    "predicted weights": lambda: pipeline(
+        S.pipemare(4, 6),
+        optimizer=optax.chain(optax.sgd(0.1), jpipe.optim.predict_weights()),
+        forward_params=jpipe.optim.predicted_params,
+    ),
+    "kept messages": lambda: pipeline(
+        S.gpipe(4, 6), compress_messages=jpipe.compress.TopK(0.1)
+    ),
     "zero bubble": lambda: pipeline(S.zero_bubble_h1(4, 6)),
     "zero bubble, recompute": lambda: pipeline(
         S.zero_bubble_h2(4, 6), recompute="full"
