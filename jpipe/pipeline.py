@@ -22,6 +22,8 @@ from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
 from jpipe.layers.loss import Loss, cut_warning
 from jpipe.layers.rows import row_mixing
 from jpipe.layers.trace import Traced
+from jpipe.memory._pipeline import pipeline_timeline
+from jpipe.memory._timeline import Timeline
 from jpipe.mesh import make_mesh
 from jpipe.offload import Offload
 from jpipe.processes import from_first
@@ -614,6 +616,29 @@ class Pipeline:
     def memory(self, batch: Any) -> Memory:
         """Bytes per device for minibatches shaped like `batch`. Compiles the step if it has not been."""
         return costs.memory(self._program(batch))
+
+    @watched("memory_timeline")
+    def memory_timeline(
+        self, batch: Any, *, device: int = 0, profile: "Profile | None" = None
+    ) -> Timeline:
+        """Every array of a step on one device: its bytes, and when it is allocated, written, read and freed.
+
+        Compiles the step if it has not been. Runs nothing.
+
+        Args:
+          batch: a minibatch, or abstract arrays.
+          device: the device, as a position along the axis "stage" of the mesh.
+          profile: of this pipeline, from `Pipeline.profile`; then the axis has seconds, of devices in lockstep that have
+            cores of their own, where messages take no time. None: it has ticks.
+
+        Returns:
+          A `jpipe.memory.Timeline`. Its bytes are those that the compiler reserves, at all times; what holds nothing is "idle",
+          and so are temporaries that take less than a thousandth of all.
+
+        Raises:
+          ValueError: if the device does not exist, or the profile is of another model.
+        """
+        return pipeline_timeline(self._program(batch), device, profile)
 
     @watched("profile")
     def profile(

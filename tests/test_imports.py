@@ -43,7 +43,7 @@ LEVELS = [
     {"program"},
     {"locations"},
     {"portable", "costs", "agreement"},
-    {"fit"},
+    {"fit", "memory"},
     {"pipeline"},
     {"reference", "plan", "checkpoints", "distributed"},
 ]

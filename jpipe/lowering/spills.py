@@ -38,6 +38,7 @@ class Spill:
 
     Attributes:
       num_slots: H, slots in host memory.
+      spilled: bool `[N, C]`, whose stashes go there.
       leaves: the slot that is copied to the staging slot at the end of the tick.
       stores: the slot in host memory that takes the staging slot.
       loads: the slot in host memory that comes to the device.
@@ -45,6 +46,7 @@ class Spill:
     """
 
     num_slots: int
+    spilled: np.ndarray
     leaves: np.ndarray
     stores: np.ndarray
     loads: np.ndarray
@@ -181,6 +183,7 @@ def spill(
       of_devices: for each device its stashes.
     """
     written, read = np.zeros((2, *shape), int)
+    is_spilled = np.zeros(shape, bool)
     leaves, stores, loads, arrives = np.full((4, num_ticks, len(of_devices)), -1)
     num_on_device = num_on_host = 0
     for d, of_device in enumerate(of_devices):
@@ -200,10 +203,11 @@ def spill(
         for i, (cell, stash) in enumerate(zip(cells, stashes)):
             written[cell] = read[cell] = slots[i, 0]
             if i in spilled:
+                is_spilled[cell] = True
                 read[cell] = slots[i, 1]
                 leaves[stash.first, d] = slots[i, 0]
                 stores[stash.first + 1, d] = host_slots[(i,)]
                 loads[stash.back - 1, d] = host_slots[(i,)]
                 arrives[stash.back - 1, d] = slots[i, 1]
-    of_ring = Spill(num_on_host, leaves, stores, loads, arrives)
+    of_ring = Spill(num_on_host, is_spilled, leaves, stores, loads, arrives)
     return SpilledSlots(num_on_device, written, read, of_ring)

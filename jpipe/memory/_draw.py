@@ -1,0 +1,227 @@
+"""Pictures of a timeline."""
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jpipe.memory._block import USES, Block, size_text, spans
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from jpipe.memory._timeline import Timeline
+
+COLORS = {
+    "weights": "#4477aa",
+    "version": "#88bbdd",
+    "optimizer": "#225588",
+    "gradient": "#8c2d04",
+    "input stash": "#5aae61",
+    "weight stash": "#a6dba0",
+    "split residual": "#d9a441",
+    "message": "#ee9944",
+    "batch": "#aaaa44",
+    "state": "#777777",
+    "compression": "#996699",
+    "argument": "#4477aa",
+    "result": "#bb99bb",
+    "temporary": "#cc6677",
+    "idle": "#eeeeee",
+}
+
+PANELS = ("bytes", "blocks", "intervals")
+"""What can be drawn: bytes by use, a Gantt chart of the blocks, and the intervals between accesses."""
+
+_MOST_ROWS = 60
+
+
+def draw(
+    timeline: "Timeline", path: str | os.PathLike[str], panels: Sequence[str] = ()
+) -> None:
+    """Draws a timeline into a file.
+
+    Args:
+      timeline: the timeline.
+      path: a file whose suffix Matplotlib knows, such as .svg or .png.
+      panels: some of `PANELS`; `()`: all.
+
+    Raises:
+      ValueError: if a panel is unknown.
+      ImportError: if Matplotlib is not installed.
+    """
+    unknown = [name for name in panels if name not in PANELS]
+    if unknown:
+        raise ValueError(
+            f"`panels` must be some of {', '.join(map(repr, PANELS))}, got {unknown[0]!r}."
+        )
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"pictures need Matplotlib, which cannot be imported ({error}). Install it: "
+            '`pip install "matplotlib>=3.9"`, or install this package with its extra `[plot]`.'
+        ) from error
+    panels = panels or PANELS
+    rows = _rows(timeline)
+    heights = {"bytes": 2.8, "blocks": 0.5 + 0.13 * len(rows), "intervals": 2.6}
+    of_panels = [heights[name] for name in panels]
+    figure = Figure(figsize=(9, sum(of_panels) + 0.5), layout="constrained")
+    figure.suptitle(timeline.title, fontsize=10, x=0.01, ha="left")
+    grid = figure.add_gridspec(len(panels), 2, height_ratios=of_panels)
+    for i, name in enumerate(panels):
+        if name == "intervals":
+            _histogram(timeline, figure.add_subplot(grid[i, 0]))
+            _scatter(timeline, figure.add_subplot(grid[i, 1]))
+        else:
+            axes = figure.add_subplot(grid[i, :])
+            _stack(timeline, axes) if name == "bytes" else _gantt(timeline, rows, axes)
+            axes.set_xlim(0, timeline.period)
+            axes.set_xlabel(timeline.unit, fontsize=8)
+    for axes in figure.axes:
+        axes.tick_params(labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    options: Any = {"svg.hashsalt": "jpipe", "svg.fonttype": "none"}
+    with matplotlib.rc_context(options):
+        is_svg = str(path).endswith(".svg")
+        figure.savefig(path, metadata={"Date": None} if is_svg else None, dpi=150)
+
+
+def _unit(most: float) -> tuple[float, str]:
+    """The unit of the axis of bytes."""
+    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if most >= 1024**power:
+            return 1024**power, name
+    return 1, "bytes"
+
+
+def _stack(timeline: "Timeline", axes: "Axes") -> None:
+    """Bytes by use over time, the idle ones on top."""
+    by_use = timeline.by_use()
+    factor, unit = _unit(timeline.peak)
+    moments = np.append(timeline.moments, timeline.period)
+    bottom = np.zeros(len(moments))
+    for use, of_use in by_use.items():
+        top = bottom + np.append(of_use, of_use[-1]) / factor
+        axes.fill_between(
+            moments, bottom, top, step="post", color=COLORS[use], lw=0, label=use
+        )
+        bottom = top
+    for mark in timeline.marks[1:]:
+        axes.axvline(mark, color="white", lw=0.3)
+    axes.set_ylabel(unit, fontsize=8)
+    axes.set_ylim(0, timeline.peak / factor * 1.02)
+    handles, labels = axes.get_legend_handles_labels()
+    axes.legend(
+        handles[::-1],
+        labels[::-1],
+        fontsize=7,
+        frameon=False,
+        loc="center left",
+        bbox_to_anchor=(1.0, 0.5),
+    )
+
+
+def _rows(timeline: "Timeline") -> list[list[Block]]:
+    """The blocks of each row of the chart: the arrays with the most bytes x time; slots share rows where they can."""
+    order, least = list(USES), timeline.peak / 2000
+    arrays: dict[str, list[Block]] = {}
+    for block in timeline.blocks:
+        if block.use != "idle" and block.num_bytes >= least:
+            # Microbatches and ticks differ in time, so they share the row of their layer and use.
+            name = (
+                block.name.partition(", microbatch")[0] + block.name.partition(": ")[2]
+            )
+            if block.use == "temporary" and timeline.unit != "instructions":
+                name = "temporaries"
+            arrays.setdefault(name, []).append(block)
+
+    def weight(blocks: list[Block]) -> float:
+        return sum(b.num_bytes * (b.freed - b.allocated) for b in blocks)
+
+    kept = sorted(arrays.values(), key=weight, reverse=True)[:_MOST_ROWS]
+    return sorted(
+        kept,
+        key=lambda blocks: (
+            order.index(blocks[0].use),
+            blocks[0].stage or 0,
+            blocks[0].layers or (0, 0),
+            blocks[0].name,
+        ),
+    )
+
+
+def _gantt(timeline: "Timeline", rows: list[list[Block]], axes: "Axes") -> None:
+    """A row per array, a bar while it lives, a tick where it is written, a dot where it is read."""
+    labels = []
+    for row, blocks in enumerate(rows):
+        alpha = 1.0 if len(blocks) < 3 else 0.45
+        for block in blocks:
+            bars = [(a, b - a) for a, b in spans(block, timeline.period).tolist()]
+            axes.broken_barh(
+                bars, (row - 0.4, 0.8), color=COLORS[block.use], alpha=alpha, lw=0
+            )
+        several = len({block.name for block in blocks}) > 1
+        if blocks[0].use == "temporary" and several:
+            labels.append("temporaries")
+        else:
+            first, _, rest = blocks[0].name.partition(", microbatch")
+            _, _, what = rest.partition(":")
+            labels.append(f"{first}:{what}" if rest else first)
+        if blocks[0].use == "temporary":
+            continue
+        for kind, color in (("write", "black"), ("read", "white")):
+            times = [
+                a.time % timeline.period
+                for b in blocks
+                for a in b.accesses
+                if a.kind == kind
+            ]
+            axes.plot(
+                times,
+                [row] * len(times),
+                "|" if kind == "write" else ".",
+                color=color,
+                ms=4 if kind == "write" else 2,
+                mew=0.6,
+            )
+    axes.set_yticks(range(len(rows)), [label[:60] for label in labels])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_title("blocks: | written, . read", fontsize=8, loc="left")
+
+
+def _histogram(timeline: "Timeline", axes: "Axes") -> None:
+    lengths = [interval.length for interval in timeline.intervals()]
+    if lengths:
+        bins = np.geomspace(
+            max(min(lengths), timeline.period * 1e-6), max(lengths) * 1.001, 30
+        )
+        axes.hist(
+            np.maximum(lengths, bins[0]), bins=bins.tolist(), color=COLORS["weights"]
+        )
+        axes.set_xscale("log")
+    axes.set_xlabel(f"interval between accesses, {timeline.unit}", fontsize=8)
+    axes.set_ylabel("number", fontsize=8)
+
+
+def _scatter(timeline: "Timeline", axes: "Axes") -> None:
+    by_use: dict[str, list] = {}
+    for interval in timeline.intervals():
+        by_use.setdefault(interval.use, []).append(
+            (interval.length, interval.num_bytes)
+        )
+    for use in USES:
+        if use in by_use:
+            x, y = zip(*by_use[use])
+            axes.scatter(x, y, s=8, color=COLORS[use], label=use, lw=0)
+    if by_use:
+        axes.set_xscale("log")
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda y, _: size_text(y))
+        axes.legend(
+            fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5)
+        )
+    axes.set_xlabel(f"interval between accesses, {timeline.unit}", fontsize=8)
+    axes.set_ylabel("bytes of the array", fontsize=8)

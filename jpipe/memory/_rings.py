@@ -1,0 +1,369 @@
+"""What is in flight on a device: the slots of rings, and messages.
+
+Letters: K slots of a ring, N microbatches, m a microbatch.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jpipe.lowering.lower import HEAD_GRADIENT, STASHES
+from jpipe.memory._block import Block
+from jpipe.schedule import IDLE
+
+if TYPE_CHECKING:
+    from jpipe.memory._pipeline import Builder
+
+STASH_WORDS = {
+    "input_stash": "input stash",
+    "weight_stash": "weight stash",
+    "split_residuals": "split residual",
+}
+
+_AGAIN = 0.4
+"""The part of a backward after which a recomputed forward is over, on both axes."""
+
+
+def rings(builder: "Builder", shapes: dict) -> Iterator[tuple[str, int, list[Block]]]:
+    """`(name, bytes, blocks)` of every allocation that holds what is in flight."""
+    for ring in STASHES:
+        if shapes[ring]:
+            yield (
+                STASH_WORDS[ring],
+                builder.num_bytes(shapes[ring]),
+                _stashes(builder, ring),
+            )
+    for ring, arrays in shapes["staged"].items():
+        num_bytes = builder.num_bytes(arrays)
+        yield (
+            f"staged {STASH_WORDS[ring]}",
+            num_bytes,
+            _staged(builder, ring, num_bytes),
+        )
+    inboxes = _inboxes(builder)
+    for inbox, arrays in shapes["inbox"].items():
+        yield f"inbox of {inbox}", builder.num_bytes(arrays), inboxes.get(inbox, [])
+    sent, received = _on_their_way(builder)
+    for name in ("sent_activations", "sent_gradients"):
+        for number, arrays in shapes[name].items():
+            words = f"{name.replace('_', ' ')} {number}"
+            yield words, builder.num_bytes(arrays), sent.get(number, [])
+    for number, arrays in shapes["received"].items():
+        yield f"received {number}", builder.num_bytes(arrays), received.get(number, [])
+    yield from _vocabulary(builder, shapes)
+
+
+def _stashes(builder: "Builder", ring: str) -> list[Block]:
+    """The contents of a ring of stashes, for each microbatch and layer."""
+    schedule, stages = builder.schedule, builder.stages
+    forward, backward = schedule.forward_ticks(), schedule.backward_ticks()
+    last = schedule.weight_grad_ticks()
+    recompute, split = builder.engine.recompute, schedule.splits_backward
+    pack = getattr(stages, ring)
+    blocks = []
+    for c in builder.columns:
+        s = int(schedule.stage[c])
+        parts: list[tuple[int | None, Any]] = [
+            (layer, getattr(run, ring)) for layer, run, _ in stages.layer_runs(s)
+        ]
+        program = stages.programs[stages.program_of_stage[s]]
+        if ring == "input_stash" and s == stages.num_stages - 1:
+            parts.append((None, program.loss_stash))
+        for m, (layer, places) in itertools.product(
+            range(schedule.num_microbatches), parts
+        ):
+            if forward[m, c] == IDLE:
+                continue
+            size = builder.layout.leaf_bytes(places, pack.arrays)
+            name = f"{builder.words(s, layer)}, microbatch {m}: {STASH_WORDS[ring]}"
+            if layer is None:
+                name = f"loss, microbatch {m}: {STASH_WORDS[ring]}"
+            read = builder.in_layer("backward", c, backward[m, c], layer)
+            written = builder.in_layer("forward", c, forward[m, c], layer)
+            if ring == "split_residuals":
+                written = read
+            elif recompute:
+                begin, end = (
+                    builder.at("backward", c, backward[m, c], f) for f in (0.0, 1.0)
+                )
+                written = begin + _AGAIN * _fraction(
+                    builder, c, forward[m, c], layer
+                ) * (end - begin)
+                read = begin + _AGAIN * (end - begin) + (1 - _AGAIN) * (read - begin)
+                written, read = (
+                    builder.clock.rounded(written),
+                    builder.clock.rounded(read),
+                )
+            reads = [read]
+            if ring != "input_stash" and split:
+                reads = [builder.in_layer("weight_grad", c, last[m, c], layer)]
+                if ring == "weight_stash":
+                    reads.append(read)
+            lives = [(written, max(reads))]
+            accesses = [(written, "write"), *((time, "read") for time in reads)]
+            spill = builder.lowered.spills.get(ring)
+            if spill is not None and spill.spilled[m, c]:
+                # In host memory in the meantime; copied at the end of the tick, after all operations.
+                left = builder.clock.at(int(forward[m, c]), "move")
+                back = builder.clock.at(int(backward[m, c]) - 1, "move")
+                lives = [(written, left), (back, max(reads))]
+                accesses += [(left, "read"), (back, "write")]
+            for first, freed in lives:
+                blocks.append(
+                    builder.block(
+                        name,
+                        STASH_WORDS[ring],
+                        size,
+                        first,
+                        freed,
+                        [a for a in accesses if first <= a[0] <= freed],
+                        stage=s,
+                        layers=None if layer is None else (layer, layer + 1),
+                    )
+                )
+    return blocks
+
+
+def _staged(builder: "Builder", ring: str, num_bytes: int) -> list[Block]:
+    """A stash that goes to host memory, from the end of the tick of its forward until the end of the next."""
+    blocks, ticks = (
+        [],
+        np.flatnonzero(builder.lowered.spills[ring].leaves[:, builder.device] >= 0),
+    )
+    for tick in ticks.tolist():
+        first, last = (builder.clock.at(t, "move") for t in (tick, tick + 1))
+        name = f"{STASH_WORDS[ring]} of tick {tick}, on its way to the host"
+        accesses = [(first, "write"), (last, "read")]
+        blocks.append(
+            builder.block(name, STASH_WORDS[ring], num_bytes, first, last, accesses)
+        )
+    return blocks
+
+
+def _fraction(builder: "Builder", column: int, tick: int, layer: int | None) -> float:
+    if layer is None:
+        return 1.0
+    s = int(builder.schedule.stage[column])
+    return builder.clock.layer("forward", s, builder.stages.layers_of(s), layer)
+
+
+def _message_bytes(builder: "Builder", inbox: str, source: int) -> int:
+    """Bytes of a message from a stage."""
+    stages = builder.stages
+    if inbox in ("activation", "gradient"):
+        is_gradient = inbox == "gradient"
+        pack = stages.gradients if is_gradient else stages.activations
+        return builder.layout.leaf_bytes(pack.places[source - is_gradient], pack.arrays)
+    name, _, gradient = inbox.partition(".")
+    portal = stages.portals[int(name.removeprefix("skip"))]
+    pack = portal.gradients if gradient else portal.activations
+    return builder.layout.leaf_bytes(pack.places[0], pack.arrays)
+
+
+def _messages(builder: "Builder") -> Iterator[tuple[Any, int, int, int, int, int]]:
+    """`(route, source stage, column of the source, target stage, column of the target, m)` of every message."""
+    schedule = builder.schedule
+    columns = schedule.column_of_microbatch
+    for route, _ in builder.engine.routes:
+        for (source, target), m in itertools.product(
+            route.target.items(), range(schedule.num_microbatches)
+        ):
+            yield (
+                route,
+                source,
+                int(columns[m, source]),
+                target,
+                int(columns[m, target]),
+                m,
+            )
+
+
+def _sent_tick(builder: "Builder", route: Any, m: int, column: int) -> int:
+    schedule = builder.schedule
+    ticks = (
+        schedule.forward_ticks()
+        if route.operation == "forward"
+        else schedule.backward_ticks()
+    )
+    return int(ticks[m, column])
+
+
+def _arrival(builder: "Builder", route: Any, tick: int) -> float:
+    """When a message that was sent in a tick lies in its inbox."""
+    if builder.engine.overlap and route.operation == "backward":
+        # It travels during the forwards of the next tick.
+        return builder.clock.at(tick + 1, "backward", 0.0)
+    return builder.clock.at(tick + 1, "receive", 0.5)
+
+
+def _inboxes(builder: "Builder") -> dict[str, list[Block]]:
+    """Inbox -> the messages in it."""
+    schedule = builder.schedule
+    found: dict[str, list[Block]] = {}
+    for route, source, sender, target, column, m in _messages(builder):
+        if column not in builder.columns:
+            continue
+        arrived = _arrival(builder, route, _sent_tick(builder, route, m, sender))
+        forward = int(schedule.forward_ticks()[m, column])
+        backward = int(schedule.backward_ticks()[m, column])
+        size = _message_bytes(builder, route.inbox, source)
+        words = f"from stage {source} to {target}, microbatch {m}: {route.inbox}"
+        listed = found.setdefault(route.inbox, [])
+        if route.operation == "backward":
+            read = builder.at("backward", column, backward, 1.0)
+            accesses = [(arrived, "write"), (read, "read")]
+            listed.append(
+                builder.block(
+                    words, "message", size, arrived, read, accesses, stage=target
+                )
+            )
+            continue
+        read = builder.at("forward", column, forward, 1.0)
+        accesses = [
+            (arrived, "write"),
+            (builder.at("forward", column, forward, 0.5), "read"),
+        ]
+        listed.append(
+            builder.block(words, "message", size, arrived, read, accesses, stage=target)
+        )
+        if builder.engine.recompute or route.kept:
+            # The backward begins with the same input.
+            again = builder.at("backward", column, backward, _AGAIN)
+            listed.append(
+                builder.block(
+                    words,
+                    "input stash",
+                    size,
+                    read,
+                    again,
+                    [(again, "read")],
+                    stage=target,
+                )
+            )
+    return found
+
+
+def _on_their_way(
+    builder: "Builder",
+) -> tuple[dict[int, list[Block]], dict[int, list[Block]]]:
+    """Number of an output -> what is sent from it; channel -> what it has brought to the device."""
+    lowered, clock, T = builder.lowered, builder.clock, builder.schedule.num_ticks
+    sent: dict[int, list[Block]] = {}
+    received: dict[int, list[Block]] = {}
+    for route, source, sender, target, column, m in _messages(builder):
+        tick = _sent_tick(builder, route, m, sender)
+        size = _message_bytes(builder, route.inbox, source)
+        words = f"from stage {source} to {target}, microbatch {m}: {route.inbox}"
+        late = builder.engine.overlap and route.operation == "backward"
+        if sender in builder.columns:
+            lane = builder.lanes[route.operation, sender, tick % T]
+            number = lowered.outgoing.index((route.inbox, lane))
+            written = builder.at(route.operation, sender, tick, 0.9)
+            moved = (
+                clock.at(tick + 1, "receive", 0.5)
+                if late
+                else clock.at(tick, "move", 0.5)
+            )
+            accesses = [(written, "write"), (moved, "read")]
+            name = f"{words}, sent"
+            sent.setdefault(number, []).append(
+                builder.block(
+                    name, "message", size, written, moved, accesses, stage=source
+                )
+            )
+        if column in builder.columns and not late:
+            number = _channel(builder, route, tick, m, column)
+            moved, read = clock.at(tick, "move", 0.5), _arrival(builder, route, tick)
+            accesses = [(moved, "write"), (read, "read")]
+            name = f"{words}, received"
+            received.setdefault(number, []).append(
+                builder.block(
+                    name, "message", size, moved, read, accesses, stage=target
+                )
+            )
+    return sent, received
+
+
+def _channel(builder: "Builder", route: Any, tick: int, m: int, column: int) -> int:
+    """The number of the channel that brings a message to the device."""
+    T = builder.schedule.num_ticks
+    t = (tick + 1) % T
+    for number, channel in enumerate(builder.lowered.channels):
+        arrives = channel.arrives.get(route.inbox)
+        if arrives is not None and arrives[t, builder.device, 0] == column:
+            return number
+    raise AssertionError(f"no channel brings microbatch {m} of {route.inbox}")
+
+
+def _vocabulary(
+    builder: "Builder", shapes: dict
+) -> Iterator[tuple[str, int, list[Block]]]:
+    """What operations of all devices hand to and get from a stage."""
+    T, clock = builder.schedule.num_ticks, builder.clock
+
+    def ticks(name: str) -> list[int]:
+        operations = builder.lowered.operations.get(name)
+        if operations is None:
+            return []
+        return [t for t in range(T) if operations.stage[t, builder.device, 0] >= 0]
+
+    embedded = sorted(
+        {
+            *ticks("embed"),
+            *(ticks("embed_backward") if builder.engine.recompute else []),
+        }
+    )
+    lives = {
+        "embedded": (
+            embedded,
+            ("embed", 0.9),
+            (
+                "embed_backward"
+                if "embed_backward" in builder.lowered.operations
+                else "forward",
+                0.0,
+            ),
+        ),
+        "head_input": (ticks("head"), ("forward", 0.9), ("head", 0.9)),
+        "embedded_gradient": (
+            ticks("embed_backward"),
+            ("backward", 0.9),
+            ("embed_backward", 0.9),
+        ),
+    }
+    for name, (when, first, last) in lives.items():
+        size = builder.num_bytes(shapes.get(name, []))
+        blocks = []
+        for t in when:
+            start, stop = clock.at(t, *first), clock.at(t, *last)
+            accesses = [(start, "write"), (stop, "read")]
+            words = f"{name.replace('_', ' ')}, tick {t}"
+            blocks.append(builder.block(words, "message", size, start, stop, accesses))
+        yield name.replace("_", " "), size, blocks
+    gradients = shapes.get(HEAD_GRADIENT, [])
+    if gradients:
+        yield from _head_gradients(builder, builder.num_bytes(gradients))
+
+
+def _head_gradients(
+    builder: "Builder", num_bytes: int
+) -> Iterator[tuple[str, int, list[Block]]]:
+    """The gradients by the inputs of the head, on the device of the last stage."""
+    schedule = builder.schedule
+    slots = builder.lowered.num_slots[HEAD_GRADIENT]
+    forward, backward = schedule.forward_ticks(), schedule.backward_ticks()
+    blocks = []
+    for c, m in itertools.product(builder.columns, range(schedule.num_microbatches)):
+        if schedule.stage[c] == schedule.num_stages - 1 and forward[m, c] != IDLE:
+            start = builder.clock.at(int(forward[m, c]), "head", 0.9)
+            stop = builder.at("backward", c, int(backward[m, c]), 0.5)
+            accesses = [(start, "write"), (stop, "read")]
+            words = f"gradient of the head, microbatch {m}"
+            blocks.append(
+                builder.block(
+                    words, "message", num_bytes // slots, start, stop, accesses
+                )
+            )
+    yield "gradients of the head", num_bytes, blocks

@@ -1,0 +1,177 @@
+"""Shows where the memory of a training step goes: every array, what for, and when it lives.
+
+    python train/memory.py --config configs/quickstart.py
+    python train/memory.py --config configs/quickstart.py --config.pipeline.schedule=one_f_one_b --save memory.svg
+    python train/memory.py --config configs/quickstart.py --device 3 --csv memory.csv --json memory.json
+    python train/memory.py --config configs/quickstart.py --profile --to-host 16GB/s
+
+The step is compiled for the devices that are here and does not run. Bytes are those of one device of the pipeline: by use at the moment
+at which most bytes hold something, and the largest arrays then. Times are ticks of the schedule; with `--profile` each layer is measured
+and they are seconds. `--to-host` lists the arrays that could leave for the host between two accesses and be back in time, at a rate in
+bytes per second; it needs `--profile`. `--save` draws bytes by use, a chart of the blocks, and the intervals between accesses. The exit
+code is 0, or 2 if an option or a file is wrong.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import sys
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from train import flags
+from train.plan import count, size
+
+_MOST_CANDIDATES = 12
+
+
+def rate(text: str) -> float:
+    """Reads bytes per second, with or without a unit.
+
+    Example:
+      >>> rate("16GB/s"), rate("2GiB")
+      (16000000000.0, 2147483648.0)
+    """
+    return size(text.strip().removesuffix("/s"))
+
+
+def position(text: str) -> int:
+    """Reads a whole number of at least 0."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number of at least 0, got {text!r}."
+        )
+    return int(text)
+
+
+def picture(text: str) -> str:
+    """Reads the name of a picture."""
+    if pathlib.Path(text).suffix not in (".svg", ".png", ".pdf"):
+        raise argparse.ArgumentTypeError(
+            f"must end in .svg, .png or .pdf, got {text!r}."
+        )
+    return text
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="memory.py",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    result.add_argument("--config", help="a configuration; see train/train.py")
+    result.add_argument(
+        "--device",
+        type=position,
+        default=0,
+        help='which device: a position along the axis "stage"',
+    )
+    result.add_argument(
+        "--profile", action="store_true", help="measure layers, and show seconds"
+    )
+    result.add_argument(
+        "--to-host", type=rate, help="bytes per second to the host, such as 16GB/s"
+    )
+    result.add_argument(
+        "--to-device", type=rate, help="bytes per second back; default: as `--to-host`"
+    )
+    result.add_argument(
+        "--top", type=count, default=12, help="number of arrays to print"
+    )
+    result.add_argument(
+        "--save", type=picture, metavar="FILE", help="draw into this file"
+    )
+    result.add_argument(
+        "--panels",
+        type=lambda text: text.split(","),
+        default=(),
+        help="what to draw, of bytes,blocks,intervals; default: all",
+    )
+    result.add_argument("--json", metavar="FILE", help="write everything as JSON")
+    result.add_argument("--csv", metavar="FILE", help="write the blocks as CSV")
+    return result
+
+
+def main(argv: list[str]) -> int:
+    overrides, rest = flags.split(argv)
+    if not argv:
+        parser().print_help()
+        return 0
+    args = parser().parse_args(rest)
+    try:
+        if args.config is None:
+            raise ValueError(
+                "name a configuration: `--config configs/quickstart.py`. `--help` shows more."
+            )
+        if args.to_host is not None and not args.profile:
+            raise ValueError(
+                "`--to-host` compares transfers with seconds between accesses: add `--profile`."
+            )
+        if args.to_device is not None and args.to_host is None:
+            raise ValueError("`--to-device` goes with `--to-host`: add it.")
+        return show(args, ["--config", args.config, *overrides])
+    except (ValueError, OSError, ImportError) as error:
+        print(f"memory.py: {error}", file=sys.stderr)
+        return 2
+
+
+def show(args: argparse.Namespace, words: list[str]) -> int:
+    """Compiles the step, prints its memory, and writes the files."""
+    import jpipe
+    from train.config import TrainConfig
+    from train.data import shuffled
+    from train.devices import cache_compilations, check_devices, prepare_cpu
+    from train.train import options_of_pipeline
+
+    _, config = flags.parse(words, TrainConfig)
+    schedule = config.pipeline.table()
+    if args.device >= schedule.num_devices:
+        raise ValueError(
+            f"`--device` must be below {schedule.num_devices}, the devices of the pipeline, got {args.device}."
+        )
+    batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
+    sizes = config.mesh.sizes
+    prepare_cpu(schedule.num_devices * math.prod(sizes.values()))
+    check_devices(schedule.num_devices, **sizes)
+    cache_compilations(config.compilation_cache)
+    mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
+    options = options_of_pipeline(config, mesh)
+    pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
+    profile = pipe.profile(batch) if args.profile else None
+    timeline = pipe.memory_timeline(batch, device=args.device, profile=profile)
+    print(timeline.text(args.top))
+    if args.to_host is not None:
+        print(f"\n{candidates(timeline, args.to_host, args.to_device)}")
+    if args.json is not None:
+        pathlib.Path(args.json).write_text(json.dumps(timeline.to_json()))
+    if args.csv is not None:
+        pathlib.Path(args.csv).write_text(timeline.to_csv())
+    if args.save is not None:
+        timeline.draw(args.save, args.panels)
+    return 0
+
+
+def candidates(timeline, to_host: float, to_device: float | None) -> str:
+    """The intervals in which arrays could be on the host, as a table."""
+    from jpipe.plan import size_text
+
+    found = timeline.swap_candidates(to_host, to_device)
+    intervals = timeline.intervals()
+    lines = [
+        f"{len(found)} of {len(intervals)} intervals between accesses are long enough to go to the host and back"
+    ]
+    shown = found[:_MOST_CANDIDATES]
+    width = max([len(i.name) for i in shown], default=0)
+    for i in shown:
+        lines.append(
+            f"{i.name:{width}}  {size_text(i.num_bytes):>10}  {i.length * 1e3:10.4g} ms from {i.start * 1e3:.4g} ms"
+        )
+    if len(found) > len(shown):
+        lines.append(f"and {len(found) - len(shown)} others")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
