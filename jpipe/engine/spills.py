@@ -3,8 +3,8 @@
 `jpipe.lowering.spills` says what moves in which tick. The two transfers of a tick need nothing that the tick
 computes, so they begin before its operations and end after them.
 
-Rings are written before they are read, as in all of a tick: what comes from the host is written into the ring, and then
-the slot that leaves is read. What was staged is written into host memory after the other slot has been read there.
+Rings are written before they are read, as in all of a tick. In host memory, the staged slot is written before the other slot
+is read there. On the device, what comes from the host is written into the ring, and then the slot that leaves is read.
 """
 
 from collections.abc import Mapping
@@ -41,24 +41,17 @@ def begin(
     """The transfers of a tick, by ring."""
     transfers = {}
     for ring, spill in spec.lowered.spills.items():
-        now, host = scalars.spill(ring), arrays.host_stash[ring]
-        load = jnp.maximum(now.loads, 0)
-        values = {
-            n: lax.dynamic_index_in_dim(a, load, allow_negative_indices=False)
-            for n, a in host.items()
-        }
-        loaded = {n: jax.device_put(a, _DEVICE) for n, a in values.items()}
-        # A slot of the host is read before another one is written, so that the array is not copied. XLA for TPUs
-        # knows a transfer into a part of an array only if nothing stands between the two.
-        staged, loaded = lax.optimization_barrier((arrays.staged[ring], loaded))
+        now, staged = scalars.spill(ring), arrays.staged[ring]
         store = jnp.where(now.stores < 0, spill.num_slots, now.stores)
-        stored = {
-            n: put_row(
-                a, jax.device_put(staged[n].reshape(values[n].shape), _HOST), store
-            )
-            for n, a in host.items()
-        }
-        loaded = {n: a.reshape(staged[n].shape) for n, a in loaded.items()}
+        load = jnp.maximum(now.loads, 0)
+        loaded, stored = {}, {}
+        for name, array in arrays.host_stash[ring].items():
+            slot = staged[name].reshape(1, *array.shape[1:])
+            # XLA for TPUs knows a transfer into a part of an array only if nothing stands between the two.
+            array = put_row(array, jax.device_put(slot, _HOST), store)
+            stored[name] = array
+            slot = lax.dynamic_index_in_dim(array, load, allow_negative_indices=False)
+            loaded[name] = jax.device_put(slot, _DEVICE).reshape(staged[name].shape)
         transfers[ring] = Transfer(loaded, stored)
     return transfers
 
