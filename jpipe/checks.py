@@ -15,7 +15,7 @@ from jpipe.compress import Compressor, SparseCompressor, StreamingPCA
 from jpipe.engine.loss_scale import LossScale
 from jpipe.lowering.lower import mixes_minibatches
 from jpipe.mesh import DATA, FSDP, HOST_MEMORY, STAGE, memory_kinds
-from jpipe.offload import Offload
+from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import axes
 from jpipe.processes import check_processes
 from jpipe.schedule import Schedule
@@ -483,7 +483,7 @@ def check_offload(
       ValueError: if it is something else, devices have no memory of the host, or stashes cannot go there.
     """
     if offload is None:
-        return Offload()
+        return NO_OFFLOAD
     if not isinstance(offload, Offload):
         raise ValueError(
             "`offload` must be a `jpipe.Offload`, such as `jpipe.Offload(optimizer=1.0)`, or None, got "
@@ -502,7 +502,7 @@ def check_offload(
                 f"{problem} Leave `offload` out, or say `jpipe.Offload(..., required=False)` to train without it here."
             )
         warn(f"{problem} The pipeline trains without offloading.")
-        return Offload()
+        return NO_OFFLOAD
     if offload.activations is not None and not schedule.synchronous:
         raise ValueError(
             "`activations` of `Offload` needs a table that begins and ends with nothing in flight, and "

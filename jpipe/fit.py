@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from jpipe import costs
 from jpipe.lowering.lower import STASHES
 from jpipe.mesh import HOST_MEMORY
-from jpipe.offload import LEAST_SLOTS, Offload
+from jpipe.offload import LEAST_SLOTS, NO_OFFLOAD, Offload
 from jpipe.program import Program
 from jpipe.sizes import size_text
 
@@ -52,7 +52,7 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
     Raises:
       ValueError: if no program fits; says the least that would do.
     """
-    plain = make(Offload())
+    plain = make(NO_OFFLOAD)
     plain_arrays = _array_bytes(plain)
     if plain_arrays <= limit and plain_arrays + _temporary_bytes(plain) <= limit:
         return plain

@@ -60,3 +60,6 @@ class Offload:
 
 LEAST_SLOTS = 2
 """The fewest slots of a stash on a device: a forward writes one while a backward reads the other."""
+
+NO_OFFLOAD = Offload()
+"""All is on the devices."""

@@ -20,7 +20,7 @@ from jpipe.layers.loss import Loss
 from jpipe.layers.trace import Traced, trace_layers
 from jpipe.lowering.lower import guard_of
 from jpipe.mesh import DATA, FSDP, STAGE
-from jpipe.offload import Offload
+from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.processes import Rows, is_global, is_shared
 from jpipe.schedule import Schedule
 from jpipe.stages import vocabulary
@@ -64,7 +64,7 @@ class Settings:
     accumulate_gradients: StreamingPCA | None
     donate: bool
     compiler_options: Mapping[str, Any]
-    offload: Offload = Offload()
+    offload: Offload = NO_OFFLOAD
     strategy: str | os.PathLike[str] | None = None
 
     @property

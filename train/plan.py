@@ -90,6 +90,11 @@ def parser() -> argparse.ArgumentParser:
         type=size,
         help="bytes per second between two devices; default with `--config`: measured",
     )
+    result.add_argument(
+        "--host-bandwidth",
+        type=size,
+        help="bytes per second between a device and its host, such as 16GB; plans that do not fit then use host memory",
+    )
     model = result.add_argument_group("a model")
     model.add_argument("--config", help="a configuration; see train/train.py")
     model.add_argument(
@@ -370,6 +375,7 @@ def _decide(profiles: list, machine, config, args, argv: list[str]) -> None:
         shard_optimizer=(False, True),
         compress_messages=config.pipeline.message_compressors(),
         compress_gradients=config.mesh.gradient_compressor(),
+        host_bandwidth=args.host_bandwidth,
     )
     best = ranking[0]
     if args.json:
@@ -382,7 +388,8 @@ def _decide(profiles: list, machine, config, args, argv: list[str]) -> None:
     if not best.fits:
         raise ValueError(
             f"no plan fits: the smallest needs {plan.size_text(best.prediction.num_bytes)} per device, the limit is "
-            f"{plan.size_text(machine.memory_limit)}. Use more devices, or a smaller batch."
+            f"{plan.size_text(machine.memory_limit)}. Use more devices, a smaller batch, or host memory "
+            "(`--host-bandwidth`)."
         )
     if not args.json:
         color = sys.stdout.isatty()
@@ -455,6 +462,8 @@ def _profiles(name: str, config, numbers, args) -> list:
         "shard_optimizer": False,
         "compress_messages": None,
         "compress_gradients": None,
+        "offload": None,
+        "device_memory": None,
     }
     options = options_of_pipeline(config, mesh) | alone
     schedule = jpipe.schedules.gpipe(1, 1)

@@ -105,6 +105,9 @@ def planned_config(
         data=best.num_replicas,
         model=best.num_tensor_devices,
         shard_optimizer=best.shard_optimizer,
+        device_memory=None,
+        offload_optimizer=best.offload.optimizer,
+        offload_activations=best.offload.activations,
         compress_gradients=config.mesh.compress_gradients if has_replicas else None,
     )
     return dataclasses.replace(config, pipeline=pipeline, mesh=mesh, strategy=strategy)

@@ -198,7 +198,7 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
             else ""
         )
         shared = "replicas share updates" if c.shard_optimizer else ""
-        notes.append("; ".join(filter(None, [cut, shared, delay, c.why])))
+        notes.append("; ".join(filter(None, [cut, shared, _on_host(c), delay, c.why])))
     header, *lines = _table(rows, left={1}).splitlines()
     text = [
         "plans, as predicted (batches, size: microbatches, their samples; bytes: per device; cut at: first layers of stages):",
@@ -211,6 +211,18 @@ def plans(ranking: Ranking, batch_size: int, top: int) -> str:
     if len(ranking) > top:
         text.append(f"  and {len(ranking) - top} slower or larger ones")
     return "\n".join([*text, *_skipped(ranking.skipped)])
+
+
+def _on_host(plan: Candidate) -> str:
+    """What a plan keeps in host memory; empty: nothing."""
+    parts = []
+    if plan.offload.optimizer:
+        parts.append(f"{plan.offload.optimizer:.0%} of the optimizer's state")
+    if plan.offload.activations is not None:
+        parts.append(f"stashes of all but {plan.offload.activations} microbatches")
+    if not parts:
+        return ""
+    return f"{' and '.join(parts)} in host memory ({size_text(plan.prediction.memory.host)})"
 
 
 def _skipped(skipped: Sequence[Skipped]) -> list[str]:
@@ -252,6 +264,9 @@ def plan_record(plan: Candidate | Skipped) -> dict[str, Any]:
     return record | {
         "recompute": plan.recompute,
         "shard_optimizer": plan.shard_optimizer,
+        "offload_optimizer": plan.offload.optimizer,
+        "offload_activations": plan.offload.activations,
+        "host_seconds": prediction.host_seconds,
         "boundaries": list(plan.boundaries),
         "seconds": prediction.seconds,
         "bubble": prediction.timing.bubble,

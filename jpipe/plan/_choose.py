@@ -6,13 +6,14 @@ import inspect
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from jpipe import schedules
 from jpipe.compress import Compressor
+from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.plan._predict import Prediction, predict
 from jpipe.plan._profile import Profile, balance_by_memory, balance_by_time
 from jpipe.schedule import Schedule
@@ -39,6 +40,7 @@ class Candidate:
       prediction: seconds and bytes of a training step.
       fits: whether the predicted bytes are within the machine's limit.
       shard_optimizer: whether replicas of a stage share its update.
+      offload: what is in host memory.
       why: why the candidate is not the first of its ranking; empty for the first.
       num_tensor_devices: T, devices of each stage, which split its operators by a strategy; see `jpipe.plan.tensor`.
     """
@@ -54,6 +56,7 @@ class Candidate:
     prediction: Prediction
     fits: bool
     shard_optimizer: bool = False
+    offload: Offload = NO_OFFLOAD
     why: str = ""
     num_tensor_devices: int = 1
 
@@ -126,6 +129,7 @@ def choose(
     shard_optimizer: bool | Sequence[bool] = False,
     compress_messages: Any = None,
     compress_gradients: Compressor | None = None,
+    host_bandwidth: float | None = None,
 ) -> Ranking:
     """Prices every plan that the profiles allow and ranks them.
 
@@ -149,6 +153,8 @@ def choose(
       shard_optimizer: whether replicas of a stage share its update, as of `Pipeline`; both values try both.
       compress_messages: as of `predict`.
       compress_gradients: as of `predict`. Updates are then not shared.
+      host_bandwidth: bytes per second between a device and its host. Plans that do not fit are then also priced with
+        as much in host memory as they need, so that the fewest bytes move. None: nothing is in host memory.
 
     Returns:
       A `Ranking`: first the candidates that fit, the fastest first, then the others, the
@@ -175,8 +181,14 @@ def choose(
     )
     if compress_gradients is not None:
         sharing = [False]
+    if host_bandwidth is not None and not host_bandwidth > 0:
+        raise ValueError(
+            f"`host_bandwidth` must be bytes per second above 0, or None, got {host_bandwidth!r}."
+        )
     compressed = dict(
-        compress_messages=compress_messages, compress_gradients=compress_gradients
+        compress_messages=compress_messages,
+        compress_gradients=compress_gradients,
+        host_bandwidth=host_bandwidth,
     )
     names = schedules.names() if schedule_names is None else list(schedule_names)
     names = [name for name in names if _is_wanted(name, asynchronous)]
@@ -399,7 +411,7 @@ def _price(
     """Appends a plan's candidates, or the reason to skip it.
 
     There is one per kind of recomputation and, with replicas, per value of `shard_optimizer` in `sharing`.
-    `compressed` are the compressors, as of `predict`. `cut` are the boundaries; None: they are chosen.
+    `compressed` are the compressors and the bandwidth to the host, as of `choose`. `cut` are the boundaries; None: they are chosen.
     """
     counts = plan.num_stages, plan.num_microbatches
     refusal = schedules.refusal(plan.schedule, *counts, **plan.options)
@@ -459,8 +471,9 @@ def _best_cut(
         stages = (np.searchsorted(boundaries, tie, "right") for tie in profile.ties)
         return schedule.synchronous or all(np.ptp(of) == 0 for of in stages)
 
-    candidates: list[Candidate] = []
-    for boundaries in filter(trains, cuts()):
+    host_bandwidth = compressed["host_bandwidth"]
+
+    def priced(boundaries: list[int], offload: Offload) -> Candidate:
         prediction = predict(
             schedule,
             profile,
@@ -468,20 +481,60 @@ def _best_cut(
             machine,
             plan.num_replicas,
             shard,
-            **compressed,
+            **{**compressed, "host_bandwidth": host_bandwidth or math.inf},
+            offload=offload,
         )
-        candidate = Candidate(
+        return Candidate(
             **plan._asdict(),
             recompute=profile.recompute,
             boundaries=tuple(boundaries),
             prediction=prediction,
             fits=prediction.num_bytes <= machine.memory_limit,
             shard_optimizer=shard,
+            offload=offload,
         )
-        candidates.append(candidate)
-        if candidate.fits:
+
+    candidates: list[Candidate] = []
+    for boundaries in filter(trains, cuts()):
+        candidates.append(priced(boundaries, NO_OFFLOAD))
+        if candidates[-1].fits:
             break
+    if host_bandwidth is not None and not any(c.fits for c in candidates):
+        for c in list(candidates):
+            price = functools.partial(priced, list(c.boundaries))
+            candidates += _offloaded(schedule, c, price, machine.memory_limit)
     return min(candidates, key=_rank, default=None)
+
+
+def _offloaded(
+    schedule: Schedule,
+    plain: Candidate,
+    price: Callable[[Offload], Candidate],
+    limit: float,
+) -> Iterator[Candidate]:
+    """A plan that does not fit, with what it must have in host memory.
+
+    Args:
+      schedule: of the plan.
+      plain: the plan, with all on the device.
+      price: `offload -> candidate`.
+      limit: bytes of a device.
+    """
+    optimizer = plain.prediction.memory.optimizer
+    kept: list[int | None] = [None]
+    if schedule.synchronous and plain.recompute != "full":
+        most = int(schedule.facts().in_flight.max())
+        kept += [most // 2**k for k in range(1, most.bit_length() - 1)]
+    for slots in kept:
+        try:
+            whole = price(Offload(0.0, slots))
+        except ValueError:  # too few slots for this table
+            return
+        over = max(whole.prediction.num_bytes - limit, 0)
+        if not over:
+            yield whole
+        elif over < optimizer:
+            yield price(Offload((over + 1) / optimizer, slots))
 
 
 # -- Why a candidate lost
@@ -492,7 +545,7 @@ def _why(c: Candidate, best: Candidate, memory_limit: float) -> str:
     prediction = c.prediction
     if not c.fits:
         parts = prediction.memory._asdict()
-        del parts["padding"]
+        del parts["padding"], parts["host"]
         largest = max(parts, key=parts.__getitem__)
         return (
             f"needs {size_text(prediction.num_bytes)} per device, the limit is "
@@ -530,5 +583,8 @@ def _time_by_use(c: Candidate) -> dict[str, float]:
         _COMPUTING: work,
         "messages and ticks take": timing.communicating,
         _WAITING: timing.makespan - work - timing.communicating,
-        "the rest of the step takes": c.prediction.seconds - timing.makespan,
+        "transfers to and from host memory take": c.prediction.host_seconds,
+        "the rest of the step takes": c.prediction.seconds
+        - timing.makespan
+        - c.prediction.host_seconds,
     }

@@ -17,6 +17,7 @@ from jpipe.engine.layout import StatePackings, buffer_shapes
 from jpipe.layers.avals import num_bytes
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, lower
+from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
@@ -38,17 +39,19 @@ class Prediction:
       memory: bytes per device.
       delay: the largest delay of a gradient: updates between reading the weights that it was
         computed with and applying it.
+      host_seconds: of these, the seconds in which a device sends to host memory and fetches from it.
     """
 
     seconds: float
     timing: Timing
     memory: Memory
     delay: int
+    host_seconds: float = 0.0
 
     @property
     def num_bytes(self) -> int:
-        """Bytes per device."""
-        return sum(self.memory) - self.memory.padding
+        """Bytes per device, in its own memory."""
+        return sum(self.memory) - self.memory.padding - self.memory.host
 
 
 def predict(
@@ -60,6 +63,8 @@ def predict(
     shard_optimizer: bool = False,
     compress_messages: Any = None,
     compress_gradients: Compressor | None = None,
+    offload: Offload = NO_OFFLOAD,
+    host_bandwidth: float = math.inf,
 ) -> Prediction:
     """Predicts the cost of a table in lockstep. Each of its cells is one microbatch of the profile.
 
@@ -82,6 +87,9 @@ def predict(
         element.
       compress_messages: as of `Pipeline`. Fewer bytes travel. The time to encode and decode is not included.
       compress_gradients: as of `Pipeline`; without replicas it does nothing.
+      offload: as of `Pipeline`. What a device sends to its host and fetches comes on top of a step: nothing of it is
+        taken to be hidden.
+      host_bandwidth: bytes per second between a device and its host, each way at its time.
 
     Returns:
       A `Prediction`. Its bytes are those of `Pipeline.memory`, except for the temporaries, which
@@ -106,12 +114,14 @@ def predict(
         schedule, profile, starts, machine, num_replicas, shard_optimizer, *compressors
     )
     timing = simulate(schedule, costs)
+    memory, moved = predict_memory(
+        schedule, profile, starts, num_replicas, shard_optimizer, *compressors, offload
+    )
     return Prediction(
-        seconds=timing.makespan + machine.step,
+        seconds=timing.makespan + machine.step + moved / host_bandwidth,
         timing=timing,
-        memory=predict_memory(
-            schedule, profile, starts, num_replicas, shard_optimizer, *compressors
-        ),
+        memory=memory,
+        host_seconds=moved / host_bandwidth,
         delay=int(schedule.facts().forward_delay.max()),
     )
 
@@ -238,13 +248,17 @@ def predict_memory(
     shard_optimizer: bool = False,
     compress_messages: MessageCompression = NO_COMPRESSION,
     compress_gradients: Compressor | None = None,
-) -> Memory:
-    """Bytes per device, by use.
+    offload: Offload = NO_OFFLOAD,
+) -> tuple[Memory, float]:
+    """Bytes per device, by use, and those that a device sends to host memory and fetches in a step.
 
     Args:
-      schedule, profile, num_replicas, shard_optimizer, compress_gradients: as of `predict`.
+      schedule, profile, num_replicas, shard_optimizer, compress_gradients, offload: as of `predict`.
       starts: the first layer of each stage, then the number of layers.
       compress_messages: compressors of messages.
+
+    Raises:
+      ValueError: if the table needs more slots of stashes than `offload` leaves.
     """
     layers = profile.layers
     kinds = [(one.kind, one.stash, one.pop) for one in layers]
@@ -262,7 +276,12 @@ def predict_memory(
 
     routes = _routes(profile, starts, compress_messages)
     recompute = profile.recompute == "full"
-    lowered = lower(schedule, recompute, [route for route, _ in routes])
+    lowered = lower(
+        schedule,
+        recompute,
+        [route for route, _ in routes],
+        stash_slots=offload.activations,
+    )
     R, V = lowered.num_chunks, lowered.num_versions
     parameters, state = packed("parameters"), packed("state")
     weights, optimizer = parameters.num_bytes, packed("optimizer_state").num_bytes
@@ -293,7 +312,18 @@ def predict_memory(
     )
     delays = read_delays(schedule)
     versions = V * (1 + sum(bool(delays[reader].any()) for reader in profile.reads))
+    stashes_on_host = num_bytes(jax.tree.leaves(in_flight.pop("host_stash")))
     activations = num_bytes(jax.tree.leaves(in_flight)) + R * state.num_bytes
+    # One slot of each stash comes from the host while a tick computes.
+    slots = {
+        ring: num_bytes(jax.tree.leaves(arrays))
+        for ring, arrays in in_flight["staged"].items()
+    }
+    state_on_host = offload.optimizer * R * optimizer
+    moved = 2 * state_on_host + sum(
+        2 * slots[ring] * int((spill.stores >= 0).sum(axis=0).max())
+        for ring, spill in lowered.spills.items()
+    )
     used = sum(
         count * (layer.weight_bytes + (versions - 1) * layer.parameter_bytes)
         for count, (start, stop) in zip(
@@ -303,18 +333,21 @@ def predict_memory(
     )
     used -= int(np.dot(schedule.replicas, of_stage - of_stage / num_shares))
     held = R * (versions * weights + weights + optimizer)
-    return Memory(
+    memory = Memory(
         compression=R
         * _kept_bytes(parameters, compress_gradients)
         * (num_replicas > 1 or schedule.has_copies),
         weights=R * versions * weights,
-        optimizer=R * optimizer,
+        optimizer=math.ceil(R * optimizer - state_on_host),
         gradients=R * weights,
         activations=activations,
         batch=schedule.num_microbatches * profile.microbatch_bytes,
-        temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss)),
+        temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss))
+        + sum(slots.values()),
         padding=max(held - used // schedule.num_devices, 0),
+        host=math.floor(state_on_host) + stashes_on_host,
     )
+    return memory, moved
 
 
 def _kept_bytes(parameters: Packing, compressor: Compressor | None) -> int:

@@ -1,0 +1,119 @@
+"""Plans whose devices keep a part in host memory, against pipelines and against arithmetic."""
+
+import dataclasses
+import math
+
+import optax
+import pytest
+from families import FAMILIES, cross_entropy
+from helpers import profile_of, timed
+
+import jpipe
+from jpipe import Offload
+from jpipe.plan import Machine, choose, predict
+from train import flags
+from train.config import TrainConfig
+from train.planned import planned_config
+
+PROFILE = timed(
+    profile_of("mlp"),
+    forward=1.0,
+    forward_and_stash=1.0,
+    backward=2.0,
+    input_grad=1.0,
+    weight_grad=1.0,
+)
+TABLE = jpipe.schedules.gpipe(3, 8)
+
+
+@pytest.mark.parametrize("slots", [None, 4, 2])
+def test_bytes_are_those_of_the_pipeline(slots):
+    pipe = jpipe.Pipeline(
+        FAMILIES["mlp"].layers,
+        loss=cross_entropy,
+        optimizer=optax.adam(0.1),
+        schedule=TABLE,
+        boundaries=[1, 3],
+        offload=Offload(1.0, slots),
+    )
+    batch = FAMILIES["mlp"].batches(1, 16)[0]
+    groups = pipe._program(batch).engine.layout.groups
+    got = predict(TABLE, PROFILE, [1, 3], Machine(3), offload=Offload(1.0, slots))
+    assert got.memory.optimizer == 0
+    # Counters stay on the device, and rows of pools in host memory are not joined in vectors.
+    of_state = groups["optimizer_state"].num_bytes("cpu", "pinned_host")
+    stashes = sum(
+        a.size * a.dtype.itemsize
+        for arrays in groups["buffers"].shapes["host_stash"].values()
+        for a in arrays.values()
+    )
+    assert stashes <= got.memory.host <= 1.2 * (of_state + stashes)
+    in_flight = groups["buffers"].num_bytes("cpu")
+    assert 0 <= in_flight - got.memory.activations <= 4
+
+
+def test_seconds_are_bytes_by_bandwidth():
+    plain = predict(TABLE, PROFILE, [1, 3], Machine(3))
+    half = predict(
+        TABLE,
+        PROFILE,
+        [1, 3],
+        Machine(3),
+        offload=Offload(0.5),
+        host_bandwidth=1000.0,
+    )
+    moved = 2 * 0.5 * plain.memory.optimizer
+    assert half.host_seconds == pytest.approx(moved / 1000)
+    assert half.seconds == pytest.approx(plain.seconds + moved / 1000)
+    assert half.num_bytes == pytest.approx(
+        plain.num_bytes - 0.5 * plain.memory.optimizer, abs=1
+    )
+
+
+def tight():
+    """A machine into which no plan fits without host memory."""
+    smallest = min(
+        (c.prediction for c in choose(PROFILE, Machine(3), 16)),
+        key=lambda prediction: prediction.num_bytes,
+    )
+    limit = smallest.num_bytes - 0.3 * smallest.memory.optimizer
+    return Machine(3, memory_limit=limit)
+
+
+def test_plans_that_fit_only_with_host_memory():
+    machine = tight()
+    assert not choose(PROFILE, machine, 16)[0].fits
+    for bandwidth in (1e3, 1e9):
+        found = choose(PROFILE, machine, 16, host_bandwidth=bandwidth)
+        best = found[0]
+        assert best.fits and best.offload
+        assert best.prediction.num_bytes <= machine.memory_limit
+        again = predict(
+            best.table(),
+            dataclasses.replace(PROFILE, recompute=best.recompute),
+            best.boundaries,
+            machine,
+            best.num_replicas,
+            offload=best.offload,
+            host_bandwidth=bandwidth,
+        )
+        assert again.seconds == best.prediction.seconds
+        assert again.host_seconds > 0
+    # Where all fits, nothing is in host memory.
+    assert not any(
+        c.offload for c in choose(PROFILE, Machine(3), 16, host_bandwidth=1.0)
+    )
+
+
+def test_wrong_bandwidths_are_refused():
+    for bandwidth in (0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="above 0, or None, got"):
+            choose(PROFILE, Machine(2), 16, host_bandwidth=bandwidth)
+
+
+def test_a_saved_plan_says_what_is_in_host_memory():
+    config = flags.load("configs/quickstart.py", TrainConfig)
+    machine = tight()
+    best = choose(PROFILE, machine, 16, host_bandwidth=1e9)[0]
+    mesh = planned_config(config, best).mesh
+    assert mesh.offload() == best.offload and mesh.device_memory is None
