@@ -65,9 +65,10 @@ class Lifetimes:
     def gradient(self, operator: int, tensor: int) -> tuple[int, int] | None:
         """Of the gradient by a result: from the first backward that adds to it to the backward that reads it; None: there is none.
 
-        An elementwise backward writes its results to the place of what it reads, which is therefore not held beside them.
+        The gradient by a result of the whole function is there for the backward that reads it. An elementwise backward writes its results to the place of what it reads, which is therefore not held beside them.
         """
-        differentiated = self._differentiated(self._readers.get(tensor, []))
+        readers = self._readers.get(tensor, [operator])
+        differentiated = self._differentiated(readers)
         if not differentiated or not self._graph.operators[operator].has_backward:
             return None
         first, last = self.backward(max(differentiated)), self.backward(operator)

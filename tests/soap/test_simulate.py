@@ -191,7 +191,7 @@ def test_data_parallel_step_in_closed_form():
     total = forward + backward + ring + update
     assert found.seconds == pytest.approx(total, rel=1e-7)
     assert found.sent_bytes == 4 * 2 * 3 / 4 * weight_bytes
-    # Weights, gradients and two arrays of the optimizer; the result, and the rows of the input.
+    # Weights, gradients and two arrays of the optimizer; the gradient by the result, and the rows of the input.
     assert found.memory_bytes == (4 * weight_bytes + written + 4 * 2 * 16,) * 4
 
 
@@ -236,7 +236,7 @@ def peaks(graph, strategy, num_devices):
                 computed = sizes(regions.results(i, tensor, config.degrees))
                 item = value.item_bytes * operator.repeats
                 times = int(forward <= t <= last)
-                again = [j for j in readers(tensor) if has_backward(j)]
+                again = [j for j in used if has_backward(j)]
                 with_gradient = bool(again) and has_backward(i) and value.has_gradient
                 if with_gradient:
                     first = 2 * n - 1 - max(again)
