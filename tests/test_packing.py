@@ -264,3 +264,43 @@ def test_split_leaves_keep_their_pools():
     spec = (None, "model")
     owners = [[Leaf(a, 4, spec), Leaf(b, 2)], [Leaf(a, 2, spec), Leaf(b, 3)]]
     assert set(Packing.of(owners, tight=True).specs.values()) == {spec}
+
+
+@pytest.mark.parametrize(
+    "shape", [(64, 256), (2, 3, 8, 128), (16, 130), (7,), (1, 512)]
+)
+def test_leaves_in_host_memory_are_cut_into_chunks(shape, monkeypatch):
+    """A chunk is the same numbers of a leaf wherever the leaf lies: in host memory, in a pool or in a vector."""
+    monkeypatch.setattr(packing, "CHUNK", 2048)
+    on_host = Packing.of([[Leaf(aval(*shape), 2, on_host=True)]])
+    (host,) = on_host.places[0]
+    assert on_host.on_host == {host.array}
+    chunks, size = host.num_rows, int(np.prod(shape))
+    rows = on_host.arrays[host.array].shape
+    assert rows[0] == 2 * chunks and np.prod(rows[1:]) * chunks == size
+    others = [Packing.of([[Leaf(aval(*shape), 2, in_vector=v)]]) for v in (False, True)]
+    values = np.arange(2 * size, dtype=np.float32).reshape(2, *shape)
+    for pack in (on_host, *others):
+        (place,) = pack.places[0]
+        arrays = arrays_of(pack)
+        if pack is on_host:
+            kind = jax.sharding.SingleDeviceSharding(
+                jax.devices()[0], memory_kind="pinned_host"
+            )
+            arrays = jax.device_put(arrays, kind)
+        for i in range(2):
+            arrays = jax.jit(packing.write, static_argnums=(1, 2, 4))(
+                arrays, place, (), values[i], i
+            )
+        for i in range(2):
+            whole = jax.jit(packing.read, static_argnums=(1, 2, 3))(
+                arrays, place, (), i
+            )
+            np.testing.assert_array_equal(whole, values[i])
+            if chunks == 1:
+                continue
+            for c in range(chunks):
+                part = place.chunk(i, c, chunks)
+                got = jax.jit(packing.read, static_argnums=(1, 2))(arrays, part, ())
+                want = values[i].reshape(chunks, -1)[c]
+                np.testing.assert_array_equal(got.reshape(-1), want)

@@ -237,6 +237,24 @@ def wide(**options):
 ROWS = {name: np.zeros((64, 128), np.float32) for name in ("inputs", "targets")}
 
 
+def test_nothing_in_host_memory_is_copied():
+    """A tick needs room for one slot of each stash that comes from the host, and for no ring of slots."""
+    table = jpipe.schedules.gpipe(2, 16)
+    data = {name: np.zeros((512, 128), np.float32) for name in ("inputs", "targets")}
+    plain, offloaded = (
+        wide(schedule=table, offload=offload) for offload in (None, Offload(0.0, 2))
+    )
+    groups = offloaded._program(data).engine.layout.groups
+    slot = sum(
+        a.size * a.dtype.itemsize
+        for a in jax.tree.leaves(groups["buffers"].shapes["staged"])
+    )
+    stashes = groups["buffers"].num_bytes("cpu", HOST_MEMORY)
+    assert stashes > 10 * slot
+    more = offloaded.memory(data).temporaries - plain.memory(data).temporaries
+    assert more < 3 * slot
+
+
 def on_device(memory):
     return sum(memory) - memory.padding - memory.host
 
