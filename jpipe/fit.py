@@ -6,6 +6,7 @@ but the compiler's temporaries:
 - The optimizer's state is read once in a step, so a byte of it in host memory moves twice in a step.
 - A stash in host memory moves twice for every microbatch that goes there. `jpipe.lowering.spills` says which
   go, by Belady's rule, for each number of slots on a device.
+- An update needs room for a few chunks of state. Large chunks move faster, so the largest that fits is taken.
 
 Of all combinations the one that moves the fewest bytes is taken.
 """
@@ -18,8 +19,12 @@ from jpipe import costs
 from jpipe.lowering.lower import STASHES
 from jpipe.mesh import HOST_MEMORY
 from jpipe.offload import LEAST_SLOTS, NO_OFFLOAD, Offload
+from jpipe.packing import CHUNK
 from jpipe.program import Program
 from jpipe.sizes import size_text
+
+_CHUNKS = (CHUNK, CHUNK // 4, CHUNK // 16, CHUNK // 64)
+"""The chunks that are tried, in numbers."""
 
 _SMALL_STEP, _LARGE_STEP = 1 / 64, 1 / 4
 """By how much the part of the optimizer's state in host memory grows, if the arrays are too large, because weights are
@@ -43,7 +48,7 @@ class _Stashes(NamedTuple):
 def fit(make: Callable[[Offload], Program], limit: float) -> Program:
     """A program that needs at most `limit` bytes of a device: of those that are tried, the one that moves the fewest bytes.
 
-    Compiles the step once if all fits on the device, else three to seven times.
+    Compiles the step once if all fits on the device, else three to ten times.
 
     Args:
       make: `(offload) -> program`.
@@ -57,10 +62,13 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
     if plain_arrays <= limit and plain_arrays + _temporary_bytes(plain) <= limit:
         return plain
     options = list(_stash_options(plain))
-    smallest = make(Offload(optimizer=1.0, activations=options[-1].slots))
-    temporaries = _temporary_bytes(smallest)
-    least = _array_bytes(smallest) + temporaries
-    if least > limit:
+    for chunk in _CHUNKS:
+        smallest = make(Offload(1.0, options[-1].slots, chunk))
+        temporaries = _temporary_bytes(smallest)
+        least = _array_bytes(smallest) + temporaries
+        if least <= limit:
+            break
+    else:
         raise ValueError(_too_little(smallest, temporaries, limit, least))
     movable = (
         make(Offload(optimizer=1.0))
@@ -77,14 +85,14 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
     best = min(fitting, key=lambda o: o.moved + 2 * state_to_move(o))
     share = state_to_move(best) / max(movable, 1)
     while share < 1:
-        program = make(Offload(share, best.slots))
+        program = make(Offload(share, best.slots, chunk))
         if _array_bytes(program) + temporaries > limit:
             share += _SMALL_STEP
         elif _array_bytes(program) + _temporary_bytes(program) > limit:
             share += _LARGE_STEP
         else:
             return program
-    program = make(Offload(1.0, best.slots))
+    program = make(Offload(1.0, best.slots, chunk))
     if _array_bytes(program) + _temporary_bytes(program) <= limit:
         return program
     return smallest

@@ -4,6 +4,8 @@ import dataclasses
 import numbers
 from typing import Any
 
+from jpipe.packing import CHUNK
+
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
@@ -16,6 +18,8 @@ class Offload:
       activations: the most microbatches whose stashes stay on a device, at least 2; None: all. The stash of
         another microbatch goes to the host in the tick after its forward, and is back before its backward.
         Which microbatches go follows from the table, by Belady's rule: see `jpipe.lowering.spills`.
+      chunk: the most numbers of a weight whose state an update brings to the device at once, at least 1024. A
+        few arrays of a chunk are on the device during an update.
       required: whether a pipeline is refused on devices that cannot use host memory. If False, it trains without
         offloading there, and says so.
 
@@ -25,11 +29,12 @@ class Offload:
 
     Example:
       >>> Offload(optimizer=1.0, activations=2)
-      Offload(optimizer=1.0, activations=2, required=True)
+      Offload(optimizer=1.0, activations=2, chunk=1048576, required=True)
     """
 
     optimizer: float = 0.0
     activations: int | None = None
+    chunk: int = CHUNK
     required: bool = True
 
     def __post_init__(self) -> None:
@@ -39,6 +44,12 @@ class Offload:
             raise ValueError(
                 "`optimizer` of `Offload` is the part of the optimizer's state that goes to host memory, from 0 to 1, got "
                 f"{share!r}. 1.0 keeps all of it there."
+            )
+        chunk: Any = self.chunk
+        if not isinstance(chunk, numbers.Integral) or chunk < LEAST_CHUNK:
+            raise ValueError(
+                "`chunk` of `Offload` is the number of weights whose state moves at once, a whole number of at least "
+                f"{LEAST_CHUNK} (a tile of a TPU), got {chunk!r}."
             )
         kept: Any = self.activations
         if kept is None:
@@ -57,6 +68,9 @@ class Offload:
         """Whether anything is offloaded."""
         return self.optimizer > 0 or self.activations is not None
 
+
+LEAST_CHUNK = 1024
+"""The smallest chunk, in numbers."""
 
 LEAST_SLOTS = 2
 """The fewest slots of a stash on a device: a forward writes one while a backward reads the other."""

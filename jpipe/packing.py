@@ -51,6 +51,7 @@ class Leaf(NamedTuple):
       spec: how each leaf is split over automatic axes; `()` leaves that to the compiler.
       in_vector: whether the leaf is in a vector, whatever leaves the other owners have.
       on_host: whether the leaf is in host memory, and then in a pool.
+      chunk: the most numbers of a chunk, if it is.
     """
 
     aval: jax.ShapeDtypeStruct
@@ -58,6 +59,7 @@ class Leaf(NamedTuple):
     spec: tuple = ()
     in_vector: bool = False
     on_host: bool = False
+    chunk: int = CHUNK
 
 
 def _stored(shape: tuple[int, ...], spec: tuple, on_host: bool) -> tuple[int, ...]:
@@ -88,10 +90,10 @@ def _cut(row: tuple[int, ...], number: int) -> tuple[int, ...]:
     return (row[axis] // number, *row[axis + 1 :]) if number > 1 else row[axis:]
 
 
-def num_chunks(row: tuple[int, ...]) -> int:
+def num_chunks(row: tuple[int, ...], chunk: int = CHUNK) -> int:
     """The number of chunks of a leaf in host memory that a pool would store as a row of this shape.
 
-    A chunk has whole rows of tiles, so that it is also one block of the leaf on the device, and at most `CHUNK`
+    A chunk has whole rows of tiles, so that it is also one block of the leaf on the device, and at most `chunk`
     numbers if the dims can be divided so.
 
     Example:
@@ -105,7 +107,7 @@ def num_chunks(row: tuple[int, ...]) -> int:
             if size % divisor or (axis == len(row) - 2 and divisor > 1 and rows % 8):
                 continue
             found = before * divisor
-            if math.prod(row) <= found * CHUNK:
+            if math.prod(row) <= found * chunk:
                 return found
         before *= size
     return found
@@ -263,7 +265,8 @@ class Packing:
                 first = len(own_places)
                 used_together: dict = collections.Counter()
                 for leaf in together:
-                    shape, dtype, spec, is_on_host = key = _key(leaf)
+                    shape, dtype, spec, chunk = key = _key(leaf)
+                    is_on_host = chunk > 0
                     assert not (leaf.in_vector and is_on_host)
                     flat = leaf.in_vector or key not in pooled
                     name = f"{dtype}" if flat else f"{dtype}{list(shape)}"
@@ -277,7 +280,7 @@ class Packing:
                     row = () if flat else _stored(shape, spec, is_on_host)
                     rows = 1
                     if is_on_host and not any(spec):
-                        rows = num_chunks(row)
+                        rows = num_chunks(row, chunk)
                         row = _cut(row, rows)
                     dtypes[name] = row, dtype
                     base = next_free[name] + used_together[name]
@@ -327,9 +330,10 @@ class Packing:
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.arrays.values())
 
 
-def _key(leaf: Leaf) -> tuple[tuple[int, ...], np.dtype, tuple, bool]:
-    """What leaves of one pool have in common."""
-    return tuple(leaf.aval.shape), np.dtype(leaf.aval.dtype), leaf.spec, leaf.on_host
+def _key(leaf: Leaf) -> tuple[tuple[int, ...], np.dtype, tuple, int]:
+    """What leaves of one pool have in common; the last is the chunk, 0 on the device."""
+    chunk = leaf.chunk if leaf.on_host else 0
+    return tuple(leaf.aval.shape), np.dtype(leaf.aval.dtype), leaf.spec, chunk
 
 
 def _tightened(pooled: set, counts: Mapping, num_stages: np.ndarray) -> set:

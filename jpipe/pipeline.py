@@ -113,7 +113,7 @@ class Pipeline:
       offload: a `jpipe.Offload`: what is kept in the memory of the host. None: nothing.
       device_memory: bytes that a device may use, as a number or a text such as "2GiB". What does not fit goes to host
         memory: of all choices that fit, with the compiler's temporaries, the one that moves the fewest bytes. The
-        choice compiles the step up to seven times more. The first state that the pipeline makes fixes it. None: no limit.
+        choice compiles the step up to ten times more. The first state that the pipeline makes fixes it. None: no limit.
       compute_dtype: every layer casts weights and activations to it, for example `jnp.bfloat16`.
         The kept weights, the gradients and the outputs that the loss sees have the weights' dtype.
         None casts nothing.

@@ -70,7 +70,7 @@ class Program:
                 settings.hooks,
                 settings.sharing_replicas,
                 settings.mesh.shape,
-                settings.offload.optimizer,
+                settings.offload,
             ),
             settings.mesh,
             recompute=settings.recompute == "full",

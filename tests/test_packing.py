@@ -269,10 +269,9 @@ def test_split_leaves_keep_their_pools():
 @pytest.mark.parametrize(
     "shape", [(64, 256), (2, 3, 8, 128), (16, 130), (7,), (1, 512)]
 )
-def test_leaves_in_host_memory_are_cut_into_chunks(shape, monkeypatch):
+def test_leaves_in_host_memory_are_cut_into_chunks(shape):
     """A chunk is the same numbers of a leaf wherever the leaf lies: in host memory, in a pool or in a vector."""
-    monkeypatch.setattr(packing, "CHUNK", 2048)
-    on_host = Packing.of([[Leaf(aval(*shape), 2, on_host=True)]])
+    on_host = Packing.of([[Leaf(aval(*shape), 2, on_host=True, chunk=2048)]])
     (host,) = on_host.places[0]
     assert on_host.on_host == {host.array}
     chunks, size = host.num_rows, int(np.prod(shape))

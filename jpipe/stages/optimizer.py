@@ -21,6 +21,7 @@ import optax
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.equations import Equations
 from jpipe.layers.products import ProductForm
+from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages.accumulators import FACTORS, FactorPlaces, GradientPlace
 from jpipe.stages.cut import Stages
@@ -193,7 +194,7 @@ def _leaf_copies(stages: Stages, stage: int) -> tuple[tuple[_Placed, ...], ...]:
 
 
 def _state_leaves(
-    flat: FlatUpdate, parameters: Sequence, host_share: float
+    flat: FlatUpdate, parameters: Sequence, offload: Offload
 ) -> list[Leaf]:
     """The optimizer's state, each leaf split as the parameter that it belongs to.
 
@@ -204,7 +205,7 @@ def _state_leaves(
     Args:
       flat: the update.
       parameters: for each parameter leaf, `(place, row)` of its copies.
-      host_share: the part of the bytes that is in host memory: the state of the largest parameters, so that
+      offload: the part of the bytes that is in host memory: the state of the largest parameters, so that
         transfers are few. What belongs to no parameter stays on the device.
     """
     places = {path: copies[0][0] for path, copies in zip(flat.parameters, parameters)}
@@ -214,13 +215,14 @@ def _state_leaves(
         owner = next((p for p in places if path.endswith(p)), None)
         fits = owner is not None and places[owner].shape == tuple(aval.shape)
         owners.append(owner if fits else None)
-    on_host = _largest_owners(owners, flat.state_avals, host_share)
+    on_host = _largest_owners(owners, flat.state_avals, offload.optimizer)
     leaves = []
     for aval, owner in zip(flat.state_avals, owners):
         spec: tuple = (None,) * len(aval.shape) if is_split else ()
         if owner is not None and is_split:
             spec = places[owner].spec
-        leaves.append(Leaf(aval, 1, spec, on_host=owner in on_host))
+        leaf = Leaf(aval, 1, spec, on_host=owner in on_host, chunk=offload.chunk)
+        leaves.append(leaf)
     return leaves
 
 
@@ -334,7 +336,7 @@ def make_updates(
     hooks: Mapping[str, Callable] | None = None,
     replicas: Sequence[Replicas] | None = None,
     axis_sizes: Mapping[str, int] | None = None,
-    host_share: float = 0.0,
+    offload: Offload = NO_OFFLOAD,
 ) -> StageUpdates:
     """Traces the optimizer on every stage.
 
@@ -345,7 +347,7 @@ def make_updates(
         `StageUpdate.param_hooks`.
       replicas: those that share the update of each stage; None: every replica updates all weights.
       axis_sizes: sizes of the axes of the mesh that leaves may be split over.
-      host_share: the part of the optimizer's state that is in host memory, from 0 to 1.
+      offload: what of the optimizer's state is in host memory.
 
     Returns:
       The updates of all stages.
@@ -399,7 +401,7 @@ def make_updates(
         sharing = Replicas(1, 1) if replicas is None else replicas[s]
         key = stages.program_of_stage[s], copies, equations.text(), sharing
         if key not in drafts:
-            state_leaves = _state_leaves(flat, copies, host_share)
+            state_leaves = _state_leaves(flat, copies, offload)
             drafts[key] = _Draft(
                 equations, flat_hooks, copies, gradients, state_leaves, sharing
             )

@@ -13,7 +13,7 @@ from helpers import assert_close, refused, with_nan_buffers
 from layouts import DIM, batches, loss, pipeline
 
 import jpipe
-from jpipe import Offload, packing
+from jpipe import Offload
 from jpipe.mesh import HOST_MEMORY
 
 KEY = jax.random.key(3)
@@ -147,9 +147,8 @@ def test_running_statistics_and_dropout(recompute):
             assert_close(of_states[1], of_states[0], "float64")
 
 
-def test_large_weights_move_in_chunks(monkeypatch):
+def test_large_weights_move_in_chunks():
     """An update on chunks is the update on whole leaves, whether weights lie in pools or in a vector."""
-    monkeypatch.setattr(packing, "CHUNK", 2048)
     data = [
         {"inputs": a, "targets": b}
         for a, b in np.random.default_rng(0)
@@ -170,7 +169,7 @@ def test_large_weights_move_in_chunks(monkeypatch):
             offload=offload,
         )
 
-    plain, offloaded = make(None), make(Offload(1.0))
+    plain, offloaded = make(None), make(Offload(1.0, chunk=2048))
     (want, _), (got, _) = run(plain, data), run(offloaded, data)
     assert_equal(offloaded.get_params(got), plain.get_params(want))
     rows = {
