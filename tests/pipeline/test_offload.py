@@ -15,6 +15,7 @@ from layouts import DIM, batches, loss, pipeline
 import jpipe
 from jpipe import Offload
 from jpipe.mesh import HOST_MEMORY
+from models import Transformer
 
 KEY = jax.random.key(3)
 SLOW = pytest.mark.exhaustive
@@ -359,3 +360,32 @@ def test_old_states_stay_usable_without_donation():
     again, _ = pipe.step(state, data[0])
     assert_equal(pipe.get_params(first), pipe.get_params(again))
     assert jnp.isfinite(pipe.evaluate(again, data[1])["loss"])
+
+
+@pytest.mark.slow
+def test_a_gpt_trains_on_less_memory_than_its_optimizer_needs():
+    """Twelve bytes of optimizer state for each weight of four, on devices that hold fewer."""
+    model = Transformer(vocab_size=256, seq_len=64, dim=512, num_heads=8, num_blocks=32)
+    tokens = np.random.default_rng(0).integers(0, 256, (16, 65), np.int32)
+    data = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+    def make(**options):
+        return jpipe.Pipeline(
+            model.layers(),
+            loss=model.loss(),
+            has_aux=True,
+            optimizer=optax.amsgrad(1e-3),
+            schedule=jpipe.schedules.one_f_one_b(4, 8),
+            recompute="full",
+            **options,
+        )
+
+    limit = 0.9 * make().memory(data).optimizer
+    pipe = make(device_memory=limit)
+    memory = pipe.memory(data)
+    assert on_device(memory) <= limit < memory.optimizer + memory.host
+    state, losses = pipe.init(KEY, data), []
+    for _ in range(3):
+        state, metrics = pipe.step(state, data)
+        losses.append(float(metrics["loss"]))
+    assert losses[2] < losses[0]
