@@ -277,7 +277,7 @@ def _rewritten(eqn: Any) -> Any:
         )
 
     def rewritten(value: Any) -> Any:
-        if isinstance(value, tuple):
+        if type(value) is tuple:  # of branches; a named tuple is another parameter
             return tuple(map(rewritten, value))
         if not isinstance(value, jex.ClosedJaxpr) or not changes(value.jaxpr):
             return value
