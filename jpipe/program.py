@@ -255,8 +255,12 @@ class Program:
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict]:
         """Passes over the table until nothing is in flight."""
-        if not self.settings.schedule.synchronous:
-            return self._restore(state, *self._call(self._flush, state))
+        if self.settings.schedule.synchronous:
+            return state, self._no_metrics(state)
+        return self._restore(state, *self._call(self._flush, state))
+
+    def _no_metrics(self, state: PipelineState) -> dict[str, Any]:
+        """What `flush` returns where nothing was in flight."""
         loss = self.stages.loss
 
         def nothing(a: jax.ShapeDtypeStruct) -> jax.Array:
@@ -274,7 +278,7 @@ class Program:
             metrics["loss_scale"] = state.loss_scale["scale"][0]
         if self.settings.compresses:
             metrics["compression"] = traffic.counts(self, state.kept())
-        return state, metrics
+        return metrics
 
     def predict(self, state: PipelineState, batch: Any) -> Any:
         """The last layer's outputs for `batch["inputs"]`, `[batch, ...]`."""
@@ -535,28 +539,14 @@ class Program:
     def _run_flush(self, state: PipelineState):
         lowered, newest = self.engine.lowered, state.round[0]
         N = self.settings.schedule.num_microbatches
-        num_entered = state.round * N
-
-        def drain(state, _):
-            return self._run_table(state, num_entered, None)
-
-        state, totals = jax.lax.scan(drain, state, length=lowered.drain_rounds)
         V, D = lowered.num_versions, self.settings.schedule.num_devices
+        state, metrics = self._drain(state)
 
         def newest_everywhere(a):
             versions = a.reshape(D, V, *a.shape[1:])
             latest = jnp.take(versions, newest[None] % V, axis=1)
             return jnp.broadcast_to(latest, versions.shape).reshape(a.shape)
 
-        latest: dict[str, Any] = {
-            name: totals.pop(name)[-1]
-            for name in ("gradient_norm", "loss_scale")
-            if name in totals
-        }
-        if "compression" in totals:
-            of_rounds = totals.pop("compression")
-            latest["compression"] = jax.tree.map(lambda a: a[-1], of_rounds)
-        totals = {**jax.tree.map(lambda a: a.sum(axis=0), totals), **latest}
         empty = jax.tree.map(
             jnp.zeros_like, {**state.in_flight(), "round": state.round}
         )
@@ -566,7 +556,29 @@ class Program:
         }
         started = state.started + newest * N
         state = dataclasses.replace(state, **newest_of, started=started, **empty)
-        return self._pack_outputs(state, self._metrics(totals))
+        return self._pack_outputs(state, metrics)
+
+    def _drain(self, state: PipelineState) -> tuple[PipelineState, dict]:
+        """Passes over the table without new microbatches; the state, and metrics of all passes together."""
+        num_rounds = self.engine.lowered.drain_rounds
+        if num_rounds == 0:
+            return state, self._no_metrics(state)
+        num_entered = state.round * self.settings.schedule.num_microbatches
+
+        def drain(state, _):
+            return self._run_table(state, num_entered, None)
+
+        state, totals = jax.lax.scan(drain, state, length=num_rounds)
+        latest: dict[str, Any] = {
+            name: totals.pop(name)[-1]
+            for name in ("gradient_norm", "loss_scale")
+            if name in totals
+        }
+        if "compression" in totals:
+            of_rounds = totals.pop("compression")
+            latest["compression"] = jax.tree.map(lambda a: a[-1], of_rounds)
+        totals = {**jax.tree.map(lambda a: a.sum(axis=0), totals), **latest}
+        return state, self._metrics(totals)
 
     def _run_evaluate(
         self, state: PipelineState, inputs: Any, batch: Any, positions: Any

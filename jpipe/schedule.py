@@ -64,6 +64,9 @@ class Schedule:
       forward_version: `[T, C]`, the weight version that `forward` reads.
       backward_version: `[T, C]`, the weight version that `backward` reads.
       update: `[T, C]`, the weight version written. It takes effect at the end of the tick.
+      emulates: the schedule that this one stands for, see `jpipe.schedules.emulated`; None: it stands
+        for itself. It says which gradients of other stages are known when a stage updates, for
+        norms over all stages.
 
     Raises:
       ValueError: if the shapes disagree, a count is below 1, or a cell has a version
@@ -92,6 +95,7 @@ class Schedule:
     forward_version: np.ndarray
     backward_version: np.ndarray
     update: np.ndarray
+    emulates: "Schedule | None" = None
 
     def __post_init__(self) -> None:
         check_counts(num_microbatches=self.num_microbatches)
@@ -377,6 +381,7 @@ class Schedule:
         update: ArrayLike | None = None,
         forward_version: ArrayLike | None = None,
         backward_version: ArrayLike | None = None,
+        emulates: "Schedule | None" = None,
     ) -> "Schedule":
         """Builds and checks a table from the tick of each operation.
 
@@ -396,6 +401,7 @@ class Schedule:
           forward_version: `[N, C]`, the version that each forward reads, numbered as in
             `Schedule.forward_versions`. None: the newest at that tick.
           backward_version: `[N, C]`, the same for each backward.
+          emulates: the schedule that the table stands for, or None.
 
         Returns:
           The schedule, checked.
@@ -476,7 +482,9 @@ class Schedule:
                 cells[field][t, c] = number
                 if field in versions:
                     cells[f"{field}_version"][t, c] = version_read[m, c] - k
-        schedule = cls(name, num_microbatches, stage, device, **cells).check()
+        schedule = cls(
+            name, num_microbatches, stage, device, **cells, emulates=emulates
+        ).check()
         if synchronous and backward is not None:
             _warn_if_starved(schedule)
         return schedule
@@ -530,17 +538,20 @@ class Schedule:
 
     # -- Identity -------------------------------------------------------------------
 
-    def _identity(self) -> tuple:
+    @property
+    def identity(self) -> tuple:
+        """What makes two schedules equal; the first entry is the name."""
         arrays = tuple(getattr(self, field).tobytes() for field in _ARRAYS)
-        return (self.name, self.num_microbatches, self.forward.shape, *arrays)
+        shape = self.forward.shape
+        return (self.name, self.num_microbatches, shape, *arrays, self.emulates)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
             return NotImplemented
-        return self._identity() == other._identity()
+        return self.identity == other.identity
 
     def __hash__(self) -> int:
-        return hash(self._identity())
+        return hash(self.identity)
 
     def __repr__(self) -> str:
         return (
@@ -553,7 +564,7 @@ class Schedule:
 _ARRAYS = tuple(
     field.name
     for field in dataclasses.fields(Schedule)
-    if field.name not in ("name", "num_microbatches")
+    if field.name not in ("name", "num_microbatches", "emulates")
 )
 
 

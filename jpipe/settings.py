@@ -184,10 +184,8 @@ class Settings:
     def parts(self) -> dict[str, Any]:
         """The arguments that decide how a state is laid out and are compared without tracing."""
         schedule, mesh = self.schedule, self.mesh
-        table = [getattr(schedule, f.name) for f in dataclasses.fields(schedule)[1:]]
         return {
-            "schedule": tuple(np.asarray(a).tobytes() for a in table)
-            + (schedule.forward.shape,),
+            "schedule": schedule.identity[1:],
             "mesh": (
                 tuple(mesh.shape.items()),
                 tuple((d.platform, d.id) for d in mesh.devices.flat),

@@ -13,6 +13,9 @@ from jpipe.schedules.arguments import (
     wrong_counts_or_replicas,
     wrong_counts_or_ticks,
 )
+from jpipe.schedules.emulated import emulated as emulated
+from jpipe.schedules.emulated import random_delays as random_delays
+from jpipe.schedules.emulated import with_delays as with_delays
 from jpipe.schedules.forward_only import forward_only as forward_only
 from jpipe.schedules.forward_only import refusal as _refusal_of_forward_only
 from jpipe.schedules.gpipe import gpipe as gpipe
@@ -34,6 +37,7 @@ from jpipe.warn import warn
 __all__ = [
     "SearchResult",
     "check_options",
+    "emulated",
     "forward_only",
     "get",
     "gpipe",
@@ -43,9 +47,11 @@ __all__ = [
     "pipedream",
     "pipedream_2bw",
     "pipemare",
+    "random_delays",
     "read",
     "refusal",
     "search",
+    "with_delays",
     "zero_bubble_h1",
     "zero_bubble_h2",
     "zero_bubble_v",
