@@ -116,8 +116,8 @@ def costs(pipe: jpipe.Pipeline, batch: Any) -> tuple[float, float, float, float]
     # The groups of the state have the shapes; nothing is allocated.
     layout = pipe._program(batch).engine.layout["parameters"]
     allocated = layout.num_bytes("cpu")
-    versions = pipe._program(batch).engine.num_versions
-    used = sum(record.parameter_bytes for record in records) * versions / num_devices
+    versions = pipe._program(batch).engine.rows.num_versions
+    used = [record.parameter_bytes for record in records] @ versions / num_devices
     last = flops[records[-1].device]
     return allocated, 1 - used / allocated, max(flops) / mean, last / mean
 

@@ -199,15 +199,13 @@ def memory(program: Program) -> Memory:
         for _, run, _ in stages.layer_runs(s):
             of_weights = layout.leaf_bytes(run.parameters, stages.parameters.arrays)
             of_gradients = layout.leaf_bytes(flat_places(run.gradients), accumulators)
-            used += len(of_stage) * of_weights
+            num_versions = int(engine.lowered.rows.num_versions[s])
+            used += len(of_stage) * num_versions * of_weights
             used_gradients += len(of_stage) * of_gradients
     # What parts that are padded at their end use beyond the layer is padding too.
-    of_units = sum(
-        bytes_of([leaf.aval])
-        for unit in stages.vocabulary.units
-        for leaf in unit.stored().values()
-    )
-    used, used_gradients = used + of_units, used_gradients + of_units
+    for unit, num_versions in zip(stages.vocabulary.units, engine.rows_of_units):
+        of_unit = bytes_of([leaf.aval for leaf in unit.stored().values()])
+        used, used_gradients = used + num_versions * of_unit, used_gradients + of_unit
     assert updates is not None
     # On all replicas together.
     used_state = sum(
@@ -222,7 +220,7 @@ def memory(program: Program) -> Memory:
         * settings.schedule.num_devices
         * sum(state.num_bytes for _, state in updates.of_units)
     )
-    copies = engine.lowered.num_versions * (1 + len(layout["read_parameters"].shapes))
+    copies = 1 + len(layout["read_parameters"].shapes)
     analysis: Any = program.lower().compile().memory_analysis()
     return Memory(
         weights=weights,

@@ -137,8 +137,8 @@ def locations(program: Program, rounds: int) -> Locations:
         program.engine.lowered,
         program.engine.loss_scale,
     )
-    V, R = lowered.num_versions, lowered.num_chunks
-    newest = np.maximum(rounds + lowered.newest, 0) % V
+    R, rows = lowered.num_chunks, lowered.rows
+    newest = rows.newest_rows(rounds)
     found = Locations(
         params=[None] * len(stages.layers),
         mutable_state=[None] * len(stages.layers),
@@ -152,7 +152,8 @@ def locations(program: Program, rounds: int) -> Locations:
     }
     for s in range(stages.num_stages):
         d, chunk = program.placement[s]
-        version, column = (d * V + newest[s], chunk), (d * R + chunk,)
+        row = int(rows.first[d, chunk] + newest[s])
+        version, column = (d * rows.num_rows + row,), (d * R + chunk,)
         for i, run, row in stages.layer_runs(s):
             layer = stages.layers[i]
             for trees, name, lead, places, like in (
@@ -236,7 +237,8 @@ def _locate_unit(
       Path -> location of the leaves of the optimizer's state of the unit.
     """
     lowered, stages = program.engine.lowered, program.stages
-    V, D = lowered.num_versions, program.settings.schedule.num_devices
+    V = int(lowered.rows.num_versions[unit.home])
+    D = program.settings.schedule.num_devices
 
     def parted(group: str, leads: list, place: Place, leaf: PartedLeaf) -> Location:
         shape, before = tuple(leaf.aval.shape), [slice(None)] * leaf.dim
@@ -248,7 +250,7 @@ def _locate_unit(
             blocks.append(dataclasses.replace(block, shape=stored))
         return Location(group, place.array, shape, tuple(blocks))
 
-    versions = [(d * V + newest, 0) for d in range(D)]
+    versions = [(d * V + newest,) for d in range(D)]
     for layer in unit.layers:
         places = unit.places[layer.index]
         leaves = [

@@ -450,7 +450,7 @@ def _pack(
             read_weights = _read_weights(program, s, weights, state_leaves)
         for c, (d, chunk) in enumerate(copies):
             trees = weights, mutable, read_weights
-            _pack_copy(program, s, local[d], chunk, *trees)
+            _pack_copy(program, s, local[d], (d, chunk), *trees)
             for r, arrays in enumerate(states):
                 share = c * num_states + r
                 _pack_share(program, s, arrays[d], chunk, share, state_leaves)
@@ -499,7 +499,7 @@ def _pack_copy(
     program: Program,
     s: int,
     local: Mapping[str, Any],
-    chunk: int,
+    place_of_copy: tuple[int, int],
     weights: Sequence,
     mutable: Sequence,
     read_weights: Mapping[str, Sequence],
@@ -510,11 +510,12 @@ def _pack_copy(
       program: of the state.
       s: the stage.
       local: the packed arrays of the device, by group.
-      chunk: position of the stage among the device's stages.
+      place_of_copy: the device, and the position of the stage among the device's stages.
       weights, mutable: one tree per layer of the model.
       read_weights: as `_read_weights` returns them.
     """
-    column, versions = (chunk,), (slice(None), chunk)
+    rows = program.engine.lowered.rows
+    column, versions = place_of_copy[1:], (rows.of_chunk(s, *place_of_copy),)
     for i, run, row in program.stages.layer_runs(s):
         for name, places, tree, lead in (
             ("parameters", run.parameters, weights[i], versions),
@@ -588,7 +589,7 @@ def _pack_unit(
         (i, j): leaf.parts_of(jax.tree.leaves(weights[i])[j])
         for (i, j), leaf in unit.leaf_of().items()
     }
-    every_version = (slice(None), 0)
+    every_version = (slice(None),)
     for d, arrays in enumerate(local):
         own_state = [parts[d] for parts in state_leaves]
         for (i, j), parts in parts_of.items():

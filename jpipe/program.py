@@ -537,21 +537,13 @@ class Program:
         return dataclasses.replace(state, **kept, **in_flight), metrics
 
     def _run_flush(self, state: PipelineState):
-        lowered, newest = self.engine.lowered, state.round[0]
-        N = self.settings.schedule.num_microbatches
-        V, D = lowered.num_versions, self.settings.schedule.num_devices
+        newest, N = state.round[0], self.settings.schedule.num_microbatches
         state, metrics = self._drain(state)
-
-        def newest_everywhere(a):
-            versions = a.reshape(D, V, *a.shape[1:])
-            latest = jnp.take(versions, newest[None] % V, axis=1)
-            return jnp.broadcast_to(latest, versions.shape).reshape(a.shape)
-
         empty = jax.tree.map(
             jnp.zeros_like, {**state.in_flight(), "round": state.round}
         )
         newest_of = {
-            name: jax.tree.map(newest_everywhere, getattr(state, name))
+            name: self.engine.in_all_versions(getattr(state, name), newest)
             for name in ("parameters", "read_parameters")
         }
         started = state.started + newest * N

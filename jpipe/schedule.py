@@ -238,12 +238,17 @@ class Schedule:
         return all(bool((cells == IDLE).all()) for cells in trains)
 
     @functools.cached_property
+    def drains(self) -> bool:
+        """Whether the table is one whole minibatch: between rounds nothing is in flight."""
+        microbatches = (self.forward, self.backward, self.weight_grad)
+        return all(bool(((m == IDLE) | (m >= 0)).all()) for m in microbatches)
+
+    @functools.cached_property
     def synchronous(self) -> bool:
         """Whether the table is one whole minibatch that reads only weight version 0."""
-        microbatches = (self.forward, self.backward, self.weight_grad)
         versions = (self.forward_version, self.backward_version)
         return (
-            all(bool(((m == IDLE) | (m >= 0)).all()) for m in microbatches)
+            self.drains
             and all(bool(((v == IDLE) | (v == 0)).all()) for v in versions)
             and bool(((self.update == IDLE) | (self.update == 1)).all())
         )

@@ -79,8 +79,6 @@ class Apply:
         facts = UpdateFacts(forward_delay, backward_lead, self.global_norm)
         extra = [arg.value(facts) for arg in EXTRA_ARGS]
         extra += [forward_delay, backward_lead] if self.program.param_hooks else []
-        num_versions = self.device.spec.num_versions
-        previous = jnp.mod(self.scalars.absolute_version - 1, num_versions)
 
         updated: dict[str, Packed] = {
             "parameters": arrays.parameters,
@@ -93,7 +91,7 @@ class Apply:
         read = {"gradients": arrays.gradients}
         if self.device.spec.accumulate_gradients is not None:
             read[FACTORS] = factors_in(arrays)
-        turn = _Turn(self, rank, read, previous)
+        turn = _Turn(self, rank, read)
         num_done = jnp.int32(0)
         shared = turn.unscaled(
             self.program.shared,
@@ -149,13 +147,11 @@ class _Turn(NamedTuple):
       update: the update.
       rank: of this device among the replicas that share the update; None if none do.
       read: packed gradients, and factors of gradients, by their names in `LeafSlots`.
-      previous: int32 `[]`, the slot of the version before the update.
     """
 
     update: Apply
     rank: Rank | None
     read: dict[str, Packed]
-    previous: jax.Array
 
     def run(
         self,
@@ -200,7 +196,7 @@ class _Turn(NamedTuple):
     ) -> jax.Array:
         """What turn i works on: a leaf, or this replica's share, as it was before the update."""
         arrays = {**self.read, **updated}[slots.arrays]
-        lead = self._lead(slots, self.previous)
+        lead = self._lead(slots, self.update.scalars.previous_row)
         if slots.arrays == "optimizer_state":
             return packing.read(arrays, self._place_of_state(slots, i, division), lead)
         leaves = read_turn(arrays, slots, i, lead)
@@ -221,7 +217,7 @@ class _Turn(NamedTuple):
         """The packed arrays with what turn i has computed; weights go to all replicas along "data"."""
         arrays, lead = (
             updated[slots.arrays],
-            self._lead(slots, self.update.scalars.version),
+            self._lead(slots, self.update.scalars.row),
         )
         if slots.arrays == "optimizer_state":
             place = self._place_of_state(slots, i, division)
@@ -254,12 +250,11 @@ class _Turn(NamedTuple):
         base: Any = bases[self.rank.share(division.replicas)]
         return dataclasses.replace(of_turn[0], base=base)
 
-    def _lead(self, slots: LeafSlots, version: jax.Array) -> list[jax.Array]:
-        """Leading indices of a leaf in its packed arrays."""
-        chunk = row_of(self.update.device, self.update.scalars)
+    def _lead(self, slots: LeafSlots, row: jax.Array) -> list[jax.Array]:
+        """Leading index of a leaf in its packed arrays; `row` is that of weights."""
         if slots.arrays in ("gradients", FACTORS, "optimizer_state"):
-            return [chunk]
-        return [version, chunk]
+            return [row_of(self.update.device, self.update.scalars)]
+        return [row]
 
     def unscaled(
         self, all_slots: Sequence[LeafSlots], values: Sequence[jax.Array]

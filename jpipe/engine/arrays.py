@@ -52,7 +52,7 @@ class TickArrays:
       sent_gradients: the same for backwards.
       skipped: int32 `[R]`, skipped updates of each column.
       split_residuals: packed values that a weight gradient needs of its backward, `[K, ...]`.
-      squared_norm: `[R]`, latest squared gradient norm of each column.
+      squared_norm: `[K, R]`, squared gradient norm of each column, that of version v in row v modulo K.
       staged: stash -> one slot on its way to host memory, `[1, ...]`, packed like the stash.
       statistics: sums over the microbatches of a minibatch that move `mutable_state`, packed like
         it.

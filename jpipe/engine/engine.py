@@ -21,6 +21,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from jpipe.engine import layout as layouts
 from jpipe.engine.device import run_pass
@@ -84,3 +87,48 @@ class Engine(PassSpec):
             check_vma=False,
         )
         return body(kept, in_flight, counters, num_entered, batch)
+
+    def in_all_versions(self, weights: Any, version: jax.Array) -> Any:
+        """Weights of which all versions are the one with a number.
+
+        Args:
+          weights: global arrays like those of the group "parameters".
+          version: int32 `[]`, the number, counted since round 0.
+        """
+        rows, units = self.rows, self.stages.vocabulary.units
+        # For every row of a device the first row of its stage, and the number of the stage's versions.
+        first, modulus = np.zeros((2, self.schedule.num_devices, rows.num_rows), int)
+        modulus += 1
+        for s, copies in enumerate(self.lowered.copies):
+            for d, chunk in copies:
+                of_stage = rows.of_chunk(s, d, chunk)
+                first[d, of_stage], modulus[d, of_stage] = (
+                    of_stage.start,
+                    rows.num_versions[s],
+                )
+        of_units = {
+            name: num_versions
+            for unit, num_versions in zip(units, self.rows_of_units)
+            for name in unit.packing.arrays
+        }
+
+        def copied(name: str, array: jax.Array) -> jax.Array:
+            if name in of_units:
+                row = jnp.mod(version, of_units[name])
+                return jnp.broadcast_to(array[row][None], array.shape)
+            d = lax.axis_index(STAGE)
+            row = jnp.asarray(first)[d] + jnp.mod(version, jnp.asarray(modulus)[d])
+            return array[row]
+
+        def on_device(weights: Any, version: jax.Array) -> Any:
+            return jax.tree.map_with_path(lambda p, a: copied(p[-1].key, a), weights)
+
+        body = jax.shard_map(
+            lambda weights: on_device(weights, version),
+            mesh=self.mesh,
+            in_specs=layouts.REPLICATED,
+            out_specs=layouts.REPLICATED,
+            axis_names={STAGE, DATA} & set(self.mesh.axis_names),
+            check_vma=False,
+        )
+        return body(weights)

@@ -4,7 +4,7 @@ An array belongs to a *group*. A group is either replicated over the mesh axis "
 optimizer state) or private to a device (gradients, everything in flight, and the optimizer's state
 if replicas share it), and it has a kind of memory.
 
-Letters: D devices of the pipeline, V weight versions, R columns per device, K slots of a ring, N
+Letters: D devices of the pipeline, R columns per device, K slots of a ring, N
 microbatches.
 """
 
@@ -23,6 +23,7 @@ from jpipe.layers.avals import is_inexact
 from jpipe.layers.sharding import microbatch_spec
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import HEAD_GRADIENT, STASHES, Lowered
+from jpipe.lowering.versions import VersionRows
 from jpipe.mesh import DATA, DEVICE_MEMORY, FSDP, HOST_MEMORY, STAGE
 from jpipe.packing import Packing
 
@@ -114,32 +115,39 @@ class StatePackings:
             *(u.on_host for u in self.unit_states)
         )
 
-    def of_weights(self, mesh: Mesh, *lead: int) -> dict[str, Any]:
+    def of_weights(
+        self, mesh: Mesh, num_rows: int, rows_of_units: Sequence[int] | None = None
+    ) -> dict[str, Any]:
         """Local shapes of arrays like the weights: of the stages on a device, and of its parts of vocabulary layers.
 
         Args:
           mesh: the devices.
-          *lead: sizes of the leading axes, the last one R.
+          num_rows: rows of the stages, R if there is one for each.
+          rows_of_units: rows of each of `units`; None: one.
         """
-        return _with_units(mesh, self.parameters, self.units, lead)
+        return _with_units(mesh, self.parameters, self.units, num_rows, rows_of_units)
 
-    def of_gradients(self, mesh: Mesh, *lead: int) -> dict[str, Any]:
+    def of_gradients(self, mesh: Mesh, num_rows: int) -> dict[str, Any]:
         """The same of the gradients."""
-        return _with_units(mesh, self.accumulators, self.units, lead)
+        return _with_units(mesh, self.accumulators, self.units, num_rows)
 
-    def of_state(self, mesh: Mesh, *lead: int) -> dict[str, Any]:
+    def of_state(self, mesh: Mesh, num_rows: int) -> dict[str, Any]:
         """The same of the optimizer's state."""
         assert self.optimizer_state is not None
-        return _with_units(mesh, self.optimizer_state, self.unit_states, lead)
+        return _with_units(mesh, self.optimizer_state, self.unit_states, num_rows)
 
 
 def _with_units(
-    mesh: Mesh, of_stages: Packing, of_units: Sequence[Packing], lead: tuple[int, ...]
+    mesh: Mesh,
+    of_stages: Packing,
+    of_units: Sequence[Packing],
+    num_rows: int,
+    rows_of_units: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Local shapes of packed arrays; a device has one part of a unit, not one for each of its R stages."""
-    shapes = packed_shapes(mesh, of_stages, *lead)
-    for of_unit in of_units:
-        shapes |= packed_shapes(mesh, of_unit, *lead[:-1], 1)
+    shapes = packed_shapes(mesh, of_stages, num_rows)
+    for of_unit, rows in zip(of_units, rows_of_units or [1] * len(of_units)):
+        shapes |= packed_shapes(mesh, of_unit, rows)
     return shapes
 
 
@@ -227,6 +235,7 @@ def training_layout(
     *,
     microbatch: Any,
     norm_dtype: np.dtype,
+    rows_of_units: Sequence[int] = (),
     hooked_passes: Sequence[str] = (),
     loss_scale: LossScale | None = None,
     key_impl: Any = None,
@@ -242,6 +251,7 @@ def training_layout(
       packings: how the leaves are packed.
       microbatch: the abstract microbatch.
       norm_dtype: dtype of gradient norms.
+      rows_of_units: versions of the parts of vocabulary layers.
       hooked_passes: the passes ("forward", "backward") that read weights of their own, from a
         parameter hook.
       loss_scale: the loss scale, or None.
@@ -251,18 +261,19 @@ def training_layout(
       message_compression: the same of messages.
     """
     assert packings.optimizer_state is not None
-    R, V = lowered.num_chunks, lowered.num_versions
+    R = lowered.num_chunks
     key = jax.eval_shape(
         lambda: jax.random.key_data(jax.random.key(0, impl=key_impl))[None]
     )
     counter = jax.ShapeDtypeStruct((1,), np.int32)
-    parameters = packings.of_weights(mesh, V, R)
+    parameters = packings.of_weights(mesh, lowered.rows.num_rows, rows_of_units)
     buffers = buffer_shapes(mesh, lowered, packings, microbatch)
     # Sums over the microbatches of a minibatch that have run forward.
     buffers["statistics"] = packed_shapes(None, packings.mutable_state, R)
-    # Of each column, and of the device's part of each unit, for norms over all stages.
-    num_norms = R + len(packings.units)
-    buffers["squared_norm"] = jax.ShapeDtypeStruct((num_norms,), norm_dtype)
+    # Of the latest versions of each column, and of the device's part of each unit, for norms over all stages.
+    assert lowered.norms is not None
+    num_norms = lowered.norms.depth, R + len(packings.units)
+    buffers["squared_norm"] = jax.ShapeDtypeStruct(num_norms, norm_dtype)
     groups = {
         "parameters": parameters,
         "read_parameters": dict.fromkeys(hooked_passes, parameters),
@@ -291,7 +302,8 @@ def forward_only_layout(
     lowered: Lowered,
     packings: StatePackings,
     *,
-    num_versions: int,
+    rows: VersionRows,
+    rows_of_units: Sequence[int] = (),
     microbatch: Any,
     message_compression: Any = None,
 ) -> StateLayout:
@@ -301,13 +313,14 @@ def forward_only_layout(
       mesh: the devices.
       lowered: the lowered table.
       packings: how the leaves are packed.
-      num_versions: V of the state that holds the weights.
+      rows: of the state that holds the weights.
+      rows_of_units: versions of the parts of vocabulary layers.
       microbatch: the abstract microbatch.
       message_compression: local shapes of what compression of messages keeps; None: nothing.
     """
     R = lowered.num_chunks
     groups = {
-        "parameters": packings.of_weights(mesh, num_versions, R),
+        "parameters": packings.of_weights(mesh, rows.num_rows, rows_of_units),
         "mutable_state": packed_shapes(None, packings.mutable_state, R),
         "message_compression": message_compression or {},
         "buffers": buffer_shapes(mesh, lowered, packings, microbatch),

@@ -320,8 +320,8 @@ def gather_over_copies(
     """
 
     def gather(ring: Ring, program: StageUpdate, weights: Packed, n: Any) -> Packed:
-        version = sum(
-            jnp.where((lane.chunk == ring.chunk) & (lane.program >= 0), lane.version, 0)
+        row = sum(
+            jnp.where((lane.chunk == ring.chunk) & (lane.program >= 0), lane.row, 0)
             for lane in lanes
         )
 
@@ -331,7 +331,7 @@ def gather_over_copies(
             whole = division.leaves(jnp.moveaxis(parts, 0, division.axis))
             return ring.on_members(whole, leaves)
 
-        lead = [version, ring.chunk]
+        lead = [row]
         return _each_turn(program, "outputs", (name,), n, weights, lead, gathered)
 
     return each_stage(device, scalars, gather, weights)

@@ -21,6 +21,7 @@ from jpipe.engine.loss_scale import LossScale
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, Lowered, guard_of, lower
 from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
+from jpipe.lowering.versions import VersionRows
 from jpipe.mesh import DATA
 from jpipe.packing import Packing, Place
 from jpipe.schedule import Schedule
@@ -196,9 +197,15 @@ class PassSpec:
         return self.lowered.guard == "switch" and small
 
     @property
-    def num_versions(self) -> int:
-        """V, weight versions on every device."""
-        return (self.trained or self.lowered).num_versions
+    def rows(self) -> VersionRows:
+        """Where the versions of weights are."""
+        return (self.trained or self.lowered).rows
+
+    @property
+    def rows_of_units(self) -> list[int]:
+        """For each unit of vocabulary layers the versions that are kept of it."""
+        units = self.stages.vocabulary.units
+        return [int(self.rows.num_versions[unit.home]) for unit in units]
 
     @functools.cached_property
     def delays(self) -> dict[str, np.ndarray]:
@@ -231,7 +238,8 @@ class PassSpec:
                 self.mesh,
                 self.lowered,
                 self.packings,
-                num_versions=self.num_versions,
+                rows=self.rows,
+                rows_of_units=self.rows_of_units,
                 microbatch=self.microbatch,
                 message_compression=jax.eval_shape(self.first_message_compression),
             )
@@ -242,6 +250,7 @@ class PassSpec:
             self.packings,
             microbatch=self.microbatch,
             norm_dtype=self.updates.norm_dtype,
+            rows_of_units=self.rows_of_units,
             # A pass without delays on any stage reads the weights as they are.
             hooked_passes=[name for name in hooks if self.delays[name].any()],
             loss_scale=self.loss_scale,
@@ -254,21 +263,22 @@ class PassSpec:
     @functools.cached_property
     def scalars(self) -> ScalarTable:
         """The scalars of every tick."""
-        newest = None if self.trained is None else self.trained.newest
+        newest = self.trained is not None
         constants = self._stage_constants()
         on_layers = ("forward", "backward", "weight_grad", "commit")
         of_operation = dict.fromkeys(on_layers, constants)
         one: StageConstants = {("program",): np.zeros(self.stages.num_stages, int)}
         of_operation |= dict.fromkeys(("embed", "embed_backward", "head"), one)
         if self.updates is not None:
-            delays: StageConstants = {
-                ("delay", name): delay for name, delay in self.delays.items()
+            of_stage: StageConstants = {
+                ("stage",): np.arange(self.stages.num_stages),
+                **{("delay", name): delay for name, delay in self.delays.items()},
             }
             programs = np.array(self.updates.program_of_stage)
-            of_operation["update"] = {("program",): programs, **delays}
+            of_operation["update"] = {("program",): programs, **of_stage}
             for unit in self.stages.vocabulary.units:
-                of_operation[unit.update] = {**one, **delays}
-        return scalar_table(self.lowered, of_operation, self.num_versions, newest)
+                of_operation[unit.update] = {**one, **of_stage}
+        return scalar_table(self.lowered, of_operation, self.rows, newest)
 
     @property
     def commits(self) -> bool:

@@ -182,8 +182,7 @@ def layer_parameters(
 ) -> list[jax.Array]:
     """The weights of layer i that a "forward" or a "backward" reads, gathered from the axis "fsdp"."""
     arrays = read.read_parameters.get(weight_pass, read.parameters)
-    lead = [stage.scalars.version, stage.scalars.chunk]
-    values = packing.read_all(arrays, run.parameters, lead, i)
+    values = packing.read_all(arrays, run.parameters, [stage.scalars.row], i)
     return _gathered(run.parameters, values, stage.spec.compute_dtype)
 
 

@@ -42,6 +42,7 @@ from jpipe.mesh import DATA, STAGE
 from jpipe.stages.optimizer import StageUpdate
 
 Record = TypeVar("Record", bound=TickArrays)
+State = TypeVar("State")
 
 UPDATE_WRITES = (
     "gradient_compression",
@@ -73,25 +74,20 @@ def update(
       arrays: all arrays that an update reads or writes.
     """
     spec = device.spec
-    lanes = [
-        scalars.lane("update", j)
-        for j in range(spec.lowered.operations["update"].num_lanes)
-    ]
     units = [scalars.lane(unit.update, 0) for unit in spec.stages.vocabulary.units]
     for copies in spec.ties:
         arrays = _sum_tied_gradients(device, copies, arrays)
-    arrays = _over_replicas(device, scalars, lanes, units, arrays)
-    arrays, norms = _norms(device, lanes, units, updates, arrays)
-    for lane in [*lanes, *units]:
-        skip = jnp.any(norms.broken & (norms.versions == lane.absolute_version))
+    arrays = _over_replicas(device, scalars, units, arrays)
+    arrays, norms = _norms(device, scalars, units, updates, arrays)
+
+    def apply_lane(lane: LaneScalars, arrays: TickArrays) -> TickArrays:
+        norm, skip = norms.of_update(device, lane)
 
         def apply(
             program: StageUpdate,
             number: int,
             num_updates: jax.Array | int,
             arrays: Written,
-            lane: LaneScalars = lane,
-            skip: jax.Array = skip,
         ) -> Written:
             of_program = Apply(
                 device=device,
@@ -99,19 +95,42 @@ def update(
                 scalars=lane,
                 now=lane.program == number,
                 skip=skip,
-                global_norm=norms.global_norm,
+                global_norm=norm,
                 scale=norms.scale,
             )
             return of_program.run(arrays, num_updates)
 
-        arrays = _run_program(
-            device, lane, "apply", apply_writes(device), apply, arrays
-        )
+        return _run_program(device, lane, "apply", apply_writes(device), apply, arrays)
+
+    arrays = _for_each_lane(device, scalars, apply_lane, arrays)
+    for unit in units:
+        arrays = apply_lane(unit, arrays)
     if spec.shares_updates and spec.schedule.has_copies:
-        arrays = _gather_weights(device, scalars, lanes, arrays)
+        arrays = _gather_weights(device, scalars, arrays)
     for copies in spec.ties:
         arrays = _copy_tied_weights(device, copies, arrays)
     return arrays.replace(op_count=arrays.op_count + 1)
+
+
+MOST_UNROLLED = 4
+"""Lanes of a tick that follow each other in the program. More run in a loop: the size of the program does not grow."""
+
+
+def _for_each_lane(
+    device: Device,
+    scalars: TickScalars,
+    run: Callable[[LaneScalars, State], State],
+    state: State,
+) -> State:
+    """The state after `run(lane, state)` for every lane of the update."""
+    num_lanes = device.spec.lowered.operations["update"].num_lanes
+    if num_lanes <= MOST_UNROLLED:
+        for j in range(num_lanes):
+            state = run(scalars.lane("update", j), state)
+        return state
+    return lax.fori_loop(
+        0, num_lanes, lambda j, state: run(scalars.lane("update", j), state), state
+    )
 
 
 def _run_program(
@@ -154,26 +173,26 @@ def _run_program(
 
 def _run_lanes(
     device: Device,
-    lanes: Sequence[LaneScalars],
+    scalars: TickScalars,
     name: str,
     writes: Sequence[str],
     run: Callable[[LaneScalars, StageUpdate, jax.Array | int, Written], Written],
     arrays: TickArrays,
 ) -> TickArrays:
     """`_run_program` for every lane; `run` gets the lane, and not the number of the program."""
-    for lane in lanes:
 
+    def run_lane(lane: LaneScalars, arrays: TickArrays) -> TickArrays:
         def of_lane(
             program: StageUpdate,
             _: int,
             num_updates: jax.Array | int,
             arrays: Written,
-            lane: LaneScalars = lane,
         ) -> Written:
             return run(lane, program, num_updates, arrays)
 
-        arrays = _run_program(device, lane, name, writes, of_lane, arrays)
-    return arrays
+        return _run_program(device, lane, name, writes, of_lane, arrays)
+
+    return _for_each_lane(device, scalars, run_lane, arrays)
 
 
 # -- Replicas
@@ -182,7 +201,6 @@ def _run_lanes(
 def _over_replicas(
     device: Device,
     scalars: TickScalars,
-    lanes: Sequence[LaneScalars],
     units: Sequence[LaneScalars],
     arrays: TickArrays,
 ) -> TickArrays:
@@ -192,11 +210,14 @@ def _over_replicas(
     """
     spec = device.spec
     if spec.compress_gradients is not None:
-        return _over_compressed(device, scalars, lanes, arrays)
+        return _over_compressed(device, scalars, arrays)
     shared = spec.shares_updates
     if spec.num_replicas > 1:
-        for lane in units if shared else [*lanes, *units]:
-            arrays = _mean_over_replicas(device, lane, arrays)
+        mean = functools.partial(_mean_over_replicas, device)
+        if not shared:
+            arrays = _for_each_lane(device, scalars, mean, arrays)
+        for unit in units:
+            arrays = mean(unit, arrays)
     if shared:
         if spec.schedule.has_copies:
             gradients = scatter_over_copies(device, scalars, arrays.gradients)
@@ -213,7 +234,7 @@ def _over_replicas(
             )
             return arrays.replace(gradients=gradients)
 
-        arrays = _run_lanes(device, lanes, "scatter", ("gradients",), scatter, arrays)
+        arrays = _run_lanes(device, scalars, "scatter", ("gradients",), scatter, arrays)
     elif spec.schedule.has_copies:
         gradients = sum_over_copies(device, scalars, "update", arrays.gradients)
         arrays = arrays.replace(gradients=gradients)
@@ -221,25 +242,21 @@ def _over_replicas(
 
 
 def _over_compressed(
-    device: Device,
-    scalars: TickScalars,
-    lanes: Sequence[LaneScalars],
-    arrays: TickArrays,
+    device: Device, scalars: TickScalars, arrays: TickArrays
 ) -> TickArrays:
     """The same for replicas that exchange compressed gradients."""
     if device.spec.schedule.has_copies:
         return exchange_over_copies(device, scalars, arrays)
     exchange = functools.partial(exchange_over_data, device)
-    return _run_lanes(device, lanes, "exchange", EXCHANGE_WRITES, exchange, arrays)
+    return _run_lanes(device, scalars, "exchange", EXCHANGE_WRITES, exchange, arrays)
 
 
 def _gather_weights(
-    device: Device,
-    scalars: TickScalars,
-    lanes: Sequence[LaneScalars],
-    arrays: TickArrays,
+    device: Device, scalars: TickScalars, arrays: TickArrays
 ) -> TickArrays:
     """The weights that an update has written, and those of hooks, in all copies of each stage."""
+    num_lanes = device.spec.lowered.operations["update"].num_lanes
+    lanes = [scalars.lane("update", j) for j in range(num_lanes)]
     gather = functools.partial(gather_over_copies, device, scalars, lanes)
     hooked = {n: gather(n, a) for n, a in arrays.read_parameters.items()}
     return arrays.replace(
@@ -247,9 +264,7 @@ def _gather_weights(
     )
 
 
-def _mean_over_replicas(
-    device: Device, lane: LaneScalars, arrays: TickArrays
-) -> TickArrays:
+def _mean_over_replicas(device: Device, lane: LaneScalars, arrays: Record) -> Record:
     """Replaces the gradients that the lane updates with by their mean over replicas."""
 
     def mean(gradients: Packed, chunk: jax.Array) -> Packed:
@@ -321,13 +336,14 @@ def _copy_tied_weights(
     others = [copy for copy in copies if copy.stage_copies != first.stage_copies]
     if not others:
         return arrays
-    parameters, version = arrays.parameters, 0  # schedules that tie stages have V = 1
+    # Schedules that tie stages keep one version, so the row of a stage is its position.
+    parameters = arrays.parameters
     home, chunk = first.stage_copies[0]
-    value = packing.read(parameters, first.place, [version, chunk], first.row)
+    value = packing.read(parameters, first.place, [chunk], first.row)
     value = lax.psum(jnp.where(device.position == home, value, 0), STAGE)
     for copy in others:
         for chunk, devices in _by_chunk(copy):
-            lead = [version, chunk]
+            lead = [chunk]
             old = packing.read(parameters, copy.place, lead, copy.row)
             new = jnp.where(_is_on(device, devices), value, old)
             parameters = packing.write(parameters, copy.place, lead, new, copy.row)
@@ -341,73 +357,137 @@ class _Norms(NamedTuple):
     """Norms of gradients over all devices.
 
     Attributes:
-      global_norm: `[]`, norm over all stages, of the gradient without loss scale.
+      squares: `[D, K, R + units]`, the squared norms of the gradients of columns, and of parts of units, with loss scale;
+        that of version v in row v modulo K.
       scale: `[]`, the loss scale of the gradient, or None.
-      broken: bool `[D, R + units]`, columns, and parts of units, that update in this tick with a gradient that is not
-        finite.
-      versions: int32 `[D, R + units]`, the version that each of them writes in this tick; -1: none.
     """
 
-    global_norm: jax.Array
+    squares: jax.Array
     scale: jax.Array | None
-    broken: jax.Array
-    versions: jax.Array
+
+    def of_update(
+        self, device: Device, lane: LaneScalars
+    ) -> tuple[jax.Array, jax.Array]:
+        """The norm over all stages, without loss scale, that an update sees, and whether it is skipped."""
+        return self.of_version(device, lane.stage, lane.absolute_version)
+
+    def of_version(
+        self, device: Device, stage: jax.Array, version: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The same of the update of a stage that writes a version."""
+        norms, places = device.spec.lowered.norms, _places(device)
+        assert norms is not None
+
+        def of_places(of_stages: np.ndarray) -> jax.Array:
+            """`[D, R + units]`, the entries `[stage, j]` for the stage j in each place."""
+            by_place = of_stages[:, places.stage]
+            return lax.dynamic_index_in_dim(
+                by_place, stage, keepdims=False, allow_negative_indices=False
+            )
+
+        counted = version + of_places(norms.offset.astype(np.int32))
+        squares = self._at(counted)
+        broken = ~jnp.isfinite(squares) & of_places(norms.together) & places.used
+        # Before its first update a stage has no gradient.
+        squares = jnp.where(places.counts & (counted > 0), squares, 0)
+        norm = jnp.sqrt(jnp.sum(squares))
+        if self.scale is not None:
+            norm /= self.scale.astype(norm.dtype)
+        return norm, broken.any()
+
+    def _at(self, versions: jax.Array) -> jax.Array:
+        """`[D, R + units]`, the squared norms of versions `[D, R + units]`."""
+        depth = self.squares.shape[1]
+        if depth == 1:
+            return self.squares[:, 0]
+        rows = jnp.mod(versions, depth)[:, None]
+        return jnp.take_along_axis(self.squares, rows, axis=1)[:, 0]
+
+    def are_finite(self, versions: jax.Array) -> jax.Array:
+        """bool `[]`, whether all gradients are finite of versions `[D, R + units]`; of -1 they are."""
+        return (jnp.isfinite(self._at(versions)) | (versions < 0)).all()
+
+
+class _Places(NamedTuple):
+    """Where the norms of stages are, `[D, R + units]` each.
+
+    Attributes:
+      stage: the stage of each column, and the home of each unit; 0 where there is none.
+      used: whether there is one.
+      counts: whether it counts in a norm: not every copy of a stage does.
+    """
+
+    stage: np.ndarray
+    used: np.ndarray
+    counts: np.ndarray
+
+
+def _places(device: Device) -> _Places:
+    spec, lowered = device.spec, device.spec.lowered
+    units = spec.stages.vocabulary.units
+    R, D = lowered.num_chunks, lowered.schedule.num_devices
+    stage = np.zeros((D, R + len(units)), np.int32)
+    used = np.zeros(stage.shape, bool)
+    counts = np.zeros(stage.shape, bool)
+    for s, copies in enumerate(lowered.copies):
+        for place in copies:
+            stage[place], used[place] = s, True
+            # If copies share an update, each counts its share.
+            counts[place] = spec.shares_updates or place == copies[0]
+    for u, unit in enumerate(units):
+        stage[:, R + u] = unit.home
+    used[:, R:] = counts[:, R:] = True
+    return _Places(stage, used, counts)
 
 
 def _norms(
     device: Device,
-    lanes: Sequence[LaneScalars],
+    scalars: TickScalars,
     units: Sequence[LaneScalars],
     updates_any: jax.Array | bool,
     arrays: TickArrays,
 ) -> tuple[TickArrays, _Norms]:
     """The norms, and arrays with the squared norms and the loss scale after this update."""
-    num_chunks = device.spec.lowered.num_chunks
+    spec = device.spec
+    num_chunks = spec.lowered.num_chunks
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
-    squares = _squares(device, lanes, arrays)
-    if device.spec.shares_updates:
-        squares = _of_shares(device, lanes, squares, arrays.gradients)
-    version = jnp.full(num_chunks, -1, jnp.int32)
-    for lane in lanes:
+    squares = _squares(device, scalars, arrays)
+    if spec.shares_updates:
+        squares = _of_shares(device, scalars, squares, arrays.gradients)
+
+    def version_of(lane: LaneScalars, version: jax.Array) -> jax.Array:
         updates = (chunks == lane.chunk) & (lane.program >= 0)
-        version = jnp.where(updates, lane.absolute_version, version)
+        return jnp.where(updates, lane.absolute_version, version)
+
+    version = jnp.full(num_chunks, -1, jnp.int32)
+    version = _for_each_lane(device, scalars, version_of, version)
     if units:
         of_units = [jnp.where(u.program >= 0, u.absolute_version, -1) for u in units]
         version = jnp.concatenate([version, jnp.stack(of_units)])
-    latest = jnp.where(version >= 0, squares, arrays.squared_norm)
-    all_latest, all_versions = lax.all_gather((latest, version), STAGE)
-    broken = ~jnp.isfinite(all_latest) & (all_versions >= 0)
-    counted = all_latest
-    if device.spec.schedule.has_copies and not device.spec.shares_updates:
-        # Each stage counts once.
-        counted = jnp.where(_first_copies(device), all_latest, 0)
-    global_norm, scale = jnp.sqrt(jnp.sum(counted)), None
-    if device.spec.loss_scale is not None:
-        scale = arrays.loss_scale["scale"][0]
-        global_norm /= scale.astype(global_norm.dtype)
-        after = device.spec.loss_scale.after_update(arrays.loss_scale, ~broken.any())
+    depth = arrays.squared_norm.shape[0]
+    rows = np.arange(depth, dtype=np.int32)[:, None]
+    now = (rows == jnp.mod(version, depth)[None]) & (version >= 0)[None]
+    kept = jnp.where(now, squares[None], arrays.squared_norm)
+    all_squares, versions = lax.all_gather((kept, version), STAGE)
+    scale = None if spec.loss_scale is None else arrays.loss_scale["scale"][0]
+    norms = _Norms(all_squares, scale)
+    if spec.loss_scale is not None:
+        finite = norms.are_finite(versions)
+        after = spec.loss_scale.after_update(arrays.loss_scale, finite)
         arrays = arrays.replace(
             loss_scale=_where(updates_any, after, arrays.loss_scale)
         )
-    norm = jnp.where(updates_any, global_norm, arrays.gradient_norm[0])
-    arrays = arrays.replace(squared_norm=latest, gradient_norm=norm[None])
-    return arrays, _Norms(global_norm, scale, broken, all_versions)
+    first = np.array(spec.lowered.placement, np.int32)  # [S, 2]
+    reporter = jnp.maximum(scalars.reporter, 0)
+    position, chunk = jnp.asarray(first)[reporter]
+    reported = versions[position, chunk]
+    norm, _ = norms.of_version(device, reporter, reported)
+    norm = jnp.where(updates_any & (reported >= 0), norm, arrays.gradient_norm[0])
+    arrays = arrays.replace(squared_norm=kept, gradient_norm=norm[None])
+    return arrays, norms
 
 
-def _first_copies(device: Device) -> np.ndarray:
-    """bool `[D, R]`: False where a stage is that is also on an earlier copy's device."""
-    lowered = device.spec.lowered
-    shape = lowered.schedule.num_devices, lowered.num_chunks
-    first = np.ones(shape, bool)
-    for copies in lowered.copies:
-        for place in copies[1:]:
-            first[place] = False
-    return first
-
-
-def _squares(
-    device: Device, lanes: Sequence[LaneScalars], arrays: TickArrays
-) -> jax.Array:
+def _squares(device: Device, scalars: TickScalars, arrays: TickArrays) -> jax.Array:
     """`[R + units]`, the squared norm of each column's and unit's gradient; anything if no column updates."""
     dtype = device.spec.updates.norm_dtype
     units = range(len(device.spec.stages.vocabulary.units))
@@ -428,16 +508,21 @@ def _squares(
             total += jnp.sum(square, axis=tuple(range(1, a.ndim)))
         return total
 
-    latest, read = arrays.squared_norm, (squares_of(device, arrays), arrays.gradients)
+    before = arrays.squared_norm[0]
+    read = squares_of(device, arrays), arrays.gradients
     if not device.spec.updates_in_every_tick:
-        return squares(latest, read)
-    now = jnp.stack([lane.program >= 0 for lane in lanes]).any()
-    return guarded(device.spec.lowered.guard, now, squares, latest, read)
+        return squares(before, read)
+
+    def updates(lane: LaneScalars, now: jax.Array) -> jax.Array:
+        return now | (lane.program >= 0)
+
+    now = _for_each_lane(device, scalars, updates, jnp.bool_(False))
+    return guarded(device.spec.lowered.guard, now, squares, before, read)
 
 
 def _of_shares(
     device: Device,
-    lanes: Sequence[LaneScalars],
+    scalars: TickScalars,
     squares: jax.Array,
     gradients: Packed,
 ) -> jax.Array:
@@ -445,7 +530,8 @@ def _of_shares(
 
     All replicas have the gradients of single numbers, and only the first counts them.
     """
-    for lane in lanes:
+
+    def of_lane(lane: LaneScalars, squares: jax.Array) -> jax.Array:
         rank = rank_of(device, lane.chunk)
         is_first = (rank.copy == 0) & (rank.data == 0)
         for u, program in enumerate(device.spec.updates.programs):
@@ -456,6 +542,9 @@ def _of_shares(
                 square = jnp.square(number.astype(squares.dtype)).sum()
                 again = (lane.program == u) & ~is_first
                 squares = squares.at[lane.chunk].add(jnp.where(again, -square, 0))
+        return squares
+
+    squares = _for_each_lane(device, scalars, of_lane, squares)
     if device.spec.num_replicas == 1:
         return squares
     num_chunks = device.spec.lowered.num_chunks

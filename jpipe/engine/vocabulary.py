@@ -167,7 +167,7 @@ def _weights(
     """What the layer reads of its parameters: this device's part, or the whole."""
     arrays = read.read_parameters.get(weight_pass, read.parameters)
     places = device.spec.stages.vocabulary.unit_of(layer).places[layer.index]
-    parts = packing.read_all(arrays, places, [lane.version, _COLUMN])
+    parts = packing.read_all(arrays, places, [lane.row])
     return [
         part if leaf.is_split else _gathered(leaf, part)
         for leaf, part in zip(layer.leaves, parts, strict=True)

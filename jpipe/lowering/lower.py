@@ -5,7 +5,7 @@
 - *Rings*: arrays that keep values for later ticks in slots, see `jpipe.lowering.rings`.
 - *Channels*: the permutations of devices that the messages need, see `jpipe.lowering.channels`.
 
-Letters: T ticks, D devices, S stages, C columns, N microbatches, V weight versions.
+Letters: T ticks, D devices, S stages, C columns, N microbatches.
 """
 
 import dataclasses
@@ -16,8 +16,10 @@ import numpy as np
 
 from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
 from jpipe.lowering.everywhere import Follows, everywhere
+from jpipe.lowering.norms import NormTable, norm_table
 from jpipe.lowering.rings import HEAD_GRADIENT, STASHES, Ring, make_rings
 from jpipe.lowering.spills import Spill
+from jpipe.lowering.versions import VersionRows, version_rows
 from jpipe.schedule import IDLE, Schedule, newest_version
 
 __all__ = [
@@ -84,10 +86,10 @@ class Lowered:
       copies: for each stage the device of every copy, and the position of the stage among the
         device's stages.
       num_in_column: int `[C]`, microbatches of a minibatch that each column runs.
-      num_versions: V, weight versions on every device; version v is stored in slot v modulo V.
-      newest: int `[S]`, the newest version of a stage between rounds, relative to the next round.
+      rows: where the versions of weights are.
       num_batches: how many of the latest minibatches are read, including the minibatch of this
         round.
+      norms: which gradients norms over all stages count; None in forward-only tables.
       drain_rounds: rounds without new microbatches after which nothing is in flight.
       guard: one of `GUARDS`.
     """
@@ -100,9 +102,9 @@ class Lowered:
     num_chunks: int
     copies: tuple[tuple[tuple[int, int], ...], ...]
     num_in_column: np.ndarray
-    num_versions: int
-    newest: np.ndarray
+    rows: VersionRows
     num_batches: int
+    norms: NormTable | None
     drain_rounds: int
     guard: str
 
@@ -170,6 +172,11 @@ def lower(
     )
     together = together or {}
     head = "head" in together
+    copies = tuple(
+        tuple((int(schedule.device[c]), int(chunk[c])) for c, *_ in of_stage)
+        for of_stage in schedule.columns_of_copies
+    )
+    num_chunks = int(chunk.max()) + 1
     return Lowered(
         schedule=schedule,
         operations={**operations, **everywhere(operations, together)},
@@ -180,15 +187,12 @@ def lower(
         rings=make_rings(
             schedule, position, num_in_column, recompute, routes, head, stash_slots
         ),
-        num_chunks=int(chunk.max()) + 1,
-        copies=tuple(
-            tuple((int(schedule.device[c]), int(chunk[c])) for c, *_ in of_stage)
-            for of_stage in schedule.columns_of_copies
-        ),
+        num_chunks=num_chunks,
+        copies=copies,
         num_in_column=num_in_column,
-        num_versions=_num_versions(schedule),
-        newest=newest[columns],
+        rows=version_rows(schedule, copies, num_chunks, newest[columns]),
         num_batches=_num_batches(schedule, recompute or "embed_backward" in together),
+        norms=None if schedule.forward_only else norm_table(schedule),
         drain_rounds=last_tick // schedule.num_ticks,
         guard=guard,
     )
@@ -204,22 +208,6 @@ def _newest_and_last_tick(schedule: Schedule) -> tuple[np.ndarray, int]:
     updated = schedule.update_ticks()
     newest = newest_version(np.zeros_like(updated), updated, schedule.num_ticks)
     return newest, int(max(schedule.weight_grad_ticks().max(), updated.max()))
-
-
-def _num_versions(schedule: Schedule) -> int:
-    """The smallest V such that version v is last read before version v + V overwrites it."""
-    if schedule.forward_only:
-        return 1
-    updated, T, V = schedule.update_ticks(), schedule.num_ticks, 1
-    for ticks, versions in (
-        (schedule.forward_ticks(), schedule.forward_versions()),
-        (schedule.backward_ticks(), schedule.backward_versions()),
-        (schedule.weight_grad_ticks(), schedule.backward_versions()),
-    ):
-        newest_written = -((updated - ticks) // T)  # by the end of the round of `ticks`
-        back = np.where(ticks == IDLE, 0, newest_written - versions + 1)
-        V = max(V, int(back.max()))
-    return V
 
 
 def _num_batches(schedule: Schedule, backwards: bool) -> int:

@@ -3,10 +3,10 @@
 A value lives from the tick that writes it to the tick that reads it last. Two values of a device
 share a slot if they do not live at the same time. All columns of a device share its slots.
 
-- In a synchronous table the lifetimes are those of one minibatch. A greedy colouring of intervals
+- In a table that drains the lifetimes are those of one minibatch. A greedy colouring of intervals
   gives each microbatch of each column its slot, and needs as many slots as values live at the same
   time at most.
-- An asynchronous table repeats every T ticks, and lives go over its end. Each column therefore has
+- Another table repeats every T ticks, and lives go over its end. Each column therefore has
   slots of its own. A microbatch's slot is its position in its column's order, modulo the smallest
   number of slots at which no live value is overwritten.
 - A stash may have fewer slots than values. The others are in host memory in the meantime, and come back into other
@@ -107,7 +107,7 @@ def make_rings(
     lifetimes = _lifetimes(schedule, recompute, routes)
     if head and not schedule.forward_only:
         lifetimes[HEAD_GRADIENT] = _of_last_stage(schedule)
-    share = _shared_slots if schedule.synchronous else _slots_of_columns
+    share = _shared_slots if schedule.drains else _slots_of_columns
     for name, (first, last) in lifetimes.items():
         used = (first != IDLE) & (last != IDLE)
         rings[name] = share(schedule, position, num_in_column, first, last, used)

@@ -9,6 +9,7 @@ Letters: T ticks, D devices, S stages, N microbatches, V weight versions, F scal
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -18,6 +19,10 @@ import numpy as np
 from jax import lax
 
 from jpipe.lowering.lower import Lowered, Operations
+from jpipe.lowering.versions import VersionRows
+
+OF_COLUMNS = ("forward", "backward", "weight_grad", "update", "commit")
+"""The operations on columns of the table. Others are on layers that all devices run together."""
 
 _LEAST = np.iinfo(np.int32).min
 
@@ -82,6 +87,16 @@ class ScalarTable:
         """Position of each scalar in the vector `[F]` of a tick."""
         names = [*self._plain, *self._cyclic, *self._guarded]
         return {name: i for i, name in enumerate(names)}
+
+    def index_of_lanes(self, operation: str, field: tuple) -> np.ndarray:
+        """int32 `[lanes]`: position of a field of each lane of an operation in the vector of a tick."""
+        positions = [
+            self.index[operation, lane, *field]
+            for lane in itertools.takewhile(
+                lambda lane: (operation, lane, *field) in self.index, itertools.count()
+            )
+        ]
+        return np.array(positions, np.int32)
 
     def _stack(self, scalars: Mapping[ScalarName, tuple], j: int) -> np.ndarray:
         """Entry j of every scalar's description, int32 `[D, T, scalars]`."""
@@ -155,13 +170,18 @@ class TickScalars:
     table: ScalarTable
     values: jax.Array
 
-    def lane(self, operation: str, lane: int) -> "LaneScalars":
-        """The scalars of one lane of an operation."""
+    def lane(self, operation: str, lane: int | jax.Array) -> "LaneScalars":
+        """The scalars of one lane of an operation; the lane may be known in the program only."""
         return LaneScalars(self, operation, lane)
 
     def spill(self, ring: str) -> "SpillScalars":
         """The scalars of what a ring sends to host memory, and fetches."""
         return SpillScalars(self, ring)
+
+    @property
+    def reporter(self) -> jax.Array:
+        """The stage whose norm the tick reports, int32 `[]`; see `NormTable`."""
+        return self.get("reporter")
 
     def channel(self, number: int) -> "ChannelScalars":
         """The scalars of one channel."""
@@ -181,15 +201,28 @@ class LaneScalars:
 
     tick: TickScalars
     operation: str
-    lane: int
+    lane: int | jax.Array
 
     def _get(self, *field: str | int) -> jax.Array:
-        return self.tick.get(self.operation, self.lane, *field)
+        if isinstance(self.lane, int):
+            return self.tick.get(self.operation, self.lane, *field)
+        of_lanes = self.tick.table.index_of_lanes(self.operation, field)
+        index = lax.dynamic_index_in_dim(
+            of_lanes, self.lane, keepdims=False, allow_negative_indices=False
+        )
+        return lax.dynamic_index_in_dim(
+            self.tick.values, index, keepdims=False, allow_negative_indices=False
+        )
 
     @property
     def program(self) -> jax.Array:
         """The stage program that runs; -1: none."""
         return self._get("program")
+
+    @property
+    def stage(self) -> jax.Array:
+        """The stage that updates."""
+        return self._get("stage")
 
     @property
     def chunk(self) -> jax.Array:
@@ -212,9 +245,14 @@ class LaneScalars:
         return self._get("completes")
 
     @property
-    def version(self) -> jax.Array:
-        """Slot of the weight version that is read (update: written)."""
-        return self._get("version")
+    def row(self) -> jax.Array:
+        """Row of the weights that are read (update: written): see `jpipe.lowering.versions`."""
+        return self._get("row")
+
+    @property
+    def previous_row(self) -> jax.Array:
+        """Row of the version before the one that an update writes."""
+        return self._get("previous_row")
 
     @property
     def absolute_version(self) -> jax.Array:
@@ -299,16 +337,16 @@ class SpillScalars:
 def scalar_table(
     lowered: Lowered,
     of_stage: Mapping[str, StageConstants],
-    num_versions: int,
-    newest: np.ndarray | None,
+    rows: VersionRows,
+    newest: bool,
 ) -> ScalarTable:
     """The scalars of a lowered table; `LaneScalars` and `ChannelScalars` say what each means.
 
     Args:
       lowered: the table.
       of_stage: for each operation its constants of stages; ("program",) is needed.
-      num_versions: V.
-      newest: `[S]` versions that are read instead of the table's, relative to the round, or None.
+      rows: where the versions of weights are.
+      newest: whether the newest versions are read instead of the table's.
     """
     schedule = lowered.schedule
     table = ScalarTable((schedule.num_ticks, schedule.num_devices))
@@ -316,10 +354,14 @@ def scalar_table(
         for lane in range(operations.num_lanes):
             lane_name = (name, lane)
             _add_lane(table, lowered, lane_name, operations, of_stage[name])
-            _add_versions(table, lane_name, operations, num_versions, newest)
+            _add_versions(table, lane_name, operations, rows, newest)
     for ring, spill in lowered.spills.items():
         for field in ("leaves", "stores", "loads", "arrives"):
             table.add_plain(("spill", ring, field), getattr(spill, field))
+    if lowered.norms is not None:
+        of_devices = (schedule.num_ticks, schedule.num_devices)
+        reporter = np.broadcast_to(lowered.norms.reporter[:, None], of_devices)
+        table.add_plain(("reporter",), reporter)
     for name in ("update", "commit"):
         _add_flags(table, lowered, name)
     for i, channel in enumerate(lowered.channels):
@@ -400,16 +442,28 @@ def _add_versions(
     table: ScalarTable,
     lane_name: tuple[str, int],
     operations: Operations,
-    num_versions: int,
-    newest: np.ndarray | None,
+    rows: VersionRows,
+    newest: bool,
 ) -> None:
-    """Adds the weight version of one lane of an operation, and its slot."""
-    _, lane = lane_name
+    """Adds the weight version of one lane of an operation, and its row."""
+    operation, lane = lane_name
+    stage, chunk = (getattr(operations, f)[..., lane] for f in ("stage", "chunk"))
     version, least = operations.version[..., lane], _LEAST
-    if newest is not None:
-        version, least = newest[operations.stage[..., lane]], 0
+    if newest:
+        version, least = rows.newest[stage], 0
+    modulus, first = (
+        rows.num_versions[stage],
+        rows.first[np.arange(len(rows.first)), chunk],
+    )
+    if operation not in OF_COLUMNS:
+        first = np.zeros_like(
+            first
+        )  # a part of a vocabulary layer has arrays of its own
     table.add_plain((*lane_name, "absolute_version"), version, rounds=1, least=least)
-    table.add_cyclic((*lane_name, "version"), version, 1, num_versions, least=least)
+    table.add_cyclic((*lane_name, "row"), version, 1, modulus, first, least=least)
+    if operation.startswith("update"):
+        name = (*lane_name, "previous_row")
+        table.add_cyclic(name, version - 1, 1, modulus, first)
 
 
 def _add_slot(
@@ -433,7 +487,7 @@ def _add_slot(
       reads: whether the slot is that of an operation that reads what a forward has written.
     """
     ring, nothing = lowered.rings[ring_name], column < 0
-    if lowered.schedule.synchronous:
+    if lowered.schedule.drains:
         slot = ring.slot(column, position, reads)
         table.add_plain(name, np.where(nothing, ring.num_slots, slot))
         return

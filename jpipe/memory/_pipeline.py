@@ -272,9 +272,9 @@ class Builder:
                     self._version_reads(s, layer),
                     layers=(layer, layer + 1),
                 )
-        V = self.lowered.num_versions
         for unit in self.stages.vocabulary.units:
             size = self.unit_bytes(shapes, unit)
+            V = int(self.lowered.rows.num_versions[unit.home])
             blocks += [
                 self.always(f"{unit.name}: weights", "weights", size // V),
                 self.always(f"{unit.name}: older weights", "version", size - size // V),
@@ -297,7 +297,7 @@ class Builder:
                     ]
                     reads.append((self._update_time(s, 0.9), "write"))
                     name = f"{self.words(s, layer)}: weights for {hooked}"
-                    size *= self.lowered.num_versions
+                    size *= int(self.lowered.rows.num_versions[s])
                     blocks.append(
                         self.always(
                             name,

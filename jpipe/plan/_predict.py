@@ -282,7 +282,7 @@ def predict_memory(
         [route for route, _ in routes],
         stash_slots=offload.activations,
     )
-    R, V = lowered.num_chunks, lowered.num_versions
+    R, rows = lowered.num_chunks, lowered.rows
     parameters, state = packed("parameters"), packed("state")
     weights, optimizer = parameters.num_bytes, packed("optimizer_state").num_bytes
     of_stage = np.array(
@@ -311,7 +311,7 @@ def predict_memory(
         microbatch,
     )
     delays = read_delays(schedule)
-    versions = V * (1 + sum(bool(delays[reader].any()) for reader in profile.reads))
+    copies = 1 + sum(bool(delays[reader].any()) for reader in profile.reads)
     stashes_on_host = num_bytes(jax.tree.leaves(in_flight.pop("host_stash")))
     activations = num_bytes(jax.tree.leaves(in_flight)) + R * state.num_bytes
     # One slot of each stash comes from the host while a tick computes.
@@ -325,19 +325,22 @@ def predict_memory(
         for ring, spill in lowered.spills.items()
     )
     used = sum(
-        count * (layer.weight_bytes + (versions - 1) * layer.parameter_bytes)
-        for count, (start, stop) in zip(
-            schedule.replicas, itertools.pairwise(starts), strict=True
+        count * (layer.weight_bytes + (copies * V - 1) * layer.parameter_bytes)
+        for count, V, (start, stop) in zip(
+            schedule.replicas,
+            rows.num_versions.tolist(),
+            itertools.pairwise(starts),
+            strict=True,
         )
         for layer in layers[start:stop]
     )
     used -= int(np.dot(schedule.replicas, of_stage - of_stage / num_shares))
-    held = R * (versions * weights + weights + optimizer)
+    held = copies * rows.num_rows * weights + R * (weights + optimizer)
     memory = Memory(
         compression=R
         * _kept_bytes(parameters, compress_gradients)
         * (num_replicas > 1 or schedule.has_copies),
-        weights=R * versions * weights,
+        weights=copies * rows.num_rows * weights,
         optimizer=math.ceil(R * optimizer - state_on_host),
         gradients=R * weights,
         activations=activations,

@@ -166,6 +166,7 @@ def _sequential(
         first + 2 * (S - 1) - stage,
         device=np.zeros(S, int),
         num_ticks=N * (2 * S - 1),
+        update=np.full(S, N * (2 * S - 1) - 1),
         forward_version=forward_version,
         backward_version=backward_version,
         emulates=emulates,

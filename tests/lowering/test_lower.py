@@ -425,12 +425,6 @@ def test_zero_bubble_v_holds_what_unit_1f1b_holds():
     assert with_halves["weight_stash"] <= 2 * with_wholes["weight_stash"]
 
 
-def test_num_versions():
-    assert lower(gpipe(3, 4)).num_versions == 1
-    table = unit_round(3, 1)
-    assert lower(table).num_versions == max(table.facts().weight_versions) > 1
-
-
 # -- Copies ---------------------------------------------------------------------------
 
 

@@ -6,12 +6,14 @@ from families import schedule_named
 
 from jpipe.lowering.lower import lower
 from jpipe.lowering.scalars import TickScalars, scalar_table
+from jpipe.lowering.versions import VersionRows
+from jpipe.schedule import IDLE
 
 NEWEST = np.array([0, -1, -2, -1])
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("newest", [None, NEWEST])
+@pytest.mark.parametrize("newest", [False, True])
 @pytest.mark.parametrize(
     "name,S,N",
     [("pipemare/unit", 4, 2), ("zero_bubble_v", 4, 4), ("two-columns", 4, 3)],
@@ -23,8 +25,15 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
     of_stage = {("program",): stages % 3, ("length", 0): 5 + stages}
     of_update = {("program",): stages % 2, ("delay", "forward"): stages}
     fields = {**dict.fromkeys(lowered.operations, of_stage), "update": of_update}
-    V, started = 3, 7
-    scalars = scalar_table(lowered, fields, V, newest)
+    num_versions, started = [3, 1, 2, 4], 7
+    # The stages of a device have their rows one after the other.
+    first_row, of_device, free = {}, np.zeros((table.num_devices, S), int), {}
+    for s, d in enumerate(table.device.tolist()):
+        first_row[s] = free.get(d, 0)
+        of_device[d, lowered.copies[s][0][1]] = first_row[s]
+        free[d] = first_row[s] + num_versions[s]
+    rows = VersionRows(np.array(num_versions), of_device, max(free.values()), NEWEST)
+    scalars = scalar_table(lowered, fields, rows, newest)
     num_rows = lowered.num_batches * N
     checked = set()
 
@@ -55,12 +64,16 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
                         assert lane.program == (program[s] if now else -1)
                         if s < 0:
                             continue
-                        version = r + v if newest is None else max(r + newest[s], 0)
+                        version = max(r + NEWEST[s], 0) if newest else r + v
                         assert lane.absolute_version == version
-                        assert lane.version == version % V
+                        V = num_versions[s]
+                        assert lane.row == first_row[s] + version % V
                         assert lane.chunk == ops.chunk[t, d, j]
                         if kind == "update":
                             assert lane.delay("forward") == s
+                            if not newest:
+                                before = first_row[s] + (version - 1) % V
+                                assert lane.previous_row == before
                             continue
                         assert lane.num_layers(0) == 5 + s
                         assert lane.microbatch_number == started + r * N + m
@@ -74,6 +87,15 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
                             if slots and len(of_stage):
                                 slot = of_stage[(r * N + position) % len(of_stage)]
                                 assert lane.slot(ring) == slot
+                updated = np.flatnonzero(
+                    (table.update[t] >= -N) | (table.update[t] == 1)
+                )
+                if updated.size:
+                    order = table.update_ticks() % table.num_ticks
+                    last = max(updated.tolist(), key=lambda c: (order[c], c))
+                    assert tick.reporter == table.stage[last]
+                else:
+                    assert tick.reporter == -1
                 for i, channel in enumerate(lowered.channels):
                     late = channel.operation == "backward"
                     assert tick.channel(i).lane == channel.lane[t - late, d]
@@ -84,4 +106,6 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
                             of_stage = lowered.rings[inbox].slots[s]
                             slot = of_stage[(r * N + position) % len(of_stage)]
                         assert tick.channel(i).slot(inbox) == slot
-    assert checked == set(scalars.index)
+    # A table that only runs forward reads the newest versions, and has no updates.
+    unread = {name for name in scalars.index if newest and name[-1] == "previous_row"}
+    assert checked == set(scalars.index) - unread

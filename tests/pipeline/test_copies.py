@@ -20,7 +20,7 @@ def assert_copies_equal(state, table):
     groups = state.kept()
     lowered = state.program.engine.lowered
     compared = 0
-    for copies in lowered.copies:
+    for s, copies in enumerate(lowered.copies):
         for (d, chunk), (other, other_chunk) in zip(copies, copies[1:]):
             for group in (
                 "parameters",
@@ -34,7 +34,9 @@ def assert_copies_equal(state, table):
                         table.num_devices, versions, *a.shape[1:]
                     )
                     if group in ("parameters", "read_parameters"):
-                        left, right = rows[d, :, chunk], rows[other, :, other_chunk]
+                        left = rows[d, lowered.rows.of_chunk(s, d, chunk)]
+                        of_other = lowered.rows.of_chunk(s, other, other_chunk)
+                        right = rows[other, of_other]
                     else:
                         left, right = rows[d, chunk], rows[other, other_chunk]
                     assert left.tobytes() == right.tobytes()

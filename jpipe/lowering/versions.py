@@ -1,0 +1,82 @@
+"""Where a device keeps the versions of its stages' weights.
+
+A stage keeps V versions, as many as its table needs: version v is in its slot v modulo V. The arrays of weights have a row
+for every slot of every stage of the device.
+
+Letters: T ticks, D devices, S stages, R stages of a device at most, V weight versions of a stage.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jpipe.schedule import IDLE, Schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class VersionRows:
+    """Rows of weights.
+
+    Attributes:
+      num_versions: int `[S]`, V of each stage.
+      first: int `[D, R]`, the first row of each stage of each device.
+      num_rows: rows on every device.
+      newest: int `[S]`, the newest version of a stage between rounds, relative to the next round.
+    """
+
+    num_versions: np.ndarray
+    first: np.ndarray
+    num_rows: int
+    newest: np.ndarray
+
+    def newest_rows(self, rounds: int) -> np.ndarray:
+        """int `[S]`: the newest version's slot of each stage after some rounds."""
+        return np.maximum(rounds + self.newest, 0) % self.num_versions
+
+    def of_chunk(self, stage: int, device: int, chunk: int) -> slice:
+        """The rows of a stage on a device."""
+        first = int(self.first[device, chunk])
+        return slice(first, first + int(self.num_versions[stage]))
+
+
+def version_rows(
+    schedule: Schedule,
+    copies: Sequence[Sequence[tuple[int, int]]],
+    num_chunks: int,
+    newest: np.ndarray,
+) -> VersionRows:
+    """The rows of a table.
+
+    Args:
+      schedule: the table.
+      copies: for each stage the device of every copy, and the position of the stage among the device's stages.
+      num_chunks: R.
+      newest: see `VersionRows`.
+    """
+    num_versions = _num_versions(schedule)
+    of_chunks = np.zeros((schedule.num_devices, num_chunks), int)
+    for s, of_stage in enumerate(copies):
+        for place in of_stage:
+            of_chunks[place] = num_versions[s]
+    ends = of_chunks.cumsum(axis=1)
+    # A device with fewer stages than others has no rows for them, and nobody asks.
+    first = np.minimum(ends - of_chunks, ends.max() - 1)
+    return VersionRows(num_versions, first, int(ends.max()), newest)
+
+
+def _num_versions(schedule: Schedule) -> np.ndarray:
+    """int `[S]`: the smallest V such that version v is last read before version v + V overwrites it."""
+    of_stages = np.ones(schedule.num_stages, int)
+    if schedule.forward_only:
+        return of_stages
+    updated, T = schedule.update_ticks(), schedule.num_ticks
+    for ticks, versions in (
+        (schedule.forward_ticks(), schedule.forward_versions()),
+        (schedule.backward_ticks(), schedule.backward_versions()),
+        (schedule.weight_grad_ticks(), schedule.backward_versions()),
+    ):
+        newest_written = -((updated - ticks) // T)  # before `ticks`
+        back = np.where(ticks == IDLE, 0, newest_written - versions + 1).max(axis=0)
+        np.maximum.at(of_stages, schedule.stage, back)
+    return of_stages
