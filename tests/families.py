@@ -56,7 +56,12 @@ class Family:
                 ):  # looks its rows up in a dtype of its own
                     part.dtype = dtype
             graph, state = nnx.split(module)
-            return nnx.merge(graph, jax.tree.map(lambda a: a.astype(dtype), state))
+
+            def of_dtype(a):
+                is_float = jax.dtypes.issubdtype(a.dtype, np.floating)
+                return a.astype(dtype) if is_float else a
+
+            return nnx.merge(graph, jax.tree.map(of_dtype, state))
 
         return dataclasses.replace(
             self, layers=[functools.partial(cast, make) for make in self.layers]

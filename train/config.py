@@ -64,6 +64,12 @@ class PipelineConfig:
     schedule_file: str | None = None
     """A file with a schedule in the text form of `jpipe.Schedule.to_text`. It replaces
     the five fields above."""
+    emulate: bool = False
+    """Whether one device stands for all: it reads the weights that the schedule's devices would read,
+    and runs one microbatch after the other. For studies of late gradients at any number of stages."""
+    delays: tuple[int, ...] | None = None
+    """How many updates late the weights are that each stage reads, such as (3, 2, 1, 0), in place of a
+    schedule. One device runs all stages."""
     boundaries: tuple[int, ...] | None = None
     """The number of the first layer of each stage but stage 0. None: `balance` decides."""
     balance: Literal["flops", "time", "memory"] = "flops"
@@ -104,6 +110,15 @@ class PipelineConfig:
         _check(
             self.synchronous_steps >= 0, self, "synchronous_steps", "must be at least 0"
         )
+        if self.delays is not None and len(self.delays) != self.num_stages:
+            raise ValueError(
+                f"`delays` must have one number for each of the `num_stages={self.num_stages}` stages, got "
+                f"{len(self.delays)}: {self.delays}."
+            )
+        if self.delays is not None and self.schedule_file is not None:
+            raise ValueError(
+                f"`delays` take the place of a schedule, got `schedule_file={self.schedule_file}` too. Leave one out."
+            )
         self.message_compressors()
         _compressor("accumulate_gradients", self.accumulate_gradients)
 
@@ -161,9 +176,15 @@ class PipelineConfig:
         # GPipe warns about its bubble, but runs for the first steps only.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
-            return jpipe.schedules.gpipe(
+            gpipe = jpipe.schedules.gpipe(
                 table.num_stages, table.num_microbatches, table.replicas
             )
+        return jpipe.schedules.emulated(gpipe) if self.on_one_device else gpipe
+
+    @property
+    def on_one_device(self) -> bool:
+        """Whether one device runs all stages."""
+        return self.emulate or self.delays is not None
 
     def table(self) -> jpipe.Schedule:
         """The schedule that the fields describe.
@@ -172,6 +193,17 @@ class PipelineConfig:
           ValueError: if there is no such schedule; the message lists the schedules.
           OSError: if `schedule_file` cannot be read.
         """
+        if self.delays is not None:
+            return jpipe.schedules.with_delays(self.delays, self.num_microbatches)
+        if not self.emulate:
+            return self._pipeline_table()
+        # A bubble of the schedule takes no time on one device.
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            return jpipe.schedules.emulated(self._pipeline_table())
+
+    def _pipeline_table(self) -> jpipe.Schedule:
+        """The schedule of one device for each stage, or as many as it says."""
         if self.schedule_file is not None:
             return jpipe.schedules.read(self.schedule_file)
         options = dict(self.options)
