@@ -217,7 +217,7 @@ def initial(
     """The state before training; see `Pipeline.init` for the arguments, which are checked."""
     stages, optimizer = program.stages, program.settings.optimizer
     layers = stages.layers
-    init_layer = shared_jit(program.settings.mesh.devices.flat[0].platform)
+    init_one = shared_jit(program.settings.mesh.devices.flat[0].platform)
     given: Any = (params, mutable_state)
 
     def initial_layer(i: int) -> list:
@@ -229,7 +229,7 @@ def initial(
         fresh = layer.given
         if fresh is None:
             assert layer.init is not None
-            fresh = init_layer(layer.init, jax.random.fold_in(key, i))
+            fresh = init_one(layer.init, jax.random.fold_in(key, i))
         return [
             a if tree is not None else b
             for tree, a, b in zip(given, from_caller, fresh)
@@ -251,7 +251,7 @@ def initial(
                     leaves[j] = value
                     weights[i] = tree.unflatten(leaves)
         seen = seen_by_optimizer(stages, numbers, weights)
-        return weights, mutable, jax.jit(optimizer.init)(seen)
+        return weights, mutable, init_one(optimizer.init, seen)
 
     training_key = jax.random.fold_in(key, len(layers))
     return new_state(program, of_layers, jax.random.key_data(training_key), 0)

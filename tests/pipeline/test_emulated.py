@@ -23,7 +23,7 @@ class Mixed(nnx.Module):
     """A block with running statistics and random draws."""
 
     def __init__(self, *, rngs):
-        self.linear = nnx.Linear(6, 6, rngs=rngs)
+        self.linear = nnx.Linear(6, 6, use_bias=False, rngs=rngs)
         self.norm = nnx.BatchNorm(6, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
 
@@ -62,7 +62,8 @@ CASES = {
     "pipedream": ("pipedream/unit", 3, 2, "mlp", "float32", PREDICTION),
     "pipedream, deep": ("pipedream/paired", 4, 1, "transformer", "float32", CLIPPING),
     "2bw": ("pipedream_2bw/paired", 4, 7, "mixed", "float32", {}),
-    "copies": ("gpipe/3-1", 2, 6, "mixed", "float64", {}),
+    # Sums over copies have another order, and a large rate would make rounding grow from step to step.
+    "copies": ("gpipe/3-1", 2, 6, "mixed", "float64", dict(optimizer=optax.sgd(0.02))),
     "copies, asynchronous": ("pipemare/unit/2-1-1", 3, 4, "mlp", "float64", T1_T2_CLIPPING),
     "lanes": ("two-columns", 4, 3, "mlp", "float32", {}),
 }  # fmt: skip
