@@ -174,7 +174,8 @@ def prepare(argv: list[str]) -> Run:
             )
         if is_first():
             write_config(run_dir, text)
-            draw.save(schedule, run_dir / "schedule.svg")
+            if draws(schedule):
+                draw.save(schedule, run_dir / "schedule.svg")
     compressed = (
         config.pipeline.message_compressors(),
         config.mesh.gradient_compressor(),
@@ -195,6 +196,15 @@ def prepare(argv: list[str]) -> Run:
         jpipe.Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep),
         resumes=resumed_dir is not None,
     )
+
+
+MOST_STAGES_DRAWN = 32
+
+
+def draws(schedule: jpipe.Schedule) -> bool:
+    """Whether the table is drawn. Of one device, or of more stages than lines, there is nothing to see."""
+    one_device = schedule.num_devices == 1 < schedule.num_stages
+    return not one_device and schedule.num_stages <= MOST_STAGES_DRAWN
 
 
 def write_config(run_dir: pathlib.Path, text: str) -> None:
@@ -240,7 +250,8 @@ def print_head(run: Run) -> None:
     print(f"{report.shards(run.shards)}\n")
     if run.messages:
         print(f"{report.messages(run.messages)}\n")
-    print(draw.text(run.pipe.schedule, color=terminal, width=width))
+    schedule = run.pipe.schedule
+    print(draw.text(schedule, color=terminal, width=width, table=draws(schedule)))
 
 
 def compile_pipeline(run: Run) -> tuple[Resumed, jpipe.Memory]:

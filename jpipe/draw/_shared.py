@@ -104,7 +104,8 @@ def headline(schedule: Schedule) -> str:
         f"{count} {word if count == 1 else plural.get(word, word + 's')}"
         for word, count in counts.items()
     ]
-    return f"{schedule.name}: {', '.join(words)}"
+    name = schedule.name if schedule.emulates is None else f"{schedule.name}, emulated"
+    return f"{name}: {', '.join(words)}"
 
 
 def per_stage_facts(facts: Facts) -> dict[str, list[int]]:

@@ -14,14 +14,24 @@ from jpipe.draw._shared import (
 )
 from jpipe.schedule import IDLE, Schedule
 
+MOST_COLUMNS = 16
+"""Stages of which the facts are shown one by one. Of more the least and the largest are shown."""
 
-def text(schedule: Schedule, *, color: bool = False, width: int | None = None) -> str:
+
+def text(
+    schedule: Schedule,
+    *,
+    color: bool = False,
+    width: int | None = None,
+    table: bool = True,
+) -> str:
     """The picture as text, and below it the facts.
 
     Args:
       schedule: a legal schedule.
       color: whether to colour cells by ANSI escape sequences.
       width: characters per line. A longer picture continues below. None: no limit.
+      table: whether to draw the table. Without it, the sizes and the facts are shown.
 
     Returns:
       Lines, each ended by a newline.
@@ -47,7 +57,26 @@ def text(schedule: Schedule, *, color: bool = False, width: int | None = None) -
       backward delay     0   0
       weight versions    1   1
     """
+    lines = [headline(schedule), ""]
+    if table:
+        lines += _table(schedule, color, width)
     facts = schedule.facts()
+    lines += [
+        f"bubble {facts.bubble:.1%}, makespan {facts.makespan} (F = B = W = 1)",
+        f"bubble between first and last work {facts.inner_bubble:.1%}",
+    ]
+    numbers = {"stage": range(schedule.num_stages), **per_stage_facts(facts)}
+    for name, values in numbers.items():
+        if len(values) <= MOST_COLUMNS:
+            cells = "".join(f"{value:4}" for value in values)
+        else:
+            cells = f"   {min(values)} to {max(values)}"
+        lines.append(f"{name:16}{cells}")
+    return "".join(line + "\n" for line in lines)
+
+
+def _table(schedule: Schedule, color: bool, width: int | None) -> list[str]:
+    """The lines of the table and of its legend."""
     shown = unrolled(schedule)
     rows = _rows(shown)
     margin = 2 + max(len(label) for label in ["tick", *(label for label, _ in rows)])
@@ -56,7 +85,7 @@ def text(schedule: Schedule, *, color: bool = False, width: int | None = None) -
     if width is not None:
         ticks_per_block = max(1, (width - margin) // cell)
 
-    lines = [headline(schedule), ""]
+    lines = []
     for start in range(0, shown.num_ticks, ticks_per_block):
         ticks = range(start, min(start + ticks_per_block, shown.num_ticks))
         ruler = "tick".ljust(margin)
@@ -79,14 +108,7 @@ def text(schedule: Schedule, *, color: bool = False, width: int | None = None) -
     if not schedule.synchronous:
         first = shown.num_ticks - schedule.num_ticks
         lines.append(f"the round that starts at tick {first} repeats")
-    lines += [
-        f"bubble {facts.bubble:.1%}, makespan {facts.makespan} (F = B = W = 1)",
-        f"bubble between first and last work {facts.inner_bubble:.1%}",
-    ]
-    numbers = {"stage": range(schedule.num_stages), **per_stage_facts(facts)}
-    for name, values in numbers.items():
-        lines.append(f"{name:16}" + "".join(f"{value:4}" for value in values))
-    return "".join(line + "\n" for line in lines)
+    return lines
 
 
 def _rows(shown: Schedule) -> list[tuple[str, list[str]]]:

@@ -23,6 +23,17 @@ PIPEMARE = Schedule.from_text(
 # -- Text -----------------------------------------------------------------------------
 
 
+def test_facts_without_the_table_of_many_stages_are_ranges():
+    table = schedules.emulated(schedules.pipemare(20, 2))
+    lines = draw.text(table, table=False).splitlines()
+    assert lines[0] == (
+        "pipemare, emulated: 20 stages, 1 device, 2 microbatches, 78 ticks"
+    )
+    assert "forward delay      0 to 10" in lines
+    assert "stage              0 to 19" in lines
+    assert len(lines) < 12
+
+
 def test_a_picture_of_paired_ticks():
     assert draw.text(schedules.one_f_one_b(2, 3)) == (
         "one_f_one_b: 2 stages, 2 devices, 3 microbatches, 5 ticks\n"

@@ -363,6 +363,18 @@ def test_json_that_is_no_configuration(tmp_path, change, message):
             lambda: PipelineConfig("gpipe", options={"ticks": "unit"}).table(),
             "gpipe has no option 'ticks'. It takes: replicas.",
         ),
+        (
+            lambda: PipelineConfig(num_stages=3, delays=(2, 1)),
+            "`delays` must have one number for each of the `num_stages=3` stages, got 2: (2, 1).",
+        ),
+        (
+            lambda: PipelineConfig(num_stages=1, delays=(2,), schedule_file="a.txt"),
+            "`delays` take the place of a schedule, got `schedule_file=a.txt` too.",
+        ),
+        (
+            lambda: PipelineConfig(num_stages=2, delays=(1, -1)).table(),
+            "`delays` must be whole numbers of updates, at least 0",
+        ),
     ],
 )
 def test_wrong_options_are_refused(make, message):
@@ -471,6 +483,18 @@ def test_a_warm_up_is_synchronous_and_what_follows_is_not():
         gpipe.warm_up_table(gpipe.table())
     with pytest.raises(ValueError, match="got 5 of 5: pipemare would never take over"):
         TrainConfig(MLP(), MNIST(), pipemare, num_steps=5)
+
+
+def test_one_device_emulates_many_or_has_the_delays_that_are_given():
+    pipemare = PipelineConfig("pipemare", 3, 1, emulate=True, synchronous_steps=5)
+    table = pipemare.table()
+    assert table.num_devices == 1
+    assert table.emulates == jpipe.schedules.pipemare(3, 1)
+    warm_up = pipemare.warm_up_table(table)
+    assert warm_up.synchronous and warm_up.num_devices == 1
+    given = PipelineConfig(num_stages=3, num_microbatches=2, delays=(4, 0, 1))
+    assert given.table().facts().forward_delay.tolist() == [4, 0, 1]
+    assert given.table().num_devices == 1
 
 
 def test_rules_come_before_the_usual_ones():
