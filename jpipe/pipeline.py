@@ -488,6 +488,29 @@ class Pipeline:
         """The layers' mutable state, such as running statistics, in the form of `get_params`."""
         return portable.mutable_state(self._own(state))
 
+    @watched("with_params")
+    def with_params(
+        self, state: PipelineState, function: Callable[[Any, Any], Any]
+    ) -> PipelineState:
+        """A state with other weights, computed from the newest ones and the optimizer's state.
+
+        For `evaluate`, `predict` and `get_params` of weights that the optimizer keeps, such as an average:
+        `pipe.with_params(state, jpipe.optim.averaged_params)`. The weights go through host memory.
+
+        Args:
+          state: the training state; not donated. Microbatches in flight stay in it.
+          function: `(params, optimizer_state) -> params`, called for each stage with what the optimizer sees
+            there: a list with one nested dict per layer, and None for layers of other stages.
+
+        Returns:
+          A `PipelineState` with nothing in flight, with the optimizer's state and the mutable state of `state`.
+
+        Raises:
+          ValueError: if the function returns other shapes, dtypes or layers than it gets.
+        """
+        checks.check_not_traced("with_params", state)
+        return portable.with_params(self._own(state), function)
+
     # -- Training
 
     def step(
