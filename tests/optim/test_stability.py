@@ -198,6 +198,25 @@ def test_largest_stable_rate_is_where_a_root_leaves_the_circle(curvature, delay)
         assert (np.abs(np.roots(polynomial)).max() <= 1) == is_stable
 
 
+OPTIMIZERS = {
+    "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
+    "nesterov": lambda rate: optax.sgd(rate, momentum=0.8, nesterov=True),
+}
+MOMENTUM = {"momentum": (0.9, False), "nesterov": (0.8, True)}
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 8])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_largest_stable_rate_with_momentum_is_that_of_optax(name, delay):
+    """The step of Optax's own optimizer as a matrix, whose eigenvalues leave the circle there."""
+    bound = optim.largest_stable_rate(1.0, delay, *MOMENTUM[name])
+    rates = bound * np.array([0.5, 1 - 1e-4, 1 + 1e-4])
+    found = stable(rates, lambda rate, _: OPTIMIZERS[name](rate), delay)
+    assert found.tolist() == [True, True, False]
+    if name == "momentum" and delay == 0:
+        np.testing.assert_allclose(bound, 2 * 1.9, rtol=1e-6)
+
+
 def test_largest_stable_rate_takes_arrays():
     found = optim.largest_stable_rate(2.0, [8, 1, 0])
     expected = [optim.largest_stable_rate(2.0, delay) for delay in (8, 1, 0)]
@@ -221,6 +240,11 @@ def test_largest_stable_rate_refuses(curvature, delay, message):
         optim.largest_stable_rate(curvature, delay)
 
 
+def test_largest_stable_rate_refuses_a_momentum_of_one():
+    with pytest.raises(ValueError, match="`momentum` must be at least 0 and below 1"):
+        optim.largest_stable_rate(1.0, 1, momentum=1.0)
+
+
 @pytest.mark.parametrize("eigenvalues", [(5, 3, 1), (4, -1, 0), (2, -7, 1), (0, 0, 0)])
 def test_largest_curvature_is_the_largest_eigenvalue(eigenvalues):
     rng = np.random.default_rng(0)
@@ -237,6 +261,24 @@ def test_largest_curvature_is_the_largest_eigenvalue(eigenvalues):
     )
     np.testing.assert_allclose(found, max(eigenvalues), rtol=1e-3, atol=1e-6)
     assert 1 <= count <= 400
+
+
+def test_largest_curvature_with_a_scale():
+    """Of the Hessian between two roots of the scale, as a matrix."""
+    rng = np.random.default_rng(0)
+    half = rng.normal(size=(3, 3))
+    hessian, scale = half @ half.T, np.array([4.0, 0.25, 1.0])
+    matrix = np.sqrt(scale)[:, None] * hessian * np.sqrt(scale)
+    loss = lambda w: w @ jnp.asarray(hessian, jnp.float32) @ w / 2  # noqa: E731
+    found, _ = optim.largest_curvature(
+        loss,
+        jnp.ones(3),
+        jax.random.key(0),
+        max_iterations=200,
+        tolerance=1e-6,
+        scale=jnp.asarray(scale),
+    )
+    np.testing.assert_allclose(found, np.linalg.eigvalsh(matrix).max(), rtol=1e-3)
 
 
 def test_largest_curvature_refuses():
