@@ -303,6 +303,10 @@ class OptimizerConfig:
     predict_weights: bool = False
     """Whether a forward reads a prediction of the weights that its gradient will be
     applied to, for asynchronous schedules: SpecTrain, XPipe, PipeOptim."""
+    delay_compensation: float | None = None
+    """Strength of DC-ASGD, for asynchronous schedules: late gradients are moved from the
+    weights that they were computed at to the newest ones, by their own squares. Each stage
+    keeps as many versions of its weights as its delay plus one. None: they stay as they are."""
     error_feedback: float | None = None
     """The part of the last update's error that is added to the next update, for
     asynchronous schedules, best with a delay of one: 1 adds all of it. None: nothing."""
@@ -323,8 +327,9 @@ class OptimizerConfig:
         if self.discrepancy_decay is not None:
             D = self.discrepancy_decay
             _check(0 < D < 1, self, "discrepancy_decay", "must lie between 0 and 1")
-        if self.error_feedback is not None:
-            _check(self.error_feedback > 0, self, "error_feedback", "must be above 0")
+        for name in ("delay_compensation", "error_feedback"):
+            if getattr(self, name) is not None:
+                _check(getattr(self, name) > 0, self, name, "must be above 0")
         if self.ema_decay is not None:
             _check(0 <= self.ema_decay < 1, self, "ema_decay", "must lie in [0, 1)")
 
@@ -378,6 +383,8 @@ class OptimizerConfig:
                 optax.scale_by_learning_rate(rate),
             )
         chain = [update]
+        if self.delay_compensation is not None:
+            chain.insert(0, jpipe.optim.compensate_delay(self.delay_compensation))
         if self.clip_norm is not None:
             chain.insert(0, jpipe.optim.clip_by_global_norm(self.clip_norm))
         if self.error_feedback is not None:
