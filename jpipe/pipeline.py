@@ -26,7 +26,8 @@ from jpipe.memory._pipeline import pipeline_timeline
 from jpipe.memory._timeline import Timeline
 from jpipe.mesh import make_mesh
 from jpipe.offload import Offload
-from jpipe.processes import from_first
+from jpipe.plain import plain_loss
+from jpipe.processes import from_first, is_shared
 from jpipe.program import Program
 from jpipe.schedule import Schedule
 from jpipe.settings import Settings, same_shapes
@@ -488,6 +489,29 @@ class Pipeline:
         """The layers' mutable state, such as running statistics, in the form of `get_params`."""
         return portable.mutable_state(self._own(state))
 
+    @watched("with_params")
+    def with_params(
+        self, state: PipelineState, function: Callable[[Any, Any], Any]
+    ) -> PipelineState:
+        """A state with other weights, computed from the newest ones and the optimizer's state.
+
+        For `evaluate`, `predict` and `get_params` of weights that the optimizer keeps, such as an average:
+        `pipe.with_params(state, jpipe.optim.averaged_params)`. The weights go through host memory.
+
+        Args:
+          state: the training state; not donated. Microbatches in flight stay in it.
+          function: `(params, optimizer_state) -> params`, called for each stage with what the optimizer sees
+            there: a list with one nested dict per layer, and None for layers of other stages.
+
+        Returns:
+          A `PipelineState` with nothing in flight, with the optimizer's state and the mutable state of `state`.
+
+        Raises:
+          ValueError: if the function returns other shapes, dtypes or layers than it gets.
+        """
+        checks.check_not_traced("with_params", state)
+        return portable.with_params(self._own(state), function)
+
     # -- Training
 
     def step(
@@ -588,6 +612,38 @@ class Pipeline:
         checks.check_not_traced("evaluate", state, batch)
         state = self._own(state)
         return state.program.evaluate(state, batch)
+
+    @watched("plain_loss")
+    def plain_loss(
+        self, state: PipelineState, key: jax.Array | None = None
+    ) -> Callable[[Sequence, Any], jax.Array]:
+        """The loss as a function of the weights, without a pipeline: for gradients, curvatures and checks.
+
+        All layers run one after the other in training mode, on one device and on a whole batch at once. Weights
+        and activations are not cast to `compute_dtype`.
+
+        Args:
+          state: the training state, which gives the mutable state of the layers; not donated.
+          key: of random draws, which are not those of `step`. None: `jax.random.key(0)`.
+
+        Returns:
+          `(params, batch) -> loss`, with `params` as `get_params` returns them. A tied weight is read from the
+          first of its layers.
+
+        Raises:
+          ValueError: if the mesh has several processes.
+        """
+        checks.check_not_traced("plain_loss", state)
+        state = self._own(state)
+        mutable = portable.mutable_state(state)
+        if mutable is None or is_shared(self.mesh):
+            raise ValueError(
+                "`plain_loss` runs the whole model on one device, and the mesh has several processes. Make a pipeline "
+                "of one process."
+            )
+        stages = state.program.stages
+        key = jax.random.key(0) if key is None else checks.check_key(key)
+        return plain_loss(stages.layers, self._settings.loss, stages.ties, mutable, key)
 
     # -- Costs
 

@@ -205,6 +205,61 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
     )
 
 
+def with_params(
+    state: PipelineState, function: Callable[[Any, Any], Any]
+) -> PipelineState:
+    """A state with nothing in flight whose newest weights are `function(params, optimizer_state)`.
+
+    Every process must call it. The function is called once for each stage, and for each unit of vocabulary
+    layers, with what the optimizer sees there.
+
+    Raises:
+      ValueError: if the function returns other shapes, dtypes or layers than it gets.
+    """
+    program = state.program
+    stages, optimizer = program.stages, program.settings.optimizer
+    leaves = read(state, locations(program, num_rounds(state)))
+    params = [jax.tree.leaves(tree) for tree in leaves.params]
+    for layers in owners(stages):
+        seen = seen_by_optimizer(stages, layers, leaves.params)
+        own = [
+            next(of[path] for i in layers if path in (of := leaves.optimizer_state[i]))
+            for path in optimizer_paths(program, layers)
+        ]
+        tree = jax.tree.structure(jax.eval_shape(optimizer.init, seen))
+        given = function(seen, tree.unflatten(own))
+        described = [
+            jax.tree.map(lambda a: (np.shape(a), np.dtype(a.dtype)), of)
+            for of in (seen, given)
+        ]
+        if described[0] != described[1]:
+            raise ValueError(
+                "`function` of `with_params` returns other shapes, dtypes or layers than it gets. It is called as "
+                "`function(params, optimizer_state)` with what the optimizer sees of a stage: a list with one nested "
+                "dict per layer, and None for layers of other stages."
+            )
+        tied = {copy for copies in stages.ties for copy in copies[1:]}
+        values = iter(jax.tree.leaves(given))
+        for i in sorted(layers):
+            for j in range(len(params[i])):
+                if (i, j) not in tied:
+                    params[i][j] = np.asarray(next(values))
+    for (i, j), *copies in stages.ties:
+        for k, n in copies:
+            params[k][n] = params[i][j]
+    changed = [
+        jax.tree.structure(tree).unflatten(values)
+        for tree, values in zip(leaves.params, params, strict=True)
+    ]
+    source = Portable(
+        **leaves._replace(params=changed)._asdict(),
+        num_microbatches=num_started(state),
+        key_data=np.asarray(state.key.addressable_data(0)[0]),
+        key_impl=program.engine.key_impl,
+    )
+    return from_portable(program, source)
+
+
 # -- From layers to a state
 
 

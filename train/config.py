@@ -304,9 +304,11 @@ def _axes(text: str | None) -> tuple[str, ...] | None:
 class OptimizerConfig:
     """The optimizer and its learning-rate schedule."""
 
-    name: Literal["adamw", "nadamw", "sgd"] = "adamw"
+    name: Literal["adamw", "nadamw", "sgd", "basis_rotation", "muon"] = "adamw"
     """AdamW; AdamW with Nesterov momentum for delayed gradients (`jpipe.optim.nadamw`);
-    or gradient descent with Nesterov momentum."""
+    gradient descent with Nesterov momentum; AdamW in the eigenbasis of the gradients
+    (`jpipe.optim.scale_by_basis_rotation`); or Muon of Optax, which updates matrices, with
+    AdamW for the other weights."""
     learning_rate: float = 1e-3
     """The largest learning rate, reached after `warmup_steps`."""
     warmup_steps: int = 0
@@ -317,9 +319,10 @@ class OptimizerConfig:
     weight_decay: float = 0.0
     """Decoupled weight decay, of matrices and kernels only."""
     momentum: float = 0.9
-    """Decay of the mean gradient: b1 of adamw and nadamw, Nesterov momentum of sgd."""
+    """Decay of the mean gradient: b1 of adamw, nadamw and basis_rotation, Nesterov momentum
+    of sgd and muon."""
     b2: float = 0.999
-    """Decay of the mean squared gradient; adamw and nadamw only."""
+    """Decay of the mean squared gradient; not of sgd and the matrices of muon."""
     clip_norm: float | None = None
     """The largest norm of the gradient, over all stages. None: no clipping."""
     annealing_steps: int | None = None
@@ -332,6 +335,16 @@ class OptimizerConfig:
     predict_weights: bool = False
     """Whether a forward reads a prediction of the weights that its gradient will be
     applied to, for asynchronous schedules: SpecTrain, XPipe, PipeOptim."""
+    delay_compensation: float | None = None
+    """Strength of DC-ASGD, for asynchronous schedules: late gradients are moved from the
+    weights that they were computed at to the newest ones, by their own squares. Each stage
+    keeps as many versions of its weights as its delay plus one. None: they stay as they are."""
+    error_feedback: float | None = None
+    """The part of the last update's error that is added to the next update, for
+    asynchronous schedules, best with a delay of one: 1 adds all of it. None: nothing."""
+    ema_decay: float | None = None
+    """Decay of an average of the weights, which evaluations read instead of the weights,
+    such as 0.999. None: they read the weights."""
 
     def __post_init__(self) -> None:
         _check(self.learning_rate > 0, self, "learning_rate", "must be above 0")
@@ -346,6 +359,11 @@ class OptimizerConfig:
         if self.discrepancy_decay is not None:
             D = self.discrepancy_decay
             _check(0 < D < 1, self, "discrepancy_decay", "must lie between 0 and 1")
+        for name in ("delay_compensation", "error_feedback"):
+            if getattr(self, name) is not None:
+                _check(getattr(self, name) > 0, self, name, "must be above 0")
+        if self.ema_decay is not None:
+            _check(0 <= self.ema_decay < 1, self, "ema_decay", "must lie in [0, 1)")
 
     def learning_rate_schedule(self, num_steps: int) -> optax.Schedule:
         """A function from step to learning rate, for a run of `num_steps`."""
@@ -365,6 +383,7 @@ class OptimizerConfig:
     def transform(self, num_steps: int) -> optax.GradientTransformation:
         """The Optax chain, for a run of `num_steps`."""
         rate = self.learning_rate_schedule(num_steps)
+        decayed = optax.add_decayed_weights(self.weight_decay, mask=_decays)
         if self.name in ("adamw", "nadamw"):
             make = optax.adamw if self.name == "adamw" else jpipe.optim.nadamw
             update = make(
@@ -374,22 +393,56 @@ class OptimizerConfig:
                 weight_decay=self.weight_decay,
                 mask=_decays,
             )
+        elif self.name == "basis_rotation":
+            update = optax.chain(
+                jpipe.optim.scale_by_basis_rotation(self.momentum, self.b2),
+                decayed,
+                optax.scale_by_learning_rate(rate),
+            )
+        elif self.name == "muon":
+            update = optax.contrib.muon(
+                rate,
+                beta=self.momentum,
+                weight_decay=self.weight_decay,
+                weight_decay_mask=_decays,
+                adam_b2=self.b2,
+                adam_learning_rate=rate,
+            )
         else:
             update = optax.chain(
                 optax.trace(self.momentum, nesterov=True),
-                optax.add_decayed_weights(self.weight_decay, mask=_decays),
+                decayed,
                 optax.scale_by_learning_rate(rate),
             )
         chain = [update]
+        if self.delay_compensation is not None:
+            chain.insert(0, jpipe.optim.compensate_delay(self.delay_compensation))
         if self.clip_norm is not None:
             chain.insert(0, jpipe.optim.clip_by_global_norm(self.clip_norm))
+        if self.error_feedback is not None:
+            chain.append(jpipe.optim.error_feedback(self.error_feedback))
         if self.annealing_steps is not None:
             chain.append(jpipe.optim.scale_by_delay(self.annealing_steps))
         if self.discrepancy_decay is not None:
             chain.append(jpipe.optim.correct_discrepancy(self.discrepancy_decay))
         if self.predict_weights:
             chain.append(jpipe.optim.predict_weights())
+        if self.ema_decay is not None:
+            chain.append(jpipe.optim.ema_weights(self.ema_decay))
         return optax.chain(*chain)
+
+    def momentum_of_stability(self) -> tuple[float, bool, bool]:
+        """Momentum, whether it is Nesterov's, and whether Adam scales the gradients, for the stable range.
+
+        Raises:
+          ValueError: if lemma 1 says nothing about the optimizer.
+        """
+        if self.name not in ("adamw", "nadamw", "sgd"):
+            raise ValueError(
+                f"`stability` knows the stable range of sgd, adamw and nadamw, got the optimizer {self.name!r}, whose steps "
+                "are not the gradient times a fixed scale. Leave `stability` out."
+            )
+        return self.momentum, self.name != "adamw", self.name != "sgd"
 
     def options_of_pipeline(self) -> dict[str, Any]:
         """The arguments of `jpipe.Pipeline` that choose the weights which are read."""
@@ -448,6 +501,11 @@ class TrainConfig:
     eval_batches: int | None = None
     """Number of held-out minibatches, from the first on, that an evaluation before the
     last step reads. None: all."""
+    stability: bool = False
+    """Whether the largest stable learning rate of each stage is printed before training, from
+    its delay and the largest curvature of the loss at the first weights, with a warning if the
+    configured rate exceeds it: lemma 1 of PipeMare. It takes some 50 times as long as a
+    gradient, on one device. For sgd, adamw and nadamw."""
     seed: int = 0
     """Seed of the weights and of the order of the data."""
     run_dir: str | None = None
@@ -477,6 +535,8 @@ class TrainConfig:
                 "evaluations. Set `eval_every`, or leave `eval_batches` at none."
             )
         _check(0 <= self.seed < 2**32, self, "seed", "must lie in [0, 2**32)")
+        if self.stability:
+            self.optimizer.momentum_of_stability()
         replicas = self.mesh.data * max(self.pipeline.replicas or (1,))
         if (
             self.mesh.compress_gradients is not None

@@ -55,7 +55,7 @@ import numpy as np
 import jpipe
 from jpipe import draw
 from models import Loss
-from train import flags, plot, report
+from train import flags, plot, report, stability
 from train.config import TrainConfig
 from train.data import (
     Batch,
@@ -278,12 +278,46 @@ def compile_pipeline(run: Run) -> tuple[Resumed, jpipe.Memory]:
         state = pipe.init(jax.random.key(run.config.seed), run.batch)
         start_of = Resumed(pipe, state, 0, None)
     memory = run.pipe.memory(run.batch)
+    if run.config.stability:
+        check_stability(run, start_of)
     if is_first():
         print(f"compiled in {time.perf_counter() - start:.1f} s\n")
         print(f"memory of each device:\n{report.memory(memory)}\n")
         if run.resumes:
             print(f"resumed after step {start_of.step} of {run.config.num_steps}\n")
     return start_of, memory
+
+
+def check_stability(run: Run, start_of: Resumed) -> None:
+    """Prints the largest stable learning rate of each stage, and warns if the configured one exceeds it.
+
+    Raises:
+      ValueError: if the mesh has several processes, or the curvature is not finite.
+    """
+    config, (pipe, state, *_) = run.config, start_of
+    loss = pipe.plain_loss(state)
+    curvature, found = stability.bounds(
+        config.optimizer,
+        run.pipe,
+        loss,
+        pipe.get_params(state),
+        shuffled(run.data.train, config.batch_size, config.seed),
+        config.num_steps,
+        config.pipeline.synchronous_steps,
+    )
+    print(f"{stability.text(curvature, found)}\n")
+    message = stability.warning(found)
+    if message is not None:
+        warnings.warn(message, stacklevel=2)
+
+
+def evaluated(
+    config: TrainConfig, pipe: jpipe.Pipeline, state: jpipe.PipelineState
+) -> jpipe.PipelineState:
+    """The state whose weights are evaluated: their average if the optimizer keeps one."""
+    if config.optimizer.ema_decay is None:
+        return state
+    return pipe.with_params(state, jpipe.optim.averaged_params)
 
 
 def train(
@@ -366,7 +400,7 @@ def train(
                     with log.paused():
                         result = evaluate(
                             pipe,
-                            state,
+                            evaluated(config, pipe, state),
                             run.data.test,
                             config.batch_size,
                             config.eval_batches,
@@ -383,7 +417,11 @@ def train(
             check()
             state, _ = pipe.flush(state)
             result = evaluate(
-                pipe, state, run.data.test, config.batch_size, check=check
+                pipe,
+                evaluated(config, pipe, state),
+                run.data.test,
+                config.batch_size,
+                check=check,
             )
             log.held_out(config.num_steps, held_out(result, run.data))
         except KeyboardInterrupt:

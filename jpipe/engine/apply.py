@@ -27,7 +27,7 @@ from jpipe.engine.units import own_arrays, row_of, unit_of
 from jpipe.lowering.scalars import LaneScalars
 from jpipe.packing import Place
 from jpipe.stages.accumulators import FACTORS
-from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, UpdateFacts
+from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS, UpdateFacts
 from jpipe.stages.optimizer import LeafSlots, StageUpdate, UpdateGroup
 from jpipe.stages.shares import Division, WholeLeaves
 
@@ -195,8 +195,11 @@ class _Turn(NamedTuple):
         updated: dict[str, Packed],
     ) -> jax.Array:
         """What turn i works on: a leaf, or this replica's share, as it was before the update."""
-        arrays = {**self.read, **updated}[slots.arrays]
-        lead = self._lead(slots, self.update.scalars.previous_row)
+        scalars, name, row = self.update.scalars, slots.arrays, "previous_row"
+        if name == STALE_PARAMS:
+            name, row = "parameters", "stale_row"
+        arrays = {**self.read, **updated}[name]
+        lead = self._lead(slots, getattr(scalars, row))
         if slots.arrays == "optimizer_state":
             return packing.read(arrays, self._place_of_state(slots, i, division), lead)
         leaves = read_turn(arrays, slots, i, lead)

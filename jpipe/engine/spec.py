@@ -129,6 +129,7 @@ class PassSpec:
             guard,
             together,
             self.stash_slots,
+            reads_stale=self.updates is not None and self.updates.reads_stale,
         )
 
     @property

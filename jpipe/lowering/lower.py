@@ -132,6 +132,7 @@ def lower(
     guard: str = "cond",
     together: Mapping[str, Follows] | None = None,
     stash_slots: int | None = None,
+    reads_stale: bool = False,
 ) -> Lowered:
     """Lowers a legal table.
 
@@ -146,6 +147,7 @@ def lower(
       together: name of each operation that all devices run together -> what it follows.
       stash_slots: the most microbatches of which a device keeps a stash, the others go to host memory; None: it
         keeps all. For synchronous tables.
+      reads_stale: whether updates read the weights that their gradients were computed at.
 
     Returns:
       The `Lowered` table.
@@ -190,7 +192,7 @@ def lower(
         num_chunks=num_chunks,
         copies=copies,
         num_in_column=num_in_column,
-        rows=version_rows(schedule, copies, num_chunks, newest[columns]),
+        rows=version_rows(schedule, copies, num_chunks, newest[columns], reads_stale),
         num_batches=_num_batches(schedule, recompute or "embed_backward" in together),
         norms=None if schedule.forward_only else norm_table(schedule),
         drain_rounds=last_tick // schedule.num_ticks,

@@ -255,6 +255,11 @@ class LaneScalars:
         return self._get("previous_row")
 
     @property
+    def stale_row(self) -> jax.Array:
+        """Row of the version that the gradient of an update was computed at: see `VersionRows.stale`."""
+        return self._get("stale_row")
+
+    @property
     def absolute_version(self) -> jax.Array:
         """The weight version that is read (update: written), counted since round 0."""
         return self._get("absolute_version")
@@ -464,6 +469,9 @@ def _add_versions(
     if operation.startswith("update"):
         name = (*lane_name, "previous_row")
         table.add_cyclic(name, version - 1, 1, modulus, first)
+        if rows.stale is not None:
+            name = (*lane_name, "stale_row")
+            table.add_cyclic(name, version - 1 - rows.stale[stage], 1, modulus, first)
 
 
 def _add_slot(

@@ -23,12 +23,15 @@ class VersionRows:
       first: int `[D, R]`, the first row of each stage of each device.
       num_rows: rows on every device.
       newest: int `[S]`, the newest version of a stage between rounds, relative to the next round.
+      stale: int `[S]`, how many updates before the newest weights those are that an update's gradient was computed at;
+        None if no update reads them.
     """
 
     num_versions: np.ndarray
     first: np.ndarray
     num_rows: int
     newest: np.ndarray
+    stale: np.ndarray | None = None
 
     def newest_rows(self, rounds: int) -> np.ndarray:
         """int `[S]`: the newest version's slot of each stage after some rounds."""
@@ -45,6 +48,7 @@ def version_rows(
     copies: Sequence[Sequence[tuple[int, int]]],
     num_chunks: int,
     newest: np.ndarray,
+    reads_stale: bool = False,
 ) -> VersionRows:
     """The rows of a table.
 
@@ -53,8 +57,13 @@ def version_rows(
       copies: for each stage the device of every copy, and the position of the stage among the device's stages.
       num_chunks: R.
       newest: see `VersionRows`.
+      reads_stale: whether updates read the weights that their gradients were computed at.
     """
-    num_versions = _num_versions(schedule)
+    num_versions, stale = _num_versions(schedule), None
+    if reads_stale and not schedule.forward_only:
+        stale = schedule.facts().forward_delay.astype(int)
+        # An update reads a version before it overwrites that version's slot.
+        num_versions = np.maximum(num_versions, stale + 1)
     of_chunks = np.zeros((schedule.num_devices, num_chunks), int)
     for s, of_stage in enumerate(copies):
         for place in of_stage:
@@ -62,7 +71,7 @@ def version_rows(
     ends = of_chunks.cumsum(axis=1)
     # A device with fewer stages than others has no rows for them, and nobody asks.
     first = np.minimum(ends - of_chunks, ends.max() - 1)
-    return VersionRows(num_versions, first, int(ends.max()), newest)
+    return VersionRows(num_versions, first, int(ends.max()), newest, stale)
 
 
 def _num_versions(schedule: Schedule) -> np.ndarray:

@@ -7,9 +7,14 @@
     spike_compensation    momentum for late gradients; has `velocity_predicted_params`
     master_weights        weights of low precision, with a copy in float32 that is updated
     scale_by_nadam        Nesterov's momentum for late gradients; `nadamw` is the whole optimizer
+    scale_by_basis_rotation  Adam in the eigenbasis of the gradient's covariances
+    compensate_delay      DC-ASGD: a Taylor step by the weights that the gradient was computed at
+    error_feedback        adds what the last update should have been, behind Adam or Muon
+    ema_weights           an average of the weights, which `averaged_params` reads
 
 Delays are counted in updates of the weights. A pipeline passes every stage its own as extra
-arguments, `update(grads, state, params, delay=..., backward_delay=...)`. A training loop
+arguments, `update(grads, state, params, delay=..., backward_delay=...)`, and as
+`stale_params` the weights that the gradient was computed at. A training loop
 without a pipeline can do the same, or make the transforms with `delay=`, one number or a
 tree of them. Functions `(params, optimizer_state, delay) -> params` are *hooks* of a
 pipeline: they choose the weights of a forward or a backward. Where there is no delay,
@@ -30,7 +35,9 @@ Example:
   >>> backward_params = jpipe.optim.corrected_params
 """
 
+from jpipe.optim.basis_rotation import scale_by_basis_rotation
 from jpipe.optim.clip_by_global_norm import clip_by_global_norm
+from jpipe.optim.compensate_delay import compensate_delay
 from jpipe.optim.correct_discrepancy import correct_discrepancy, corrected_params
 from jpipe.optim.declarations import (
     Declaration,
@@ -38,6 +45,8 @@ from jpipe.optim.declarations import (
     reads_state,
     requested_extra_args,
 )
+from jpipe.optim.ema_weights import averaged_params, ema_weights
+from jpipe.optim.error_feedback import error_feedback
 from jpipe.optim.master_weights import master_weights
 from jpipe.optim.nadam import nadamw, scale_by_nadam
 from jpipe.optim.predict_weights import predict_weights, predicted_params
@@ -46,19 +55,27 @@ from jpipe.optim.spike_compensation import (
     spike_compensation,
     velocity_predicted_params,
 )
+from jpipe.optim.stability import largest_curvature, largest_stable_rate
 
 __all__ = [
     "Declaration",
+    "averaged_params",
     "check_hooks",
     "clip_by_global_norm",
+    "compensate_delay",
     "correct_discrepancy",
     "corrected_params",
+    "ema_weights",
+    "error_feedback",
+    "largest_curvature",
+    "largest_stable_rate",
     "master_weights",
     "nadamw",
     "predict_weights",
     "predicted_params",
     "reads_state",
     "requested_extra_args",
+    "scale_by_basis_rotation",
     "scale_by_delay",
     "scale_by_nadam",
     "spike_compensation",

@@ -32,7 +32,7 @@ class Declaration:
     Attributes:
       transform: the transform's name in messages.
       extra_args: the extra arguments of `update` that the transform may read, such as
-        "delay", "backward_delay" or "global_norm".
+        "delay", "backward_delay", "global_norm" or "stale_params".
       hook: the pass whose hook reads the state. None: the transform works without a hook.
       hook_function: the name of the function to pass as that hook, for messages.
     """

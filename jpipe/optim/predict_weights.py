@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jpipe.optim.declarations import Declaration, reads_state
@@ -11,9 +12,10 @@ from jpipe.optim.delays import as_float, check_delay, find_states, move
 
 
 class PredictWeightsState(NamedTuple):
-    """The last movement of the weights, in their shapes and dtypes."""
+    """The last movement of the weights, in their shapes and dtypes, and the number of updates, int32, or None."""
 
     movement: optax.Updates
+    count: jax.Array | None = None
     declaration = Declaration(
         "predict_weights",
         hook="forward",
@@ -21,7 +23,9 @@ class PredictWeightsState(NamedTuple):
     )
 
 
-def predict_weights() -> optax.GradientTransformationExtraArgs:
+def predict_weights(
+    learning_rate: optax.Schedule | None = None,
+) -> optax.GradientTransformationExtraArgs:
     """Weight prediction: keeps the last movement of the weights.
 
     `predicted_params` reads the movement and must be the pipeline's hook `forward_params`;
@@ -29,11 +33,19 @@ def predict_weights() -> optax.GradientTransformationExtraArgs:
     movement of the weights, so this transform goes last in the chain. It costs memory of
     the size of the weights.
 
+    Args:
+      learning_rate: the learning-rate schedule eta of the optimizer, a function of the number
+        of updates so far. With it the movement is multiplied by the rate of the next update
+        over the rate of the last: it is the current rate times the last direction, as in the
+        papers. None: it is what the last update moved, the same at a constant rate.
+
     Returns:
       A transformation with a `PredictWeightsState`.
 
+    Raises:
+      ValueError: if `learning_rate` is not a function.
+
     Example:
-      >>> import jax.numpy as jnp
       >>> optimizer = optax.chain(optax.sgd(0.5), predict_weights())
       >>> params = jnp.zeros(2)
       >>> state = optimizer.init(params)
@@ -46,13 +58,27 @@ def predict_weights() -> optax.GradientTransformationExtraArgs:
       See `predicted_params`.
     """
 
+    if learning_rate is not None and not callable(learning_rate):
+        raise ValueError(
+            "`learning_rate` must be a schedule, a function of the number of updates so far, got "
+            f"{learning_rate!r}. At a constant rate leave it out."
+        )
+
     def init(params):
-        return PredictWeightsState(optax.tree.zeros_like(params))
+        count = None if learning_rate is None else jnp.zeros([], jnp.int32)
+        return PredictWeightsState(optax.tree.zeros_like(params), count)
 
     def update(updates, state, params=None, **extra_args):
         del params, extra_args
-        movement = optax.tree.cast_like(updates, state.movement)
-        return updates, PredictWeightsState(movement)
+        movement, count = updates, None
+        if learning_rate is not None:
+            count = optax.safe_increment(state.count)
+            last, now = (as_float(learning_rate(t)) for t in (state.count, count))
+            # At a rate of 0 nothing has moved.
+            change = now / jnp.where(last == 0, 1, last)
+            movement = jax.tree.map(lambda u: change * u, updates)
+        movement = optax.tree.cast_like(movement, state.movement)
+        return updates, PredictWeightsState(movement, count)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -75,8 +101,10 @@ def predicted_params(
       AdamW's weight decay, for s = D - rank - 1 with D stages, which is the delay of a
       schedule in unit ticks with one microbatch per minibatch.
 
-    When the learning rate changes, the movement still contains the last rate; the formulas
-    of the papers contain the current one.
+    All microbatches of a minibatch that read the same version read the same prediction, as in
+    XPipe, where the first of them predicts for all. When the learning rate changes, the
+    movement still contains the last rate; the formulas of the papers contain the current one,
+    as does `predict_weights(learning_rate=...)`.
 
     Args:
       params: the current weights.

@@ -27,7 +27,7 @@ from jpipe.plan._loops import (
     random_like,
     zeros,
 )
-from jpipe.stages.extra_args import EXTRA_ARGS
+from jpipe.stages.extra_args import EXTRA_ARGS, STALE_PARAMS
 
 
 class LayerUpdate(NamedTuple):
@@ -72,6 +72,8 @@ def trace_updates(traced: Traced, optimizer) -> tuple[list[LayerUpdate], list[in
                 state_tree.unflatten(args[2 * n : -len(EXTRA_ARGS)]),
                 weights,
                 **dict(zip((arg.name for arg in EXTRA_ARGS), args[-len(EXTRA_ARGS) :])),
+                # The time to read another version of the weights is not counted.
+                **{STALE_PARAMS: weights},
             )
             return jax.tree.leaves((optax.apply_updates(weights, changes), state))
 

@@ -27,6 +27,7 @@ from jpipe.schedules.pipedream import refusal as _refusal_of_pipedream
 from jpipe.schedules.pipedream_2bw import pipedream_2bw as pipedream_2bw
 from jpipe.schedules.pipedream_2bw import refusal as _refusal_of_2bw
 from jpipe.schedules.pipemare import pipemare as pipemare
+from jpipe.schedules.pipemare import refusal as _refusal_of_pipemare
 from jpipe.schedules.zero_bubble import refusal_of_v as _refusal_of_v
 from jpipe.schedules.zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from jpipe.schedules.zero_bubble import zero_bubble_h2 as zero_bubble_h2
@@ -74,7 +75,7 @@ _BUILDERS = {
     "one_f_one_b": _Builder(one_f_one_b, wrong_counts_or_ticks),
     "pipedream": _Builder(pipedream, _refusal_of_pipedream),
     "pipedream_2bw": _Builder(pipedream_2bw, _refusal_of_2bw),
-    "pipemare": _Builder(pipemare, wrong_counts_or_ticks),
+    "pipemare": _Builder(pipemare, _refusal_of_pipemare),
     "zero_bubble_h1": _Builder(zero_bubble_h1, wrong_counts),
     "zero_bubble_h2": _Builder(zero_bubble_h2, wrong_counts),
     "zero_bubble_v": _Builder(zero_bubble_v, _refusal_of_v),

@@ -3,7 +3,7 @@
 A new extra argument is one entry of `EXTRA_ARGS`. If no field of `UpdateFacts` has its value, it
 needs a field there too, which `jpipe.engine.updates` fills in. Every part of an update may read the
 whole value, so the arguments are small. Arguments with one array per weight are packed like the
-weights instead, as the results of parameter hooks are.
+weights instead, as the results of parameter hooks are: `STALE_PARAMS`.
 """
 
 from collections.abc import Callable
@@ -57,6 +57,13 @@ EXTRA_ARGS = (
     ExtraArg("global_norm", lambda facts: facts.global_norm, dtype=None),
 )
 """The extra arguments of an optimizer, in order: the one place that declares them."""
+
+STALE_PARAMS = "stale_params"
+"""The extra argument with the weights that the gradient was computed at, shaped like the weights.
+
+With tau the forward delay of the stage these are the weights of tau updates before the newest ones: those that the
+oldest forward of the minibatch read. Without delay they are the weights. A stage keeps enough versions of its weights
+only if the optimizer reads the argument."""
 
 PASSES = ("forward", "backward")
 """The passes that may read other weights than the newest, from a parameter hook."""

@@ -12,7 +12,7 @@ import optax
 from jpipe.compress import Factors
 from jpipe.layers.equations import Equations
 from jpipe.layers.products import ProductForm
-from jpipe.stages.extra_args import EXTRA_ARGS, PASSES
+from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS
 from jpipe.warn import warn
 
 
@@ -21,12 +21,13 @@ class FlatUpdate:
     """An optimizer on one tree, as functions of flat lists.
 
     Attributes:
-      update: `(*parameters, *gradients, *state, *extra) -> [*parameters, *state]`; `extra` are
-        `EXTRA_ARGS`.
+      update: `(*parameters, *gradients, *state, *stale, *extra) -> [*parameters, *state]`; `stale` are the weights of
+        `STALE_PARAMS`, if the update reads them, and `extra` are `EXTRA_ARGS`.
       init: `(*parameters) -> state`.
       parameters: paths of the parameters.
       state: paths of the state's leaves.
       state_avals: abstract values of the state.
+      reads_stale: whether the update reads the weights of `STALE_PARAMS`.
     """
 
     update: Equations
@@ -34,6 +35,7 @@ class FlatUpdate:
     parameters: Sequence[str]
     state: Sequence[str]
     state_avals: Sequence
+    reads_stale: bool
 
     def expressions(
         self, numbers: dict, state_names: Mapping[str, Any]
@@ -52,7 +54,9 @@ class FlatUpdate:
         weights = [("weight", path) for path in self.parameters]
         gradients = [("gradient", path) for path in self.parameters]
         state = [("state", state_names.get(path, path)) for path in self.state]
-        names = [*weights, *gradients, *state, *(arg.name for arg in EXTRA_ARGS)]
+        stale = [("stale", path) for path in self.parameters] * self.reads_stale
+        names = [*weights, *gradients, *state, *stale]
+        names += [arg.name for arg in EXTRA_ARGS]
         after = self.update.expressions(names, numbers)
         first = self.init.expressions(weights, numbers)
         paths = [f"parameters{path}" for path in self.parameters] + list(self.state)
@@ -76,6 +80,7 @@ def flat_update(
     norm_dtype: np.dtype,
     where: str,
     extra: Callable[..., dict[str, Any]] = _extra_args,
+    reads_stale: bool | None = None,
 ) -> FlatUpdate:
     """Traces `optimizer` on a tree of abstract arrays.
 
@@ -85,6 +90,8 @@ def flat_update(
       norm_dtype: dtype of gradient norms.
       where: what the tree is, for the error.
       extra: `(gradients, *values of EXTRA_ARGS) -> keyword arguments` of the update.
+      reads_stale: whether the update of the whole model reads the weights of `STALE_PARAMS`; None: this is the update
+        of the whole model, so find out.
     """
     leaves, treedef = jax.tree.flatten(tree)
     num_parameters, num_extra = len(leaves), len(EXTRA_ARGS)
@@ -95,10 +102,15 @@ def flat_update(
     def update(*args: jax.Array) -> list:
         parameters = treedef.unflatten(args[:num_parameters])
         gradients = treedef.unflatten(args[num_parameters : 2 * num_parameters])
-        state = state_tree.unflatten(args[2 * num_parameters : -num_extra])
-        updates, state = optimizer.update(
-            gradients, state, parameters, **extra(gradients, *args[-num_extra:])
-        )
+        state_and_stale = args[2 * num_parameters : -num_extra]
+        state = state_tree.unflatten(state_and_stale[:num_state])
+        # Where nothing reads them, any weights do.
+        stale = state_and_stale[num_state:] or args[:num_parameters]
+        more = {
+            STALE_PARAMS: treedef.unflatten(stale),
+            **extra(gradients, *args[-num_extra:]),
+        }
+        updates, state = optimizer.update(gradients, state, parameters, **more)
         updated = optax.apply_updates(parameters, updates)
         return [*jax.tree.leaves(updated), *jax.tree.leaves(state)]
 
@@ -108,20 +120,28 @@ def flat_update(
     try:
         state = jax.eval_shape(optimizer.init, tree)
         state_leaves, state_tree = jax.tree.flatten(state)
+        num_state = len(state_leaves)
         extra_avals = [arg.aval(norm_dtype) for arg in EXTRA_ARGS]
-        avals = [*leaves, *leaves, *state_leaves, *extra_avals]
+        stale = leaves if reads_stale is not False else []
+        avals = [*leaves, *leaves, *state_leaves, *stale, *extra_avals]
+        traced = Equations.trace(update, *avals)
+        if reads_stale is None:
+            traced, reads_stale = _without_unread(
+                traced, 2 * num_parameters + num_state, num_parameters
+            )
         flat = FlatUpdate(
-            Equations.trace(update, *avals),
+            traced,
             Equations.trace(init, *leaves),
             paths(tree),
             paths(state),
             state_leaves,
+            reads_stale,
         )
     except Exception as error:
         raise ValueError(
             f"`optimizer` cannot update {where}: {type(error).__name__}: {error}\n"
             "It is called as `optimizer.update(gradients, state, parameters, "
-            f"{', '.join(f'{arg.name}=...' for arg in EXTRA_ARGS)})` with lists that hold one nested dict per layer, and "
+            f"{', '.join(f'{name}=...' for name in (*(arg.name for arg in EXTRA_ARGS), STALE_PARAMS))})` with lists that hold one nested dict per layer, and "
             "None for layers of other stages. Give masks and labels as functions of such a list. An optimizer that needs "
             "more than that, such as the loss, cannot be used."
         ) from error
@@ -133,6 +153,17 @@ def flat_update(
             "`jax.debug.print` and callbacks there, and print the metrics that `step` returns."
         )
     return flat
+
+
+def _without_unread(
+    update: Equations, first: int, number: int
+) -> tuple[Equations, bool]:
+    """An update without some of its inputs if it reads none of them, and whether it reads any."""
+    inputs = update.inputs[first : first + number]
+    if not update.read().isdisjoint(inputs):
+        return update, True
+    kept = *update.inputs[:first], *update.inputs[first + number :]
+    return update.slice(kept, update.outputs, effects=True), False
 
 
 # -- Parameter hooks
@@ -299,7 +330,8 @@ def check_global_norm(
     numbers: dict = {}
 
     def weights(extra: Callable) -> list:
-        flat = flat_update(optimizer, tree, norm_dtype, "the model", extra)
+        stale = whole.reads_stale
+        flat = flat_update(optimizer, tree, norm_dtype, "the model", extra, stale)
         expressions = flat.expressions(numbers, {})
         return [expressions[f"parameters{path}"] for path in whole.parameters]
 

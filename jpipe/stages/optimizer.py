@@ -10,6 +10,7 @@ share it.
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages.accumulators import FACTORS, FactorPlaces, GradientPlace
 from jpipe.stages.cut import Stages
-from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, read_delays
+from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS, read_delays
 from jpipe.stages.flat_update import (
     FlatUpdate,
     check_global_norm,
@@ -58,6 +59,7 @@ from jpipe.stages.vocabulary import Unit
 __all__ = [
     "EXTRA_ARGS",
     "PASSES",
+    "STALE_PARAMS",
     "LeafSlots",
     "StageUpdate",
     "StageUpdates",
@@ -110,6 +112,7 @@ class StageUpdates:
       state: how the optimizer's state is packed, one owner for each program and share.
       norm_dtype: dtype of the gradient's norm, at least float32.
       of_units: for each unit of vocabulary layers its update, and how its state is packed.
+      reads_stale: whether the optimizer reads the weights of `STALE_PARAMS`.
     """
 
     programs: Sequence[StageUpdate]
@@ -117,6 +120,7 @@ class StageUpdates:
     state: Packing
     norm_dtype: np.dtype
     of_units: Sequence[tuple[StageUpdate, Packing]] = ()
+    reads_stale: bool = False
 
 
 # -- What the optimizer sees of a stage
@@ -256,6 +260,7 @@ class _Draft(NamedTuple):
       gradients: for each parameter leaf, `(place, row)` of what its gradient is accumulated in.
       state_leaves: of the optimizer.
       replicas: that share the update.
+      reads_stale: whether `equations` reads the weights of `STALE_PARAMS`, which come after the state.
     """
 
     equations: Equations
@@ -264,6 +269,7 @@ class _Draft(NamedTuple):
     gradients: Sequence[tuple[GradientPlace, int]]
     state_leaves: Sequence[Leaf]
     replicas: Replicas
+    reads_stale: bool
 
 
 def _in_parts(draft: _Draft, state: Sequence[Place], num_stages: int) -> Draft:
@@ -283,16 +289,15 @@ def _in_parts(draft: _Draft, state: Sequence[Place], num_stages: int) -> Draft:
     hooked = [
         PackedLeaf(name, copies) for name in draft.param_hooks for copies in parameters
     ]
-    inputs, outputs = (
-        weights + gradients + state_leaves,
-        weights + state_leaves + hooked,
-    )
+    stale = [PackedLeaf(STALE_PARAMS, copies) for copies in parameters]
+    inputs = weights + gradients + state_leaves + stale * draft.reads_stale
+    outputs = weights + state_leaves + hooked
     # Every part may read scalars, constants of the optimizer, and extra arguments.
     shapes = {place.shape for ((place, _), *_) in parameters}
     constants = {
         v
         for v, after in zip(
-            equations.inputs[len(weights) + len(gradients) :],
+            equations.inputs[len(weights) + len(gradients) :][: len(state_leaves)],
             equations.outputs[len(weights) :],
         )
         if v is after and v.aval.shape not in shapes
@@ -363,18 +368,18 @@ def make_updates(
     norm_dtype = norm_dtype_of(tree)
     whole = flat_update(optimizer, tree, norm_dtype, "the model")
     trees = [stage_tree(stages, s, parameters) for s in range(stages.num_stages)]
+    flat_of = functools.partial(
+        flat_update, optimizer, norm_dtype=norm_dtype, reads_stale=whole.reads_stale
+    )
     on_stages = [
-        flat_update(optimizer, tree, norm_dtype, f"stage {s} by itself")
-        for s, tree in enumerate(trees)
+        flat_of(tree, where=f"stage {s} by itself") for s, tree in enumerate(trees)
     ]
     units = [
-        flat_update(
-            optimizer,
+        flat_of(
             seen_by_optimizer(
                 stages, [layer.index for layer in unit.layers], parameters
             ),
-            norm_dtype,
-            f"the {unit.name} by itself",
+            where=f"the {unit.name} by itself",
         )
         for unit in stages.vocabulary.units
     ]
@@ -403,7 +408,13 @@ def make_updates(
         if key not in drafts:
             state_leaves = _state_leaves(flat, copies, offload)
             drafts[key] = _Draft(
-                equations, flat_hooks, copies, gradients, state_leaves, sharing
+                equations,
+                flat_hooks,
+                copies,
+                gradients,
+                state_leaves,
+                sharing,
+                flat.reads_stale,
             )
         program_of_stage.append(list(drafts).index(key))
     num_stages = [program_of_stage.count(u) for u in range(len(drafts))]
@@ -422,10 +433,14 @@ def make_updates(
         for draft, of_program in zip(drafts.values(), grouped, strict=True)
     ]
     of_units = [
-        _unit_update(stages, unit, optimizer, norm_dtype, hooks or {})
+        _unit_update(
+            stages, unit, optimizer, norm_dtype, hooks or {}, whole.reads_stale
+        )
         for unit in stages.vocabulary.units
     ]
-    return StageUpdates(programs, program_of_stage, packing, norm_dtype, of_units)
+    return StageUpdates(
+        programs, program_of_stage, packing, norm_dtype, of_units, whole.reads_stale
+    )
 
 
 def _stage_update(draft: _Draft, grouped: Grouped) -> StageUpdate:
@@ -465,6 +480,7 @@ def _unit_update(
     optimizer: optax.GradientTransformationExtraArgs,
     norm_dtype: np.dtype,
     hooks: Mapping[str, Callable],
+    reads_stale: bool,
 ) -> tuple[StageUpdate, Packing]:
     """The update of a device's parts of the layers of a unit, and how its state is packed.
 
@@ -472,7 +488,8 @@ def _unit_update(
     """
     parts = {key: leaf.part for key, leaf in unit.leaf_of().items()}
     tree = unit_tree(stages, unit, parts)
-    flat = flat_update(optimizer, tree, norm_dtype, f"a part of the {unit.name}")
+    where = f"a part of the {unit.name}"
+    flat = flat_update(optimizer, tree, norm_dtype, where, reads_stale=reads_stale)
     check_state_dtypes(flat)
     flat_hooks = {
         name: flat_hook(name, hook, optimizer, tree) for name, hook in hooks.items()
@@ -488,7 +505,15 @@ def _unit_update(
     packing = Packing.of([leaves]).named(unit.name)
     equations = with_hooks(flat, flat_hooks)
     gradients = [copies[0] for copies in places]
-    draft = _Draft(equations, flat_hooks, places, gradients, leaves, Replicas(1, 1))
+    draft = _Draft(
+        equations,
+        flat_hooks,
+        places,
+        gradients,
+        leaves,
+        Replicas(1, 1),
+        reads_stale,
+    )
     in_parts = _in_parts(draft, packing.places[0], 1)
     _check_elementwise(unit.name, in_parts.parts)
     (grouped,), packing = group_updates([in_parts], packing, {})

@@ -33,7 +33,7 @@ class LeafSlots(NamedTuple):
     """Where the turns of a group have one of their inputs or outputs.
 
     Attributes:
-      arrays: "parameters", "gradients", "optimizer_state", or a pass whose weights a hook gives.
+      arrays: "parameters", "stale_params", "gradients", "optimizer_state", or a pass whose weights a hook gives.
       copies: for each copy of the leaf (several if tied) its place, and int32 `[turns, n]`, the first
         indices in that array. n is the number of leaves of a turn. State that is shared by whole leaves
         has one index for each share; it is 0 for a share without a leaf.

@@ -35,6 +35,8 @@ TRANSFORMS = {
     "clip_by_global_norm": (lambda: optim.clip_by_global_norm(1.0), {"global_norm"}),
     "scale_by_delay": (lambda: optim.scale_by_delay(10), {"delay"}),
     "correct_discrepancy": (optim.correct_discrepancy, {"delay", "backward_delay"}),
+    "compensate_delay": (lambda: optim.compensate_delay(1.0), {"stale_params"}),
+    "error_feedback": (optim.error_feedback, {"delay"}),
     "predict_weights": (optim.predict_weights, set()),
     "spike_compensation": (lambda: optim.spike_compensation(0.9), {"delay"}),
 }

@@ -17,6 +17,15 @@ TRANSFORMS = {
     "predict_weights": (optim.predict_weights, {}),
     "spike_compensation": (optim.spike_compensation, dict(momentum=0.9)),
     "scale_by_nadam": (optim.scale_by_nadam, {}),
+    "scale_by_basis_rotation": (optim.scale_by_basis_rotation, dict(frequency=2)),
+    "rotation by momentum": (
+        functools.partial(
+            optim.scale_by_basis_rotation, source="momentum", sides="smaller"
+        ),
+        dict(frequency=2),
+    ),
+    "error_feedback": (optim.error_feedback, {}),
+    "ema_weights": (optim.ema_weights, dict(decay=0.5)),
     "nadamw": (optim.nadamw, dict(learning_rate=0.1)),
 }
 HOOKS = {

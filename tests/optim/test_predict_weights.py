@@ -99,3 +99,36 @@ def test_predicts_nothing_before_the_first_update():
 def test_refuses_to_look_back(horizon):
     with pytest.raises(ValueError, match="`horizon` must be a number of updates"):
         jpipe.optim.predicted_params(*run(optax.sgd(RATE)), 3, horizon)
+
+
+@pytest.mark.parametrize("s", [1, 4])
+def test_with_the_schedule_it_has_the_current_rate(s):
+    """Momentum and Adam of the papers: the weights less s times the next rate times the last direction."""
+    rate = optax.linear_schedule(0.3, 0.0, 8)
+    w, v = np.ones(3), np.zeros(3)
+    for t, gradient in enumerate(gradients()):
+        v = 0.9 * v + gradient
+        w = w - 0.3 * (1 - t / 8) * v
+    optimizer = optax.chain(
+        optax.sgd(rate, momentum=0.9), jpipe.optim.predict_weights(rate)
+    )
+    with jax.enable_x64(True):
+        params = jnp.ones(3)
+        state = optimizer.init(params)
+        for gradient in map(jnp.asarray, gradients()):
+            updates, state = optimizer.update(gradient, state, params)
+            params = optax.apply_updates(params, updates)
+        found = jpipe.optim.predicted_params(params, state, s)
+    np.testing.assert_allclose(found, w - s * 0.3 * (1 - 6 / 8) * v, rtol=1e-6)
+
+
+def test_a_rate_of_0_moves_nothing():
+    predict = jpipe.optim.predict_weights(lambda t: 0.0 * t)
+    state = predict.init(jnp.ones(2))
+    _, state = predict.update(jnp.zeros(2), state)
+    np.testing.assert_array_equal(state.movement, 0)
+
+
+def test_refuses_a_rate_that_is_no_schedule():
+    with pytest.raises(ValueError, match="`learning_rate` must be a schedule, .* 0.1"):
+        jpipe.optim.predict_weights(0.1)

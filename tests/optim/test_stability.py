@@ -180,3 +180,112 @@ def test_t1_makes_a_learning_rate_stable_at_every_delay():
         assert abs(train(rescheduled, delay, 0.9)[-1]) < 0.1
     for delay in DELAYS[2:]:
         assert not abs(train(plain, delay, 0.9)[-1]) < 1e6
+
+
+# -- As functions ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("curvature", [0.5, 3.0])
+@pytest.mark.parametrize("delay", [*DELAYS, 107])
+def test_largest_stable_rate_is_where_a_root_leaves_the_circle(curvature, delay):
+    """Roots of x^(tau + 1) - x^tau + alpha lambda, the characteristic polynomial of lemma 1."""
+    rate = optim.largest_stable_rate(curvature, delay)
+    for factor, is_stable in ((1 - 1e-4, True), (1 + 1e-4, False)):
+        polynomial = np.zeros(delay + 2)
+        polynomial[0] = 1
+        polynomial[1] -= 1
+        polynomial[-1] += rate * factor * curvature
+        assert (np.abs(np.roots(polynomial)).max() <= 1) == is_stable
+
+
+OPTIMIZERS = {
+    "momentum": lambda rate: optax.sgd(rate, momentum=0.9),
+    "nesterov": lambda rate: optax.sgd(rate, momentum=0.8, nesterov=True),
+}
+MOMENTUM = {"momentum": (0.9, False), "nesterov": (0.8, True)}
+
+
+@pytest.mark.parametrize("delay", [0, 1, 2, 8])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_largest_stable_rate_with_momentum_is_that_of_optax(name, delay):
+    """The step of Optax's own optimizer as a matrix, whose eigenvalues leave the circle there."""
+    bound = optim.largest_stable_rate(1.0, delay, *MOMENTUM[name])
+    rates = bound * np.array([0.5, 1 - 1e-4, 1 + 1e-4])
+    found = stable(rates, lambda rate, _: OPTIMIZERS[name](rate), delay)
+    assert found.tolist() == [True, True, False]
+    if name == "momentum" and delay == 0:
+        np.testing.assert_allclose(bound, 2 * 1.9, rtol=1e-6)
+
+
+def test_largest_stable_rate_takes_arrays():
+    found = optim.largest_stable_rate(2.0, [8, 1, 0])
+    expected = [optim.largest_stable_rate(2.0, delay) for delay in (8, 1, 0)]
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    "curvature, delay, message",
+    [
+        (0.0, 1, "`curvature` must be above 0, got 0.0"),
+        (-1.0, 1, "`curvature` must be above 0"),
+        (math.nan, 1, "`curvature` must be above 0"),
+        (math.inf, 1, "`curvature` must be above 0"),
+        (1.0, -1, "`delay` must be a number of updates, at least 0"),
+        (1.0, [1, math.inf], "`delay` must be a number of updates, at least 0"),
+        (1.0, 1.5, "`delay` must be a whole number of updates, got 1.5"),
+    ],
+)
+def test_largest_stable_rate_refuses(curvature, delay, message):
+    with pytest.raises(ValueError, match=message):
+        optim.largest_stable_rate(curvature, delay)
+
+
+def test_largest_stable_rate_refuses_a_momentum_of_one():
+    with pytest.raises(ValueError, match="`momentum` must be at least 0 and below 1"):
+        optim.largest_stable_rate(1.0, 1, momentum=1.0)
+
+
+@pytest.mark.parametrize("eigenvalues", [(5, 3, 1), (4, -1, 0), (2, -7, 1), (0, 0, 0)])
+def test_largest_curvature_is_the_largest_eigenvalue(eigenvalues):
+    rng = np.random.default_rng(0)
+    basis = np.linalg.qr(rng.normal(size=(3, 3)))[0]
+    hessian = jnp.asarray(basis @ np.diag(eigenvalues) @ basis.T, jnp.float32)
+
+    def loss(params):
+        w = jnp.concatenate([params["a"], params["b"].ravel()])
+        return w @ hessian @ w / 2 + jnp.sum(w)
+
+    params = {"a": jnp.ones(2), "b": jnp.ones((1, 1)), "none": None}
+    found, count = optim.largest_curvature(
+        loss, params, jax.random.key(0), max_iterations=200, tolerance=1e-6
+    )
+    np.testing.assert_allclose(found, max(eigenvalues), rtol=1e-3, atol=1e-6)
+    assert 1 <= count <= 400
+
+
+def test_largest_curvature_with_a_scale():
+    """Of the Hessian between two roots of the scale, as a matrix."""
+    rng = np.random.default_rng(0)
+    half = rng.normal(size=(3, 3))
+    hessian, scale = half @ half.T, np.array([4.0, 0.25, 1.0])
+    matrix = np.sqrt(scale)[:, None] * hessian * np.sqrt(scale)
+    loss = lambda w: w @ jnp.asarray(hessian, jnp.float32) @ w / 2  # noqa: E731
+    found, _ = optim.largest_curvature(
+        loss,
+        jnp.ones(3),
+        jax.random.key(0),
+        max_iterations=200,
+        tolerance=1e-6,
+        scale=jnp.asarray(scale),
+    )
+    np.testing.assert_allclose(found, np.linalg.eigvalsh(matrix).max(), rtol=1e-3)
+
+
+def test_largest_curvature_refuses():
+    key = jax.random.key(0)
+    with pytest.raises(ValueError, match="`max_iterations` must be at least 1, got 0"):
+        optim.largest_curvature(jnp.sum, jnp.ones(2), key, max_iterations=0)
+    with pytest.raises(ValueError, match="`params` has no weights"):
+        optim.largest_curvature(lambda w: 0.0, {}, key)
+    with pytest.raises(ValueError, match="the curvature is not finite"):
+        optim.largest_curvature(lambda w: jnp.sum(w**1.5), jnp.zeros(2), key)

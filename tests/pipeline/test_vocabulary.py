@@ -206,6 +206,15 @@ ADAM = optax.chain(jpipe.optim.clip_by_global_norm(0.3), optax.adamw(0.05, eps=1
     "name,num_microbatches,options",
     [
         ("pipemare", 2, PIPEMARE),
+        (
+            "pipemare",
+            2,
+            {
+                "optimizer": optax.chain(
+                    jpipe.optim.compensate_delay(5.0), optax.sgd(0.1)
+                )
+            },
+        ),
         pytest.param(
             "pipedream_2bw", 4, {"optimizer": ADAM}, marks=pytest.mark.exhaustive
         ),

@@ -93,6 +93,33 @@ def test_methods_differ_in_versions_alone():
         assert tables[0][field] == tables[1][field] == tables[2][field]
 
 
+@pytest.mark.parametrize("max_delay", [1, 2])
+@pytest.mark.parametrize("ticks", ["unit", "paired"])
+@pytest.mark.parametrize("S", [2, 3, 4, 8])
+def test_bounded_crossing_is_what_was_asked_or_says_what_it_needs(S, ticks, max_delay):
+    """PACI: at most ceil((S - 1) / N) updates between a forward and its backward, in unit ticks."""
+    in_flight = S - 1 if ticks == "unit" else 2 * S - 1
+    least = math.ceil(in_flight / max_delay)
+    table = schedules.pipemare(S, least, ticks=ticks, max_delay=max_delay).check()
+    assert table.facts().forward_delay.max() <= max_delay
+    assert table == schedules.pipemare(S, least, ticks=ticks)
+    assert table.facts().bubble == 0
+    # Counted in the table: updates of a stage between the forward and the backward of a microbatch.
+    crossed = table.backward_versions() - table.forward_versions()
+    assert crossed.max() <= max_delay
+    if least > 1:
+        message = f"more than `max_delay` {max_delay}: .* Use {least} microbatches or"
+        with pytest.raises(ValueError, match=message):
+            schedules.pipemare(S, least - 1, ticks=ticks, max_delay=max_delay)
+
+
+def test_bounded_crossing_with_copies():
+    with pytest.raises(ValueError, match="Use more microbatches, or allow a longer"):
+        schedules.pipemare(3, 2, replicas=(2, 1, 1), ticks="paired", max_delay=1)
+    table = schedules.pipemare(3, 12, replicas=(2, 1, 1), ticks="paired", max_delay=1)
+    assert table.facts().forward_delay.max() == 1
+
+
 def test_vertical_sync_reads_what_the_first_stage_read():
     for ticks, delay in (("paired", 4), ("unit", 2)):
         facts = schedules.pipedream(4, 2, ticks, vertical_sync=True).facts()
