@@ -28,7 +28,7 @@ def emulated(schedule: Schedule) -> Schedule:
       A `Schedule` on one device, of T = N (2 S - 1) ticks. Its `emulates` is `schedule`.
 
     Raises:
-      ValueError: if the table only runs forward.
+      ValueError: if it is no table, or only runs forward.
 
     Example:
       >>> from jpipe.schedules import pipemare
@@ -36,6 +36,11 @@ def emulated(schedule: Schedule) -> Schedule:
       >>> table.num_devices, table.facts().forward_delay.tolist()
       (1, [2, 1, 1, 0])
     """
+    if not isinstance(schedule, Schedule):
+        raise ValueError(
+            f"`schedule` must be a `jpipe.Schedule`, got {schedule!r}. Call a builder of `jpipe.schedules`, such as "
+            "`jpipe.schedules.pipemare(8, 4)`."
+        )
     if schedule.forward_only:
         raise ValueError(
             f"`schedule` {schedule.name!r} only runs forward: emulation is for training, where the passes read weights of "

@@ -367,6 +367,7 @@ def test_memory_is_that_of_the_versions_that_the_table_asks_for():
     "call,message",
     [
         (lambda: emulated(jpipe.schedules.forward_only(2, 2)), "only runs forward"),
+        (lambda: emulated("pipemare"), "Call a builder"),
         (lambda: with_delays([1, -1]), "at least 0"),
         (lambda: with_delays([0.5]), "whole numbers"),
         (lambda: with_delays([[1, 2], [3, 4]], 3), r"\[3, stages\]"),
