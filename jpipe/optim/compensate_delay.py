@@ -98,12 +98,13 @@ def compensate_delay(
             )
             factor = jax.tree.map(lambda s: strength / jnp.sqrt(s + eps), mean_square)
             mean_square = optax.tree.cast_like(mean_square, state.mean_square)
-        compensated = jax.tree.map(
-            lambda g, f, w, stale: g + f * g**2 * (w - stale),
+        # Optax's masks leave extra arguments as they are, so weights are found by path.
+        stale_of = dict(jax.tree.leaves_with_path(stale_params))
+        compensated = jax.tree.map_with_path(
+            lambda path, g, f, w: g + f * g**2 * (w - stale_of[path]),
             updates,
             factor,
             params,
-            stale_params,
         )
         compensated = optax.tree.cast_like(compensated, updates)
         return compensated, CompensateDelayState(mean_square)

@@ -66,6 +66,30 @@ def test_refuses_an_update_without_stale_weights():
         transform.update(w, transform.init(w), stale_params=w)
 
 
+def test_keeps_dtypes_and_runs_masked_and_with_injected_hyperparameters():
+    params = {"a": jnp.ones(2, jnp.bfloat16), "b": {"c": jnp.ones(3), "none": None}}
+    stale = jax.tree.map(lambda w: w / 2, params)
+    grads = jax.tree.map(lambda w: 4 * w, params)
+    mask = {"a": False, "b": {"c": True, "none": None}}
+    expected = 4 + 0.5 * 16 * 0.5
+    arguments = dict(strength=0.5, decay=None)
+    for wrapped, has_a in (
+        (optim.compensate_delay(**arguments), True),
+        (optax.masked(optim.compensate_delay(**arguments), mask), False),
+        (optax.inject_hyperparams(optim.compensate_delay)(**arguments), True),
+    ):
+        state = wrapped.init(params)
+        found, after = wrapped.update(grads, state, params, stale_params=stale)
+        assert jax.tree.map(lambda a: (a.shape, a.dtype), found) == jax.tree.map(
+            lambda a: (a.shape, a.dtype), grads
+        )
+        assert jax.tree.structure(after) == jax.tree.structure(state)
+        np.testing.assert_allclose(found["b"]["c"], expected)
+        np.testing.assert_allclose(
+            np.asarray(found["a"], np.float32), expected if has_a else 4
+        )
+
+
 # -- In a pipeline -----------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import jpipe
@@ -470,6 +471,75 @@ def test_corrections_of_late_gradients():
         OptimizerConfig(annealing_steps=0)
     with pytest.raises(ValueError, match="`discrepancy_decay` must lie between 0 and"):
         OptimizerConfig(discrepancy_decay=1.0)
+
+
+@pytest.mark.parametrize("name", ["basis_rotation", "muon"])
+def test_optimizers_for_late_gradients(name):
+    """Against the transforms written out; the rate is constant and matrices decay."""
+    config = OptimizerConfig(
+        name=name,
+        learning_rate=0.1,
+        decay="constant",
+        momentum=0.8,
+        b2=0.9,
+        weight_decay=0.5,
+    )
+    params = {"w": jnp.eye(3) + 1, "b": jnp.ones(3)}
+    grads = {"w": jnp.arange(9.0).reshape(3, 3) - 3, "b": jnp.arange(3.0)}
+    mask = {"w": True, "b": False}
+    if name == "muon":
+        expected = optax.contrib.muon(
+            0.1,
+            beta=0.8,
+            weight_decay=0.5,
+            weight_decay_mask=mask,
+            adam_b2=0.9,
+            adam_learning_rate=0.1,
+        )
+    else:
+        expected = optax.chain(
+            jpipe.optim.scale_by_basis_rotation(0.8, 0.9),
+            optax.add_decayed_weights(0.5, mask),
+            optax.scale(-0.1),
+        )
+    found, wanted = (
+        transform.update(grads, transform.init(params), params)[0]
+        for transform in (config.transform(10), expected)
+    )
+    for key in params:
+        np.testing.assert_allclose(found[key], wanted[key], rtol=1e-5)
+
+
+def test_compensation_feedback_and_averages():
+    config = OptimizerConfig(
+        name="sgd",
+        learning_rate=1.0,
+        decay="constant",
+        momentum=0.0,
+        delay_compensation=2.0,
+        error_feedback=0.5,
+        ema_decay=0.9,
+    )
+    transform, params = config.transform(10), {"w": jnp.ones((1, 1))}
+    state, updates = transform.init(params), params
+    stale = {"w": jnp.full((1, 1), 0.5)}
+    for _ in range(2):
+        updates, state = transform.update(
+            {"w": jnp.ones((1, 1))}, state, params, delay=1, stale_params=stale
+        )
+    # DC-ASGD-a: 1 + 2 / sqrt(s) (1 - 0.5), s = 0.05 and 0.0975; then half of the error.
+    first, second = (-1 - 1 / np.sqrt(s + 1e-7) for s in (0.05, 0.0975))
+    np.testing.assert_allclose(updates["w"], second + 0.5 * (second - first), rtol=1e-5)
+    averaged = jpipe.optim.averaged_params(params, state)["w"]
+    weights = 1 + first, 1 + updates["w"]
+    np.testing.assert_allclose(
+        averaged, (0.9 * weights[0] + weights[1]) / 1.9, rtol=1e-5
+    )
+    for name in ("delay_compensation", "error_feedback"):
+        with pytest.raises(ValueError, match=f"`{name}` must be above 0, got 0"):
+            OptimizerConfig(**{name: 0.0})
+    with pytest.raises(ValueError, match=r"`ema_decay` must lie in \[0, 1\), got 1.0"):
+        OptimizerConfig(ema_decay=1.0)
 
 
 def test_a_warm_up_is_synchronous_and_what_follows_is_not():
