@@ -25,6 +25,7 @@ from jpipe.simulate import Costs, Timing, simulate
 from jpipe.solvers import Machine
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
 from jpipe.stages.cut import check_boundaries, group
+from jpipe.stages.extra_args import STALE_PARAMS
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
 from jpipe.stages.optimizer import read_delays
 
@@ -281,6 +282,7 @@ def predict_memory(
         recompute,
         [route for route, _ in routes],
         stash_slots=offload.activations,
+        reads_stale=STALE_PARAMS in profile.reads,
     )
     R, rows = lowered.num_chunks, lowered.rows
     parameters, state = packed("parameters"), packed("state")
@@ -311,7 +313,8 @@ def predict_memory(
         microbatch,
     )
     delays = read_delays(schedule)
-    copies = 1 + sum(bool(delays[reader].any()) for reader in profile.reads)
+    hooked = [reader for reader in profile.reads if reader in delays]
+    copies = 1 + sum(bool(delays[reader].any()) for reader in hooked)
     stashes_on_host = num_bytes(jax.tree.leaves(in_flight.pop("host_stash")))
     activations = num_bytes(jax.tree.leaves(in_flight)) + R * state.num_bytes
     # One slot of each stash comes from the host while a tick computes.

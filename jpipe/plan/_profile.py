@@ -145,7 +145,8 @@ class Profile:
       recompute: "none", "full" or the name of a policy.
       compute_dtype: the pipeline's compute dtype, or None.
       reads: which of "forward" and "backward" read other weights than the updated ones. A device
-        then holds these weights too.
+        then holds these weights too. "stale_params" if the optimizer reads the weights that a
+        gradient was computed at, so that a stage keeps as many versions as its delay plus one.
       ties: for each set of tied weights, the layers that share them.
       device_kind: the kind of the devices.
       num_devices: the number of devices that were measured at the same time.

@@ -18,6 +18,8 @@ from jpipe.plan._loops import PROGRAMS, Measured, Progress, count_cores
 from jpipe.plan._measure_layers import measure_layers, outputs
 from jpipe.plan._measure_updates import measure_updates, trace_updates
 from jpipe.plan._profile import LayerProfile, Profile
+from jpipe.stages.extra_args import STALE_PARAMS
+from jpipe.stages.flat_update import flat_update, norm_dtype_of
 from jpipe.warn import warn
 
 
@@ -91,7 +93,7 @@ def profile(
         microbatch_bytes=num_bytes(jax.tree.leaves(microbatch)),
         recompute=recompute,
         compute_dtype=None if compute_dtype is None else np.dtype(compute_dtype).name,
-        reads=tuple(reads),
+        reads=(*reads, *[STALE_PARAMS] * _reads_stale(traced, optimizer)),
         ties=tuple(map(tuple, ties)),
         device_kind=devices[0].device_kind,
         num_devices=len(devices),
@@ -138,6 +140,14 @@ def profile(
     if cache is not None:
         measured.save(cache)
     return measured
+
+
+def _reads_stale(traced: Traced, optimizer: optax.GradientTransformation) -> bool:
+    """Whether the optimizer reads the weights that a gradient was computed at."""
+    optimizer = optax.with_extra_args_support(optimizer)
+    tree = [layer.parameters for layer in traced.layers]
+    norm_dtype = norm_dtype_of(tree)
+    return flat_update(optimizer, tree, norm_dtype, "the model").reads_stale
 
 
 def _record(

@@ -65,6 +65,25 @@ def test_bytes_are_those_of_the_pipeline(family, name, recompute):
     assert 0 <= want.activations - got.activations <= 4
 
 
+@pytest.mark.parametrize("name", ["pipemare/unit", "pipedream/paired", "gpipe"])
+def test_bytes_of_versions_that_the_optimizer_reads(name):
+    schedule, family = schedule_named(name, 3, 2), "mlp"
+    optimizer = optax.chain(jpipe.optim.compensate_delay(1.0, None), optax.sgd(0.1))
+    pipe = pipeline(family, schedule, boundaries=CUTS[family], optimizer=optimizer)
+    batch = FAMILIES[family].batches(1, 4)[0]
+    profile = pipe.profile(batch, programs=())
+    assert profile.reads == ("stale_params",)
+    want = without_compiling(pipe, batch)
+    got = predict(schedule, timed(profile, forward=1.0), CUTS[family], FREE).memory
+    assert got.weights == want.weights
+    plain = pipeline(
+        family, schedule, boundaries=CUTS[family], optimizer=optax.sgd(0.1)
+    )
+    assert plain.profile(batch, programs=()).reads == ()
+    more = want.weights > without_compiling(plain, batch).weights
+    assert more == (name == "pipemare/unit")
+
+
 @pytest.mark.parametrize(
     "messages,gradients",
     [(TopK(0.25), PowerSGD(2)), (Quantize(8), None), (None, Threshold(0.1))],
