@@ -163,11 +163,13 @@ def _rotated_sides(
     if np.ndim(weight) < 2:
         return None, None
     m, n = weight.size // max(weight.shape[-1], 1), weight.shape[-1]
-    wanted = [True, True] if sides == "both" else [m <= n, n < m]
-    return tuple(
-        size if is_wanted and size and (max_size is None or size <= max_size) else None
-        for size, is_wanted in zip((m, n), wanted, strict=True)
-    )
+    rotates_left, rotates_right = (True, True) if sides == "both" else (m <= n, n < m)
+
+    def rotated(size: int, is_wanted: bool) -> int | None:
+        fits = size > 0 and (max_size is None or size <= max_size)
+        return size if is_wanted and fits else None
+
+    return rotated(m, rotates_left), rotated(n, rotates_right)
 
 
 def _as_matrix(weight: jax.Array) -> jax.Array:

@@ -55,8 +55,8 @@ class FlatUpdate:
         gradients = [("gradient", path) for path in self.parameters]
         state = [("state", state_names.get(path, path)) for path in self.state]
         stale = [("stale", path) for path in self.parameters] * self.reads_stale
-        names = [*weights, *gradients, *state, *stale]
-        names += [arg.name for arg in EXTRA_ARGS]
+        extra = (arg.name for arg in EXTRA_ARGS)
+        names = [*weights, *gradients, *state, *stale, *extra]
         after = self.update.expressions(names, numbers)
         first = self.init.expressions(weights, numbers)
         paths = [f"parameters{path}" for path in self.parameters] + list(self.state)
