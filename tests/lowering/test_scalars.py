@@ -7,7 +7,6 @@ from families import schedule_named
 from jpipe.lowering.lower import lower
 from jpipe.lowering.scalars import TickScalars, scalar_table
 from jpipe.lowering.versions import VersionRows
-from jpipe.schedule import IDLE
 
 NEWEST = np.array([0, -1, -2, -1])
 
