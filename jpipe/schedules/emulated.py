@@ -48,8 +48,10 @@ def emulated(schedule: Schedule) -> Schedule:
         )
     if schedule.emulates is not None:
         return schedule
-    versions = schedule.forward_versions(), schedule.backward_versions()
-    return _sequential(schedule.name, *map(schedule.by_stage, versions), schedule)
+    forward, backward = schedule.forward_versions(), schedule.backward_versions()
+    return _sequential(
+        schedule.name, schedule.by_stage(forward), schedule.by_stage(backward), schedule
+    )
 
 
 def with_delays(
