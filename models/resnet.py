@@ -8,7 +8,7 @@ norm (Wu and He, ECCV 2018, arXiv:1803.08494) does not mix examples.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import jax
@@ -170,6 +170,73 @@ class BottleneckBlock(_Block):
         return nnx.relu(self.norm3(self.conv3(x)) + shortcut)
 
 
+class ConvPart(nnx.Module):
+    """One convolution as a layer of its own, for `fine_grained`.
+
+    Between the parts of a block a dict passes on: `main` is the branch of the convolutions, and
+    `shortcut` is what the last part adds to it. The first part of a block gets an array.
+    """
+
+    def __init__(
+        self,
+        num_inputs: int,
+        num_outputs: int,
+        size: int,
+        stride: int,
+        names: tuple[str | None, str | None],
+        role: Literal["stem", "projection", "first", "inner"],
+        *,
+        rngs: nnx.Rngs,
+    ):
+        self.conv = Conv(
+            num_inputs,
+            num_outputs,
+            size,
+            stride=stride,
+            names=names,
+            kernel_init=_KERNEL,
+            rngs=rngs,
+        )
+        self.role = role
+
+    def __call__(self, x: Any) -> Any:
+        if self.role == "stem":
+            return self.conv(x)
+        if self.role == "projection":
+            return {"main": x, "shortcut": self.conv(x)}
+        if self.role == "first":
+            return {"main": self.conv(x), "shortcut": x}
+        return x | {"main": self.conv(x["main"])}
+
+
+class NormPart(nnx.Module):
+    """One norm as a layer of its own, with the ReLU, pooling or sum behind it; see `ConvPart`."""
+
+    def __init__(
+        self,
+        width: int,
+        group_size: int | None,
+        role: Literal["stem", "imagenet", "projection", "inner", "last"],
+        *,
+        rngs: nnx.Rngs,
+    ):
+        scale_init = _ZEROS if role == "last" else _ONES
+        self.norm = _norm(width, group_size, rngs, scale_init)
+        self.role = role
+
+    def __call__(self, x: Any) -> Any:
+        if self.role == "stem":
+            return nnx.relu(self.norm(x))
+        if self.role == "imagenet":
+            x = nnx.relu(self.norm(x))
+            return nnx.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        if self.role == "projection":
+            return x | {"shortcut": self.norm(x["shortcut"])}
+        if self.role == "last":
+            return nnx.relu(self.norm(x["main"]) + x["shortcut"])
+        return x | {"main": nnx.relu(self.norm(x["main"]))}
+
+
 class Head(nnx.Module):
     """Mean over the image, then the logits."""
 
@@ -208,6 +275,10 @@ class ResNet:
     """Channels per group of group norm. Must divide every width."""
     num_classes: int = 10
     """Number of classes K."""
+    fine_grained: bool = False
+    """Whether every convolution, every norm and the head is a layer of its own, so that a
+    pipeline can have a stage for each: ResNet-50 then has 107 layers. The results are the
+    same."""
 
     def __post_init__(self) -> None:
         checks.one_entry_each(self, "num_blocks", of="widths")
@@ -259,8 +330,18 @@ class ResNet:
         return cls(**{"block": block, "num_blocks": num_blocks} | paper | fields)
 
     def layers(self) -> list[Callable[..., nnx.Module]]:
-        """One factory per layer: the stem, each block, the head."""
+        """One factory per layer: the stem, each block, the head.
+
+        With `fine_grained` one for each convolution, each norm and the head, in the order in which
+        they run. The projection of a block comes before its other convolutions.
+        """
         group_size = self.group_size if self.norm == "group" else None
+        block = {"basic": BasicBlock, "bottleneck": BottleneckBlock}[self.block]
+        head = functools.partial(
+            Head, block.expansion * self.widths[-1], self.num_classes
+        )
+        if self.fine_grained:
+            return [*self._stem_parts(group_size), *self._block_parts(group_size), head]
         if self.stem == "small":
             stem = functools.partial(
                 Stem, self.num_channels, self.widths[0], self.stem_stride, group_size
@@ -269,16 +350,56 @@ class ResNet:
             stem = functools.partial(
                 ImageNetStem, self.num_channels, self.widths[0], group_size
             )
-        block = {"basic": BasicBlock, "bottleneck": BottleneckBlock}[self.block]
-        layers, num_inputs = [stem], self.widths[0]
+        layers = [stem]
+        for sizes in self._sizes_of_blocks(block.expansion):
+            layers.append(functools.partial(block, *sizes, group_size))
+        return [*layers, head]
+
+    def _sizes_of_blocks(self, expansion: int) -> Iterator[tuple[int, int, int]]:
+        """Input channels, width and stride of each block."""
+        num_inputs = self.widths[0]
         for group, (width, num_blocks) in enumerate(zip(self.widths, self.num_blocks)):
             for i in range(num_blocks):
-                stride = 2 if group > 0 and i == 0 else 1
-                layers.append(
-                    functools.partial(block, num_inputs, width, stride, group_size)
-                )
-                num_inputs = block.expansion * width
-        return [*layers, functools.partial(Head, num_inputs, self.num_classes)]
+                yield num_inputs, width, 2 if group > 0 and i == 0 else 1
+                num_inputs = expansion * width
+
+    def _stem_parts(self, group_size: int | None) -> list[Callable[..., nnx.Module]]:
+        """The stem's convolution and norm."""
+        small = self.stem == "small"
+        size, stride = (3, self.stem_stride) if small else (7, 2)
+        sizes = (self.num_channels, self.widths[0], size, stride, ("embed", None))
+        return [
+            functools.partial(ConvPart, *sizes, "stem"),
+            functools.partial(
+                NormPart, self.widths[0], group_size, "stem" if small else "imagenet"
+            ),
+        ]
+
+    def _block_parts(self, group_size: int | None) -> list[Callable[..., nnx.Module]]:
+        """The convolutions and norms of all blocks."""
+        parts: list[Callable[..., nnx.Module]] = []
+
+        def add(sizes: tuple, names: tuple, conv_role: str, norm_role: str) -> None:
+            parts.append(functools.partial(ConvPart, *sizes, names, conv_role))
+            parts.append(functools.partial(NormPart, sizes[1], group_size, norm_role))
+
+        expansion = 1 if self.block == "basic" else 4
+        outer, wide, narrow = ("embed", None), ("embed", "mlp"), ("mlp", "embed")
+        for num_inputs, width, stride in self._sizes_of_blocks(expansion):
+            num_outputs = expansion * width
+            first = "first"
+            if stride != 1 or num_inputs != num_outputs:
+                sizes = (num_inputs, num_outputs, 1, stride)
+                add(sizes, outer, "projection", "projection")
+                first = "inner"
+            if self.block == "basic":
+                add((num_inputs, width, 3, stride), wide, first, "inner")
+                add((width, width, 3, 1), narrow, "inner", "last")
+            else:
+                add((num_inputs, width, 1, 1), outer, first, "inner")
+                add((width, width, 3, stride), wide, "inner", "inner")
+                add((width, num_outputs, 1, 1), narrow, "inner", "last")
+        return parts
 
     def loss(self) -> CrossEntropy:
         """Cross-entropy of the classes of the images."""

@@ -19,11 +19,14 @@ The layers pass on one dict:
     source_mask  [B, S]     False at padding
     target       [B, T, D]  the target's embedding, then the decoder's stream
     target_mask  [B, T]     False at padding
+
+With `fine_grained`, parts of a block pass on `branch` as well: what the parts of the current
+residual have computed so far, from the input of the residual, which stays in `source` or `target`.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -34,7 +37,16 @@ from jpipe import vocabulary
 from models import checks
 from models.losses import CrossEntropy
 from models.sharding import constrain, named
-from models.sublayers import Attention, FeedForward, Residual, dropout, word_matrix
+from models.sublayers import (
+    Attention,
+    FeedForward,
+    Residual,
+    attend,
+    dropout,
+    narrowing,
+    widening,
+    word_matrix,
+)
 
 _KERNEL = nnx.initializers.glorot_uniform()
 _EPSILON = 1e-6
@@ -181,6 +193,126 @@ class DecoderBlock(nnx.Module):
         return activation | {"target": self.mlp_residual(x, self.mlp)}
 
 
+class Part(nnx.Module):
+    """A part of a block as a layer of its own, for `fine_grained`.
+
+    Args:
+      stream: "source" or "target", the stream that the part's residual belongs to.
+    """
+
+    def __init__(self, stream: str):
+        self.stream = stream
+
+    def _input(self, activation: Activation) -> jax.Array:
+        """The input of a residual: of its norm if there is one before it, else the stream."""
+        return activation.get("branch", activation[self.stream])
+
+    def _added(self, activation: Activation, branch: jax.Array) -> Activation:
+        """The stream with the sum of a residual, and no branch."""
+        x = constrain(activation[self.stream] + branch, "batch", "length", "embed")
+        rest = {name: a for name, a in activation.items() if name != "branch"}
+        return rest | {self.stream: x}
+
+
+class NormPart(Part):
+    """The norm of a residual: of the sum, or of the input for `norm="pre"`."""
+
+    def __init__(self, stream: str, dim: int, norm_first: bool, *, rngs: nnx.Rngs):
+        super().__init__(stream)
+        self.norm = nnx.LayerNorm(dim, epsilon=_EPSILON, rngs=rngs)
+        self.norm_first = norm_first
+
+    def __call__(self, activation: Activation) -> Activation:
+        x = self.norm(activation[self.stream])
+        if self.norm_first:
+            return activation | {"branch": x}
+        return activation | {self.stream: constrain(x, "batch", "length", "embed")}
+
+
+class ProjectionsPart(Part):
+    """Query, key and value of an attention, of the stream or of the encoder's result."""
+
+    def __init__(
+        self,
+        stream: str,
+        memory: str,
+        dim: int,
+        num_heads: int,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(stream)
+        self.memory = memory
+        self.num_heads = num_heads
+        self.query, self.key, self.value = (
+            widening(dim, dim, "heads", use_bias=False, kernel_init=_KERNEL, rngs=rngs)
+            for _ in range(3)
+        )
+
+    def __call__(self, activation: Activation) -> Activation:
+        x = constrain(self._input(activation), "batch", None, None)
+        memory = x
+        if self.memory != self.stream:
+            memory = constrain(activation[self.memory], "batch", None, None)
+
+        def heads(x: jax.Array) -> jax.Array:  # [B, T, H, D / H]
+            x = x.reshape(*x.shape[:2], self.num_heads, -1)
+            return constrain(x, "batch", None, "heads", None)
+
+        attended = attend(
+            heads(self.query(x)),
+            heads(self.key(memory)),
+            heads(self.value(memory)),
+            mask=activation[f"{self.memory}_mask"][:, None, None, :],
+            is_causal=self.stream == self.memory == "target",
+        )
+        attended = constrain(attended, "batch", None, "heads", None)
+        return activation | {"branch": attended.reshape(x.shape)}
+
+
+class OutPart(Part):
+    """The matrix that mixes the heads, and the sum of the residual."""
+
+    def __init__(self, stream: str, dim: int, rate: float, *, rngs: nnx.Rngs):
+        super().__init__(stream)
+        self.out = narrowing(
+            dim, dim, "heads", use_bias=False, kernel_init=_KERNEL, rngs=rngs
+        )
+        self.dropout = dropout(rate, rngs)
+
+    def __call__(self, activation: Activation) -> Activation:
+        return self._added(activation, self.dropout(self.out(activation["branch"])))
+
+
+class WidePart(Part):
+    """The first half of the MLP."""
+
+    def __init__(self, stream: str, dim: int, mlp_dim: int, *, rngs: nnx.Rngs):
+        super().__init__(stream)
+        self.linear_in = widening(dim, mlp_dim, "mlp", kernel_init=_KERNEL, rngs=rngs)
+
+    def __call__(self, activation: Activation) -> Activation:
+        x = constrain(self._input(activation), "batch", None, None)
+        hidden = constrain(self.linear_in(x), "batch", None, "mlp")
+        return activation | {"branch": nnx.relu(hidden)}
+
+
+class NarrowPart(Part):
+    """The second half of the MLP, and the sum of the residual."""
+
+    def __init__(
+        self, stream: str, dim: int, mlp_dim: int, rate: float, *, rngs: nnx.Rngs
+    ):
+        super().__init__(stream)
+        self.linear_out = narrowing(mlp_dim, dim, "mlp", kernel_init=_KERNEL, rngs=rngs)
+        self.dropout = dropout(rate, rngs)
+
+    def __call__(self, activation: Activation) -> Activation:
+        return self._added(
+            activation, self.dropout(self.linear_out(activation["branch"]))
+        )
+
+
 class Head(nnx.Module):
     """Logits of the next token of the target; with a norm first for `norm="pre"`."""
 
@@ -222,6 +354,10 @@ class Translation:
     """Fraction of the activations that is dropped in training."""
     tie_embeddings: bool = True
     """Whether the head shares the matrix of the target's embedding."""
+    fine_grained: bool = False
+    """Whether every norm, both matrices of an MLP, and the matrices before and after the heads of
+    an attention are layers of their own, so that a pipeline can have a stage for each: the base
+    then has 92 layers. The results are the same."""
 
     def __post_init__(self) -> None:
         checks.at_least_one(
@@ -247,7 +383,8 @@ class Translation:
     def layers(self) -> list[Callable[..., nnx.Module]]:
         """One factory per layer: embedding, encoder blocks, decoder blocks, head.
 
-        For `norm="pre"` a layer with the encoder's last norm follows its blocks.
+        For `norm="pre"` a layer with the encoder's last norm follows its blocks. With
+        `fine_grained`, an encoder block is 6 layers and a decoder block 9.
         """
         sizes = (self.dim, self.num_heads, self.mlp_dim, self.dropout)
         norm_first = self.norm == "pre"
@@ -255,14 +392,45 @@ class Translation:
         embedding = functools.partial(
             Embedding, self.vocab_size, self.target_vocab_size, self.dim, self.dropout
         )
-        encoder_block = functools.partial(EncoderBlock, *sizes, norm_first)
-        decoder_block = functools.partial(DecoderBlock, *sizes, norm_first)
+        if self.fine_grained:
+            encoder_block = self._parts("source", ["source"])
+            decoder_block = self._parts("target", ["target", "source"])
+        else:
+            encoder_block = [functools.partial(EncoderBlock, *sizes, norm_first)]
+            decoder_block = [functools.partial(DecoderBlock, *sizes, norm_first)]
         return [
             embedding,
-            *[encoder_block] * self.num_encoder_blocks,
+            *encoder_block * self.num_encoder_blocks,
             *[functools.partial(EncoderNorm, self.dim)] * norm_first,
-            *[decoder_block] * self.num_decoder_blocks,
+            *decoder_block * self.num_decoder_blocks,
             functools.partial(Head, self.dim, vocab_size, norm_first),
+        ]
+
+    def _parts(
+        self, stream: str, memories: Sequence[str]
+    ) -> list[Callable[..., nnx.Module]]:
+        """The parts of a block: an attention to each memory, then the MLP."""
+        dim, mlp_dim, rate = self.dim, self.mlp_dim, self.dropout
+        norm_first = self.norm == "pre"
+        part = functools.partial
+        norm = part(NormPart, stream, dim, norm_first)
+        sublayers = [
+            [
+                part(ProjectionsPart, stream, memory, dim, self.num_heads),
+                part(OutPart, stream, dim, rate),
+            ]
+            for memory in memories
+        ]
+        sublayers.append(
+            [
+                part(WidePart, stream, dim, mlp_dim),
+                part(NarrowPart, stream, dim, mlp_dim, rate),
+            ]
+        )
+        return [
+            layer
+            for parts in sublayers
+            for layer in ([norm, *parts] if norm_first else [*parts, norm])
         ]
 
     def loss(self) -> CrossEntropy:

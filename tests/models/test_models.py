@@ -417,6 +417,81 @@ def test_recurrent_models_are_causal(model):
     assert np.abs(before - after)[0, 5:].max(-1).min() > 1e-5
 
 
+def pieces(layer):
+    """The modules with weights of a layer, in the order in which the parts of the layer run."""
+    get = functools.partial(getattr, layer)
+    if hasattr(layer, "mlp_residual"):
+        kinds = ["attention", "memory", "mlp"]
+        kinds = [kind for kind in kinds if hasattr(layer, f"{kind}_residual")]
+        found = []
+        for kind in kinds:
+            inner = get("memory_attention" if kind == "memory" else kind)
+            names = [["query", "key", "value"], ["out"]]
+            if kind == "mlp":
+                names = [["linear_in"], ["linear_out"]]
+            parts = [[getattr(inner, name) for name in part] for part in names]
+            residual = get(f"{kind}_residual")
+            parts.insert(0 if residual.norm_first else 2, [residual.norm])
+            found += parts
+        return found
+    names = ["projection", "projection_norm", "conv", "norm"]
+    names += [f"{kind}{i}" for i in (1, 2, 3) for kind in ("conv", "norm")]
+    convolutions = hasattr(layer, "conv") or hasattr(layer, "conv1")
+    return [[get(n)] for n in names if hasattr(layer, n)] if convolutions else [[layer]]
+
+
+def modules_of_part(part):
+    """The modules with weights of a part, in the order of `pieces`."""
+    names = ("conv", "norm", "query", "key", "value", "out", "linear_in", "linear_out")
+    own = [getattr(part, name) for name in names if hasattr(part, name)]
+    return own if type(part).__name__.endswith("Part") else [part]
+
+
+@pytest.mark.parametrize(
+    "model, shape, num_layers",
+    [
+        (DIGITS, IMAGES, 3 + 3 * 4 + 2),
+        (dataclasses.replace(BOTTLENECKS, stem="small"), IMAGES, 3 + 5 * 6 + 2 * 2),
+        (BOTTLENECKS, IMAGES, 3 + 5 * 6 + 2 * 2),
+        (LANGUAGES, (2, 12), 2 + 2 * 6 + 3 * 9),
+        (dataclasses.replace(LANGUAGES, norm="pre"), (2, 12), 3 + 2 * 6 + 3 * 9),
+    ],
+    ids=["basic", "bottleneck", "ImageNet", "post", "pre"],
+)
+def test_fine_grained_layers_compute_the_same(model, shape, num_layers):
+    """Both get the same weights, far from the initial ones, of which some are zero."""
+    fine = dataclasses.replace(model, fine_grained=True)
+    # Layers of their own, because their weights change.
+    layers, parts = build.__wrapped__(model), build.__wrapped__(fine)
+    rng = np.random.default_rng(1)
+    wholes = [modules for layer in layers for modules in pieces(layer)]
+    assert len(parts) == len(wholes) == num_layers
+    for part, modules in zip(parts, wholes, strict=True):
+        for own, module in zip(modules_of_part(part), modules, strict=True):
+            numbers = jax.tree.map(
+                lambda a: a + rng.normal(size=a.shape).astype(np.float32) / 4,
+                nnx.state(module, nnx.Param),
+            )
+            nnx.update(module, numbers)
+            nnx.update(own, numbers)
+    x = example(model, shape)
+    if isinstance(x, dict):
+        x["source"][1, 7:] = 0  # padding
+    wanted = run(layers, x)
+    assert np.ptp(wanted) > 1
+    scale = np.abs(wanted).max()
+    np.testing.assert_allclose(run(parts, x), wanted, rtol=1e-5, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize(
+    "model, num_layers", [(ResNet.of_depth(50), 107), (Translation(), 92)]
+)
+def test_fine_grained_models_have_the_same_size(model, num_layers):
+    fine = dataclasses.replace(model, fine_grained=True)
+    assert len(fine.layers()) == num_layers
+    assert num_parameters(fine) == num_parameters(model)
+
+
 @pytest.mark.parametrize("model, shape", MODELS, ids=IDS)
 @pytest.mark.sampled(4)
 def test_first_loss_is_that_of_a_guess(model, shape):
