@@ -477,21 +477,29 @@ def train_stages(
     Coarse steps come first, so that an interrupted study covers the whole range.
     """
     evaluator = Evaluator(task, data)
-    for S in (
-        (1, 7) if quick else sorted(STAGES, key=lambda S: (S not in (1, 8, 32, 107), S))
-    ):
+    num_layers = len(task.model.layers())
+    stages = (1, 7) if quick else STAGES
+    first = (1, 8, 32, 107)
+    same: dict[tuple, dict] = {}  # runs with the same delays are the same
+    for S in sorted(stages, key=lambda S: (S not in first, S)):
         for ticks in ("paired", "unit"):
             for name, method in methods.items():
-                if name == "2BW" and (S > 1 or ticks == "unit"):
-                    continue  # a delay of one update on all stages, at any S
                 method = dataclasses.replace(method, ticks=ticks)
-                make = functools.cache(
-                    lambda method=method, S=S: Trainer(task, data, method, S, task.rate)
-                )
+                table = table_of(method, num_layers, S, task.num_microbatches)
+                facts = table.facts()
+                delays = (*facts.forward_delay, *facts.backward_delay)
+
+                @functools.cache
+                def trainer(method: Method = method, S: int = S) -> Trainer:
+                    return Trainer(task, data, method, S, task.rate)
+
                 for seed in range(seeds):
-                    runs.get(
+                    of = (name, delays, seed)
+                    same[of] = runs.get(
                         f"{name}|{ticks}|{S}|{seed}",
-                        lambda make=make, seed=seed: make().run(seed, evaluator),
+                        lambda of=of, trainer=trainer: (
+                            same.get(of) or trainer().run(of[2], evaluator)
+                        ),
                     )
         jax.clear_caches()
 
@@ -732,9 +740,6 @@ def points_of(runs: dict) -> dict:
         last = run["curve"][-1][2] if math.isfinite(run["validation"]) else 0.1
         of = points[ticks].setdefault(name, {})
         of.setdefault(int(S), []).append(last)
-    if "2BW" in points["paired"]:  # a delay of one everywhere
-        for of_ticks in points.values():
-            of_ticks["2BW"] = dict.fromkeys(STAGES, points["paired"]["2BW"][1])
     return points
 
 
