@@ -34,7 +34,14 @@ SET_UP = (
     "pip index",
 )
 # Commands of hours, or of data or programs that the repository does not have.
-TOO_LONG = ("benchmarks/asynchronous.py", "benchmarks/race.py", "--graph")
+TOO_LONG = (
+    "benchmarks/asynchronous.py",
+    "benchmarks/asynchronous_scale.py resnet",
+    "benchmarks/asynchronous_scale.py stages",
+    "benchmarks/asynchronous_scale.py translation",
+    "benchmarks/race.py",
+    "--graph",
+)
 # Pages whose programs `make test` runs; `make test-all` runs those of all pages.
 FIRST = ("README.md",)
 # Commands of seconds.
