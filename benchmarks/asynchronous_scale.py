@@ -597,7 +597,10 @@ def summary_of(task: Task, runs: dict, per_epoch: int) -> dict:
                 tried.setdefault(float(rate), []).append(run)
         if not tried:
             continue
-        rate = min(tried, key=lambda r: tried[r][0]["validation"])
+        # A rate that has not got all its seeds yet is not shown.
+        most = max(map(len, tried.values()))
+        complete = [r for r in tried if len(tried[r]) == most]
+        rate = min(complete, key=lambda r: tried[r][0]["validation"])
         warm = task.warm_up_steps if method.warm_up else 0
         methods[name] = {
             "rate": rate,

@@ -1,5 +1,6 @@
 """The study of late gradients at about 100 stages, in small: its delays, its figures, its program."""
 
+import dataclasses
 import doctest
 import importlib
 import json
@@ -93,8 +94,11 @@ def test_summary_chooses_rates_and_finds_targets():
         "+T1|0.05|0": fake(0.6, 0.4, 0.8),
         "+T1|0.05|1": fake(0.6, 0.5, 0.7),
         "+T1+T2+T3|0.05|0": fake(0.6, 0.7, 0.9),
+        "+T1+T2+T3|0.05|1": fake(0.6, 0.7, 0.9),
+        # One seed says too little.
+        "+T1+T2+T3|0.1|0": fake(0.1, 0.9, 0.99),
     }
-    task = TASKS["resnet"]
+    task = dataclasses.replace(TASKS["resnet"], margin=0.01)
     summary = scale.summary_of(task, runs, 64_000)
     rows = summary["methods"]
     assert summary["target"] == pytest.approx(0.81 - task.margin)
