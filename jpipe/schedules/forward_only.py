@@ -41,7 +41,8 @@ def forward_only(
         s1 .  F0 F1 F2
 
     A microbatch moves on by one stage per tick, on whichever device the stages are. Stages
-    of one device share its ticks.
+    of one device share its ticks. If one device has all stages, one microbatch follows the
+    other, and a tick has one stage.
 
     Args:
       num_stages: S, at least 1.
@@ -52,8 +53,8 @@ def forward_only(
         devices has a copy on each of them, and its microbatches take turns.
 
     Returns:
-      A `Schedule` of T = N + S - 1 ticks; with copies, see `gpipe` for N. Every operation
-      reads weight version 0.
+      A `Schedule` of T = N + S - 1 ticks, on one device N S; with copies, see `gpipe` for N.
+      Every operation reads weight version 0.
 
     Raises:
       ValueError: if either count is below 1, or `stage` and `device` do not place every
@@ -68,9 +69,13 @@ def forward_only(
     raise_refusal(refusal(num_stages, num_microbatches, stage, device))
     columns = np.arange(num_stages) if stage is None else np.atleast_1d(stage)
     if len(columns) == num_stages:
+        one_device = (
+            device is not None and len(set(np.atleast_1d(device).tolist())) == 1
+        )
+        ticks_apart = num_stages if one_device else 1
         return Schedule.from_ticks(
             "forward_only",
-            forward=np.arange(num_microbatches)[:, None] + columns,
+            forward=ticks_apart * np.arange(num_microbatches)[:, None] + columns,
             stage=columns,
             device=device,
         )

@@ -342,6 +342,13 @@ def test_the_program_does_not_grow_with_the_stages():
 
     assert lines(of(30), batch) == lines(of(10), batch)
 
+    def prediction(pipe):
+        state = pipe.init(KEY, batch)
+        lowered = state.program._predict.lower(state, batch)
+        return len(re.findall(r"stablehlo\.\w+|func\.call", lowered.as_text()))
+
+    assert prediction(of(12)) == prediction(of(6))
+
 
 def test_memory_is_that_of_the_versions_that_the_table_asks_for():
     S, N, numbers = 12, 2, 8 * 8 + 8
