@@ -4,6 +4,7 @@ Settings (the arguments of `Pipeline`)
    └── + microbatch shapes + cut ──> Program: stages, engine, step, flush, predict, evaluate
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -150,7 +151,7 @@ class Program:
         in_flight = {
             name: of_group.pop(name) for name in self.abstract_state.in_flight()
         }
-        return of_group, in_flight
+        return _in_order(of_group), _in_order(in_flight)
 
     # -- Identity
 
@@ -515,13 +516,13 @@ class Program:
 
     def _pack_outputs(self, state: PipelineState, metrics: dict):
         """The outputs of a compiled function: the arrays of the state by sharding, and metrics."""
-        kept = {**state.kept(), **state.counters()}
-        in_flight = state.in_flight()
+        kept = _in_order({**state.kept(), **state.counters()})
+        in_flight = _in_order(state.in_flight())
         if self.settings.automatic_mesh is not None:
             state = self.abstract_state
             wanted = (
-                {**state.kept(), **state.counters()},
-                state.in_flight(),
+                _in_order({**state.kept(), **state.counters()}),
+                _in_order(state.in_flight()),
             )
             kept, in_flight = jax.tree.map(
                 lambda a, want: jax.lax.with_sharding_constraint(a, want.sharding),
@@ -664,6 +665,18 @@ class Program:
             trained=self.engine.lowered,
             compute_dtype=settings.compute_dtype,
         )
+
+
+def _in_order(groups: Mapping[str, Any]) -> collections.OrderedDict:
+    """Groups of arrays in the order of the fields of a state.
+
+    JAX gives a donated array to the first output of its shape. In another order it would give the weights to the
+    optimizer's state, and XLA would copy both.
+    """
+    names = [field.name for field in dataclasses.fields(PipelineState)]
+    return collections.OrderedDict(
+        (name, groups[name]) for name in names if name in groups
+    )
 
 
 def _check_hooks(settings: Settings, traced: Traced) -> None:

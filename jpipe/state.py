@@ -20,7 +20,7 @@ class PipelineState:
     on one device.
 
     Attributes:
-      parameters: packed weights, `[D * V, R, ...]`; `Pipeline.get_params` unpacks them.
+      parameters: packed weights, `[D * W, ...]`, W rows for the versions of a device's stages; `Pipeline.get_params` unpacks them.
       read_parameters: the weights that the hooks compute for a "forward" or a "backward", packed
         like `parameters`; empty without hooks or delays.
       optimizer_state: packed state of the Optax chain, `[D * R, ...]`; `[devices * R, ...]` if replicas

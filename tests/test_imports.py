@@ -34,7 +34,7 @@ LEVELS = [
     {"schedules"},
     {"lowering", "draw"},
     {"layers"},
-    {"stages", "soap"},
+    {"stages", "soap", "plain"},
     {"engine", "traffic"},
     {"state"},
     {"checks"},

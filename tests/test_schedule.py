@@ -43,7 +43,7 @@ PIPEMARE = """
 F0@-3,B-3@-3,U-2  F-1@-2,B-2@-2,U-1
 """
 
-FIELDS = [field.name for field in dataclasses.fields(Schedule)]
+FIELDS = [f.name for f in dataclasses.fields(Schedule) if f.name != "emulates"]
 CELLS = FIELDS[4:]
 
 

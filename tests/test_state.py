@@ -217,7 +217,7 @@ def test_pictures_of_a_pipeline_and_a_state():
     assert "boundaries [2]" in repr(pipe)
     # Two devices, two layers each, of 4 x 4 and 4 numbers of 4 bytes.
     assert "  parameters: 320 bytes: " in repr(state)
-    assert "float32[2, 1, 2, 16]" in repr(state) and len(repr(state)) < 2000
+    assert "float32[2, 2, 16]" in repr(state) and len(repr(state)) < 2000
     assert repr(jax.tree.map(lambda a: None, state))
 
 

@@ -120,9 +120,9 @@ def specs(pipe):
     """Shape of a matrix -> how it is split."""
     state = pipe.init(jax.random.key(0), BATCH)
     return {
-        a.shape[-2:]: (*a.sharding.spec[3:], None, None)[:2]
+        a.shape[-2:]: (*a.sharding.spec[2:], None, None)[:2]
         for a in state.parameters.values()
-        if a.ndim == 5
+        if a.ndim == 4
     }
 
 

@@ -114,7 +114,7 @@ def test_a_split_transformer_equals_the_plain_one(data):
     assert_close(outputs, np.asarray(plain(params, inputs)), "float32")
 
     for arrays, rank in (
-        (state.parameters, 5),  # [S, V, rows, ...]
+        (state.parameters, 4),  # [S * versions, rows, ...]
         (state.gradients, 4),
         (state.optimizer_state, 4),
     ):
@@ -256,8 +256,8 @@ def test_a_module_made_on_a_mesh_and_a_linen_module():
         mesh=mesh,
     )
     state = pipe.init(KEY, rows(1)[0])
-    specs = {a.shape[3:]: a.sharding.spec for a in state.parameters.values()}
-    columns = PartitionSpec("stage", None, None, None, "model")
+    specs = {a.shape[2:]: a.sharding.spec for a in state.parameters.values()}
+    columns = PartitionSpec("stage", None, None, "model")
     assert specs[4, 8] == columns
     params = pipe.get_params(state)
     x = rows(1)[0]["inputs"]
