@@ -175,7 +175,8 @@ def test_cells_are_as_wide_as_their_time():
 
 def test_columns_of_one_device_take_turns_in_a_figure():
     pytest.importorskip("matplotlib")
-    first, second = boxes(schedules.forward_only(2, 2, device=[0, 0])).values()
+    both_at_tick_1 = Schedule.from_ticks("both", [[0, 1], [1, 2]], device=[0, 0])
+    first, second = boxes(both_at_tick_1).values()
     assert sorted(first) == [(0, 0, 1), (1, 0, 1)]  # a row for the device
     assert sorted(second) == [(2, 0, 1), (3, 0, 1)]  # in another shade
 
