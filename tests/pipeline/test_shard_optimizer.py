@@ -109,8 +109,11 @@ def assert_replicas_equal(state):
         rows = np.asarray(array).reshape(
             lowered.schedule.num_devices, -1, *array.shape[1:]
         )
-        for copies in lowered.copies:
-            first, *others = (rows[d, :, chunk].tobytes() for d, chunk in copies)
+        for s, copies in enumerate(lowered.copies):
+            first, *others = (
+                rows[d, lowered.rows.of_chunk(s, d, chunk)].tobytes()
+                for d, chunk in copies
+            )
             assert all(other == first for other in others)
 
 
