@@ -18,6 +18,7 @@ from jpipe.checks import check_fit
 from jpipe.engine.layout import REPLICATED
 from jpipe.layers.trace import shared_jit
 from jpipe.locations import (
+    Locations,
     locations,
     optimizer_paths,
     owners,
@@ -77,6 +78,11 @@ def to_portable(state: PipelineState, layers: Container[int] | None = None) -> P
     check_nothing_in_flight(state)
     found = locations(state.program, num_rounds(state))
     leaves = read(state, found, None if layers is None else found.of_layers(layers))
+    return _with_position(state, leaves)
+
+
+def _with_position(state: PipelineState, leaves: Locations) -> Portable:
+    """The leaves of a state with its position in training."""
     return Portable(
         **leaves._asdict(),
         num_microbatches=num_started(state),
@@ -251,12 +257,7 @@ def with_params(
         jax.tree.structure(tree).unflatten(values)
         for tree, values in zip(leaves.params, params, strict=True)
     ]
-    source = Portable(
-        **leaves._replace(params=changed)._asdict(),
-        num_microbatches=num_started(state),
-        key_data=np.asarray(state.key.addressable_data(0)[0]),
-        key_impl=program.engine.key_impl,
-    )
+    source = _with_position(state, leaves._replace(params=changed))
     return from_portable(program, source)
 
 

@@ -101,6 +101,43 @@ def _attention_in_float64(
     return jnp.einsum("bhtm,bmhd->bthd", jax.nn.softmax(logits), value)
 
 
+def attend_heads(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    num_heads: int,
+    mask: jax.Array,
+    *,
+    is_causal: bool = False,
+) -> jax.Array:
+    """`attend` by several heads, each on its part of the width.
+
+    Args:
+      query: `[B, T, D]`.
+      key, value: `[B, M, D]`, of M positions of a memory.
+      num_heads: H.
+      mask: bool `[B, M]`, which positions of the memory are seen.
+      is_causal: as in `attend`.
+
+    Returns:
+      `[B, T, D]`, the results of all heads side by side.
+    """
+
+    def heads(x: jax.Array) -> jax.Array:  # [B, T, H, D / H]
+        x = x.reshape(*x.shape[:2], num_heads, -1)
+        return constrain(x, "batch", None, "heads", None)
+
+    attended = attend(
+        heads(query),
+        heads(key),
+        heads(value),
+        mask=mask[:, None, None, :],
+        is_causal=is_causal,
+    )
+    attended = constrain(attended, "batch", None, "heads", None)
+    return attended.reshape(query.shape)
+
+
 class Attention(nnx.Module):
     """Multi-head attention (Vaswani et al., 2017, section 3.2).
 
@@ -135,20 +172,10 @@ class Attention(nnx.Module):
         # [B, T, D], [B, M, D], [B, M] booleans -> [B, T, D]
         x = constrain(x, "batch", None, None)
         memory = constrain(memory, "batch", None, None)
-
-        def heads(x: jax.Array) -> jax.Array:  # [B, T, H, D / H]
-            x = x.reshape(*x.shape[:2], self.num_heads, -1)
-            return constrain(x, "batch", None, "heads", None)
-
-        attended = attend(
-            heads(self.query(x)),
-            heads(self.key(memory)),
-            heads(self.value(memory)),
-            mask=mask[:, None, None, :],
-            is_causal=is_causal,
+        projected = self.query(x), self.key(memory), self.value(memory)
+        return self.out(
+            attend_heads(*projected, self.num_heads, mask, is_causal=is_causal)
         )
-        attended = constrain(attended, "batch", None, "heads", None)
-        return self.out(attended.reshape(x.shape))
 
 
 class FeedForward(nnx.Module):

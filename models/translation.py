@@ -41,7 +41,7 @@ from models.sublayers import (
     Attention,
     FeedForward,
     Residual,
-    attend,
+    attend_heads,
     dropout,
     narrowing,
     widening,
@@ -254,20 +254,15 @@ class ProjectionsPart(Part):
         memory = x
         if self.memory != self.stream:
             memory = constrain(activation[self.memory], "batch", None, None)
-
-        def heads(x: jax.Array) -> jax.Array:  # [B, T, H, D / H]
-            x = x.reshape(*x.shape[:2], self.num_heads, -1)
-            return constrain(x, "batch", None, "heads", None)
-
-        attended = attend(
-            heads(self.query(x)),
-            heads(self.key(memory)),
-            heads(self.value(memory)),
-            mask=activation[f"{self.memory}_mask"][:, None, None, :],
+        attended = attend_heads(
+            self.query(x),
+            self.key(memory),
+            self.value(memory),
+            self.num_heads,
+            activation[f"{self.memory}_mask"],
             is_causal=self.stream == self.memory == "target",
         )
-        attended = constrain(attended, "batch", None, "heads", None)
-        return activation | {"branch": attended.reshape(x.shape)}
+        return activation | {"branch": attended}
 
 
 class OutPart(Part):

@@ -102,10 +102,8 @@ class Engine(PassSpec):
         for s, copies in enumerate(self.lowered.copies):
             for d, chunk in copies:
                 of_stage = rows.of_chunk(s, d, chunk)
-                first[d, of_stage], modulus[d, of_stage] = (
-                    of_stage.start,
-                    rows.num_versions[s],
-                )
+                first[d, of_stage] = of_stage.start
+                modulus[d, of_stage] = rows.num_versions[s]
         of_units = {
             name: num_versions
             for unit, num_versions in zip(units, self.rows_of_units)
@@ -120,11 +118,11 @@ class Engine(PassSpec):
             row = jnp.asarray(first)[d] + jnp.mod(version, jnp.asarray(modulus)[d])
             return array[row]
 
-        def on_device(weights: Any, version: jax.Array) -> Any:
+        def on_device(weights: Any) -> Any:
             return jax.tree.map_with_path(lambda p, a: copied(p[-1].key, a), weights)
 
         body = jax.shard_map(
-            lambda weights: on_device(weights, version),
+            on_device,
             mesh=self.mesh,
             in_specs=layouts.REPLICATED,
             out_specs=layouts.REPLICATED,

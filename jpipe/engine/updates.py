@@ -37,6 +37,7 @@ from jpipe.engine.shares import (
 from jpipe.engine.spec import TiedCopy
 from jpipe.engine.transport import put_row
 from jpipe.engine.units import arrays_of, own_arrays, programs_of, row_of
+from jpipe.lowering.norms import NormTable
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA, STAGE
 from jpipe.stages.optimizer import StageUpdate
@@ -81,7 +82,7 @@ def update(
     arrays, norms = _norms(device, scalars, units, updates, arrays)
 
     def apply_lane(lane: LaneScalars, arrays: TickArrays) -> TickArrays:
-        norm, skip = norms.of_update(device, lane)
+        norm, skip = norms.of_version(lane.stage, lane.absolute_version)
 
         def apply(
             program: StageUpdate,
@@ -353,61 +354,6 @@ def _copy_tied_weights(
 # -- Norms
 
 
-class _Norms(NamedTuple):
-    """Norms of gradients over all devices.
-
-    Attributes:
-      squares: `[D, K, R + units]`, the squared norms of the gradients of columns, and of parts of units, with loss scale;
-        that of version v in row v modulo K.
-      scale: `[]`, the loss scale of the gradient, or None.
-    """
-
-    squares: jax.Array
-    scale: jax.Array | None
-
-    def of_update(
-        self, device: Device, lane: LaneScalars
-    ) -> tuple[jax.Array, jax.Array]:
-        """The norm over all stages, without loss scale, that an update sees, and whether it is skipped."""
-        return self.of_version(device, lane.stage, lane.absolute_version)
-
-    def of_version(
-        self, device: Device, stage: jax.Array, version: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """The same of the update of a stage that writes a version."""
-        norms, places = device.spec.lowered.norms, _places(device)
-        assert norms is not None
-
-        def of_places(of_stages: np.ndarray) -> jax.Array:
-            """`[D, R + units]`, the entries `[stage, j]` for the stage j in each place."""
-            by_place = of_stages[:, places.stage]
-            return lax.dynamic_index_in_dim(
-                by_place, stage, keepdims=False, allow_negative_indices=False
-            )
-
-        counted = version + of_places(norms.offset.astype(np.int32))
-        squares = self._at(counted)
-        broken = ~jnp.isfinite(squares) & of_places(norms.together) & places.used
-        # Before its first update a stage has no gradient.
-        squares = jnp.where(places.counts & (counted > 0), squares, 0)
-        norm = jnp.sqrt(jnp.sum(squares))
-        if self.scale is not None:
-            norm /= self.scale.astype(norm.dtype)
-        return norm, broken.any()
-
-    def _at(self, versions: jax.Array) -> jax.Array:
-        """`[D, R + units]`, the squared norms of versions `[D, R + units]`."""
-        depth = self.squares.shape[1]
-        if depth == 1:
-            return self.squares[:, 0]
-        rows = jnp.mod(versions, depth)[:, None]
-        return jnp.take_along_axis(self.squares, rows, axis=1)[:, 0]
-
-    def are_finite(self, versions: jax.Array) -> jax.Array:
-        """bool `[]`, whether all gradients are finite of versions `[D, R + units]`; of -1 they are."""
-        return (jnp.isfinite(self._at(versions)) | (versions < 0)).all()
-
-
 class _Places(NamedTuple):
     """Where the norms of stages are, `[D, R + units]` each.
 
@@ -440,6 +386,59 @@ def _places(device: Device) -> _Places:
     return _Places(stage, used, counts)
 
 
+class _Norms(NamedTuple):
+    """Norms of gradients over all devices.
+
+    Attributes:
+      table: which gradients each stage counts.
+      places: where they are.
+      squares: `[D, K, R + units]`, the squared norms of the gradients of columns, and of parts of units, with loss scale;
+        that of version v in row v modulo K.
+      scale: `[]`, the loss scale of the gradient, or None.
+    """
+
+    table: NormTable
+    places: _Places
+    squares: jax.Array
+    scale: jax.Array | None
+
+    def of_version(
+        self, stage: jax.Array, version: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The norm over all stages, without loss scale, that the update of a stage sees which writes a version, and
+        whether it is skipped."""
+        table, places = self.table, self.places
+
+        def of_places(of_stages: np.ndarray) -> jax.Array:
+            """`[D, R + units]`, the entries `[stage, j]` for the stage j in each place."""
+            by_place = of_stages[:, places.stage]
+            return lax.dynamic_index_in_dim(
+                by_place, stage, keepdims=False, allow_negative_indices=False
+            )
+
+        counted = version + of_places(table.offset.astype(np.int32))
+        squares = self._at(counted)
+        broken = ~jnp.isfinite(squares) & of_places(table.together) & places.used
+        # Before its first update a stage has no gradient.
+        squares = jnp.where(places.counts & (counted > 0), squares, 0)
+        norm = jnp.sqrt(jnp.sum(squares))
+        if self.scale is not None:
+            norm /= self.scale.astype(norm.dtype)
+        return norm, broken.any()
+
+    def _at(self, versions: jax.Array) -> jax.Array:
+        """`[D, R + units]`, the squared norms of versions `[D, R + units]`."""
+        depth = self.squares.shape[1]
+        if depth == 1:
+            return self.squares[:, 0]
+        rows = jnp.mod(versions, depth)[:, None]
+        return jnp.take_along_axis(self.squares, rows, axis=1)[:, 0]
+
+    def are_finite(self, versions: jax.Array) -> jax.Array:
+        """bool `[]`, whether all gradients are finite of versions `[D, R + units]`; of -1 they are."""
+        return (jnp.isfinite(self._at(versions)) | (versions < 0)).all()
+
+
 def _norms(
     device: Device,
     scalars: TickScalars,
@@ -470,7 +469,8 @@ def _norms(
     kept = jnp.where(now, squares[None], arrays.squared_norm)
     all_squares, versions = lax.all_gather((kept, version), STAGE)
     scale = None if spec.loss_scale is None else arrays.loss_scale["scale"][0]
-    norms = _Norms(all_squares, scale)
+    assert spec.lowered.norms is not None
+    norms = _Norms(spec.lowered.norms, _places(device), all_squares, scale)
     if spec.loss_scale is not None:
         finite = norms.are_finite(versions)
         after = spec.loss_scale.after_update(arrays.loss_scale, finite)
@@ -481,7 +481,7 @@ def _norms(
     reporter = jnp.maximum(scalars.reporter, 0)
     position, chunk = jnp.asarray(first)[reporter]
     reported = versions[position, chunk]
-    norm, _ = norms.of_version(device, reporter, reported)
+    norm, _ = norms.of_version(reporter, reported)
     norm = jnp.where(updates_any & (reported >= 0), norm, arrays.gradient_norm[0])
     arrays = arrays.replace(squared_norm=kept, gradient_norm=norm[None])
     return arrays, norms

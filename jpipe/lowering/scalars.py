@@ -456,14 +456,11 @@ def _add_versions(
     version, least = operations.version[..., lane], _LEAST
     if newest:
         version, least = rows.newest[stage], 0
-    modulus, first = (
-        rows.num_versions[stage],
-        rows.first[np.arange(len(rows.first)), chunk],
-    )
+    modulus = rows.num_versions[stage]
+    first = rows.first[np.arange(len(rows.first)), chunk]
     if operation not in OF_COLUMNS:
-        first = np.zeros_like(
-            first
-        )  # a part of a vocabulary layer has arrays of its own
+        # A part of a vocabulary layer has arrays of its own.
+        first = np.zeros_like(first)
     table.add_plain((*lane_name, "absolute_version"), version, rounds=1, least=least)
     table.add_cyclic((*lane_name, "row"), version, 1, modulus, first, least=least)
     if operation.startswith("update"):
