@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe.lowering.array_rows import ArrayRows
 from jpipe.packing import Place
 from jpipe.program import Program
 from jpipe.stages.cut import Stages
@@ -87,6 +88,22 @@ class Location:
         return leaf
 
 
+def _lead(
+    rows: ArrayRows, place: Place, device: int, row: int, part: int = 0
+) -> tuple[int]:
+    """The leading index of a place.
+
+    Args:
+      rows: of the arrays of its group.
+      place: the place.
+      device: of its stage.
+      row: of the stage's rows on the device.
+      part: what the first axis is split over beside the devices: the replica.
+    """
+    position = part * rows.num_devices + device
+    return (position * rows.number(place.array) + rows.row(place.array, device, row),)
+
+
 def _block(
     lead: tuple, place: Place, view: tuple[int, ...], index: tuple, row: int = 0
 ) -> Block:
@@ -137,7 +154,7 @@ def locations(program: Program, rounds: int) -> Locations:
         program.engine.lowered,
         program.engine.loss_scale,
     )
-    R, rows = lowered.num_chunks, lowered.rows
+    rows, of_groups = lowered.rows, program.engine.array_rows
     newest = rows.newest_rows(rounds)
     found = Locations(
         params=[None] * len(stages.layers),
@@ -152,15 +169,17 @@ def locations(program: Program, rounds: int) -> Locations:
     }
     for s in range(stages.num_stages):
         d, chunk = program.placement[s]
-        row = int(rows.first[d, chunk] + newest[s])
-        version, column = (d * rows.num_rows + row,), (d * R + chunk,)
+        version = int(rows.first[d, chunk] + newest[s])
         for i, run, row in stages.layer_runs(s):
             layer = stages.layers[i]
-            for trees, name, lead, places, like in (
+            for trees, name, own, places, like in (
                 (found.params, "parameters", version, run.parameters, layer.parameters),
-                (found.mutable_state, "mutable_state", column, run.state, layer.state),
+                (found.mutable_state, "mutable_state", chunk, run.state, layer.state),
             ):
-                leaves = [Location.of(name, lead, place, row) for place in places]
+                leaves = [
+                    Location.of(name, _lead(of_groups[name], place, d, own), place, row)
+                    for place in places
+                ]
                 trees[i] = jax.tree.structure(like).unflatten(leaves)
         layers = tuple(stages.layers_of(s))
         of_state = _locations_of_state(program, s)
@@ -198,12 +217,12 @@ def _add_state(
 def _locations_of_state(program: Program, s: int) -> dict[str, Location]:
     """Path -> location of the leaves of a stage's optimizer state."""
     lowered, update = program.engine.lowered, update_of(program, s)
-    D, R = program.settings.schedule.num_devices, lowered.num_chunks
+    rows = program.engine.array_rows["optimizer_state"]
 
     def block(piece: Piece) -> Block:
         copy, replica = divmod(piece.share or 0, update.replicas.data)
         d, chunk = lowered.copies[s][copy]
-        lead = ((replica * D + d) * R + chunk,)
+        lead = _lead(rows, piece.place, d, chunk, replica)
         return _block(lead, piece.place, piece.view, piece.index)
 
     return {

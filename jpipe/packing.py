@@ -25,7 +25,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,6 +40,10 @@ CHUNK = 1 << 20
 
 MOST_PADDING = 1 / 8
 """The part of an array's bytes that `Packing.of(tight=True)` gives up pools for: what the average stage does not use."""
+
+
+Lead = Sequence | Callable[[str], Sequence]
+"""The indices of the leading axes of packed arrays: equal for all, or a function of the array's name."""
 
 
 class Leaf(NamedTuple):
@@ -224,7 +228,7 @@ class Packing:
         cls,
         owners: Sequence[Sequence[Leaf | tuple]],
         occupancy: float = 0.5,
-        num_stages: Sequence[int] | None = None,
+        devices: Sequence[Sequence[int]] | None = None,
         tight: bool = False,
     ) -> "Packing":
         """Packs the leaves of each owner.
@@ -233,15 +237,19 @@ class Packing:
           owners: for each owner a list of `Leaf` or `(aval, count)`. Leaves of one count that follow
             each other in the list belong together: leaf 0 of all of them is stored first, then leaf
             1. So what a layer writes lies side by side.
-          occupancy: a shape and dtype gets a pool if, on average over the stages, at least this
-            fraction of the pool is used. Leaves that are split or in host memory always get a pool.
-          num_stages: number of stages that each owner stands for; None: one each.
+          occupancy: a shape and dtype gets a pool if, on average over the devices, at least this
+            fraction of the pool's rows is used. Leaves that are split or in host memory always get a pool.
+          devices: for each owner the device of each stage that it stands for. An array has rows for the
+            stages of a device that use it: see `jpipe.lowering.array_rows`. None: every owner is one stage,
+            on a device of its own.
           tight: whether more leaves go into vectors if that brings padding within `MOST_PADDING`. For
             arrays that are large and live long, such as weights: a leaf of a vector is laid out anew
             on TPUs whenever it is read.
         """
         of_owners = [[Leaf(*leaf) for leaf in leaves] for leaves in owners]
-        weights = np.ones(len(owners)) if num_stages is None else np.array(num_stages)
+        stages = _Stages.of(
+            [[o] for o in range(len(owners))] if devices is None else devices
+        )
         counts: dict = collections.defaultdict(lambda: [0] * len(owners))
         for o, leaves in enumerate(of_owners):
             for leaf in leaves:
@@ -252,10 +260,10 @@ class Packing:
             for key, n in counts.items()
             if any(key[2])
             or key[3]
-            or weights @ n >= occupancy * weights.sum() * max(n)
+            or stages.used(n) >= occupancy * stages.allocated(n)
         }
         if tight:
-            pooled = _tightened(pooled, counts, weights)
+            pooled = _tightened(pooled, counts, stages)
         sizes: dict = collections.defaultdict(int)
         dtypes, places, used, specs, on_host = {}, [], [], {}, set()
         for leaves in of_owners:
@@ -325,9 +333,17 @@ class Packing:
         )
 
     @property
+    def row_bytes(self) -> dict[str, int]:
+        """Name -> bytes of the array, or of one of its rows where arrays have several."""
+        return {
+            name: math.prod(a.shape) * a.dtype.itemsize
+            for name, a in self.arrays.items()
+        }
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of the arrays, on every device."""
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in self.arrays.values())
+        """Bytes of the arrays, with one row each."""
+        return sum(self.row_bytes.values())
 
 
 def _key(leaf: Leaf) -> tuple[tuple[int, ...], np.dtype, tuple, int]:
@@ -336,33 +352,62 @@ def _key(leaf: Leaf) -> tuple[tuple[int, ...], np.dtype, tuple, int]:
     return tuple(leaf.aval.shape), np.dtype(leaf.aval.dtype), leaf.spec, chunk
 
 
-def _tightened(pooled: set, counts: Mapping, num_stages: np.ndarray) -> set:
+class _Stages(NamedTuple):
+    """How many stages of each owner are on each device.
+
+    Attributes:
+      number: int `[owners, devices]`.
+    """
+
+    number: np.ndarray
+
+    @classmethod
+    def of(cls, devices: Sequence[Sequence[int]]) -> "_Stages":
+        """From the device of each stage of each owner."""
+        number_of_devices = 1 + max(map(max, filter(None, devices)), default=0)
+        number = [
+            np.bincount(np.array(of, int), minlength=number_of_devices)
+            for of in devices
+        ]
+        return cls(np.array(number).reshape(len(devices), number_of_devices))
+
+    def used(self, sizes: Sequence[int]) -> int:
+        """What all stages use of an array of which each owner uses a size."""
+        return int(np.sum(sizes @ self.number))
+
+    def allocated(self, sizes: Sequence[int]) -> int:
+        """What all devices allocate for such an array: equal rows, for as many stages as use it on any one device."""
+        rows = (np.greater(sizes, 0) @ self.number).max()
+        return int(self.number.shape[1] * rows * max(sizes))
+
+
+def _tightened(pooled: set, counts: Mapping, stages: _Stages) -> set:
     """The pools that are left if padding is to be at most `MOST_PADDING`; all, if that cannot be reached.
 
     Args:
       pooled: `_key` of the leaves that have pools.
       counts: `_key` of all leaves -> how many each owner has.
-      num_stages: how many stages each owner stands for.
+      stages: of the owners.
     """
     num_bytes = {
         key: math.prod(key[0]) * key[1].itemsize * np.array(n)
         for key, n in counts.items()
     }
-    used = sum(of_owners @ num_stages for of_owners in num_bytes.values())
+    used = sum(map(stages.used, num_bytes.values()))
 
     def padding(pools: set) -> float:
         vectors: dict = collections.defaultdict(int)
         allocated = 0
         for key, of_owners in num_bytes.items():
             if key in pools:
-                allocated += max(of_owners)
+                allocated += stages.allocated(of_owners)
             else:
                 vectors[key[1]] = vectors[key[1]] + of_owners
-        allocated += sum(max(of_owners) for of_owners in vectors.values())
-        return 1 - used / max(allocated * num_stages.sum(), 1)
+        allocated += sum(map(stages.allocated, vectors.values()))
+        return 1 - used / max(allocated, 1)
 
-    def waste(key: tuple) -> float:
-        return max(num_bytes[key]) * num_stages.sum() - num_bytes[key] @ num_stages
+    def waste(key: tuple) -> int:
+        return stages.allocated(num_bytes[key]) - stages.used(num_bytes[key])
 
     # Leaves that are split or in host memory stay, and so do pools without padding.
     movable = {
@@ -419,7 +464,7 @@ def _row_major(place: Place, block: jax.Array) -> jax.Array:
 def read(
     arrays: Mapping[str, jax.Array],
     place: Place,
-    lead: Sequence,
+    lead: Lead,
     i: jax.Array | int = 0,
 ) -> jax.Array:
     """Reads leaf i at a place.
@@ -430,6 +475,7 @@ def read(
       lead: indices of the leading axes.
       i: number of the leaf.
     """
+    lead = indices(lead, place.array)
     array = place.rows_of(arrays[place.array], len(lead))
     start = _start(array, place, lead, i)
     sizes = [1] * len(lead) + list(place.block)
@@ -443,7 +489,7 @@ def read(
 def write(
     arrays: Mapping[str, jax.Array],
     place: Place,
-    lead: Sequence,
+    lead: Lead,
     value: jax.Array,
     i: jax.Array | int = 0,
 ) -> dict:
@@ -454,7 +500,7 @@ def write(
 def read_all(
     arrays: Mapping[str, jax.Array],
     places: Sequence[Place],
-    lead: Sequence,
+    lead: Lead,
     i: jax.Array | int = 0,
 ) -> list[jax.Array]:
     """Leaf i of every place; see `read`."""
@@ -464,7 +510,7 @@ def read_all(
 def write_all(
     arrays: Mapping[str, jax.Array],
     places: Sequence[Place],
-    lead: Sequence,
+    lead: Lead,
     values: Sequence[jax.Array],
     i: jax.Array | int = 0,
     *,
@@ -481,10 +527,10 @@ def write_all(
       joined: whether leaves that lie side by side are written at once. On GPUs these are fewer
         kernels.
     """
-    for place, block in _blocks(places, values, len(lead), joined):
+    for place, leading, block in _blocks(places, values, lead, joined):
         old = arrays[place.array]
-        array = place.rows_of(old, len(lead))
-        array = _updated(array, block, _start(array, place, lead, i))
+        array = place.rows_of(old, len(leading))
+        array = _updated(array, block, _start(array, place, leading, i))
         arrays = {**arrays, place.array: array.reshape(old.shape)}
     return arrays
 
@@ -492,7 +538,7 @@ def write_all(
 def add_all(
     arrays: Mapping[str, jax.Array],
     places: Sequence[Place],
-    lead: Sequence,
+    lead: Lead,
     values: Sequence[jax.Array],
     i: jax.Array | int = 0,
     *,
@@ -506,9 +552,9 @@ def add_all(
             value = read(arrays, place, lead, i) + value
             arrays = write(arrays, place, lead, value, i)
         return arrays
-    for place, block in _blocks(places, values, len(lead), joined=True):
+    for place, leading, block in _blocks(places, values, lead, joined=True):
         array = arrays[place.array]
-        start = _start(array, place, lead, i)
+        start = _start(array, place, leading, i)
         # XLA for GPUs reads, adds and writes in one kernel only if the block is not reshaped between.
         old = lax.dynamic_slice(array, start, block.shape, allow_negative_indices=False)
         array = _updated(array, _row_major(place, old) + block, start)
@@ -519,10 +565,10 @@ def add_all(
 def _blocks(
     places: Sequence[Place],
     values: Sequence[jax.Array],
-    num_leading: int,
+    lead: Lead,
     joined: bool,
-) -> Iterator[tuple[Place, jax.Array]]:
-    """Blocks `[1, ..., 1, rows, ...]` of values that lie side by side, with the place of the first."""
+) -> Iterator[tuple[Place, Sequence, jax.Array]]:
+    """Blocks `[1, ..., 1, rows, ...]` of values that lie side by side, with the place and the leading indices of the first."""
     pairs = list(zip(places, values, strict=True))
     groups: list[list[tuple[Place, jax.Array]]] = []
     if joined:
@@ -541,10 +587,11 @@ def _blocks(
         blocks = [split_as(p.spec, v).reshape(p.block) for p, v in group]
         block = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
         first = group[0][0]
-        block = _row_major(first, block.reshape(*[1] * num_leading, *block.shape))
+        leading = indices(lead, first.array)
+        block = _row_major(first, block.reshape(*[1] * len(leading), *block.shape))
         if first.on_host:
             block = jax.device_put(block, jax.memory.Space.Host)
-        yield first, block
+        yield first, leading, block
 
 
 def _updated(array: jax.Array, block: jax.Array, start: list[jax.Array]) -> jax.Array:
@@ -599,6 +646,11 @@ def divisible(spec: Sequence, shape: Sequence[int], sizes: Mapping[str, int]) ->
         for n, dim in zip(shape, dims, strict=True)
     ]
     return tuple(dim[0] if len(dim) == 1 else dim or None for dim in divided)
+
+
+def indices(lead: Lead, array: str) -> Sequence:
+    """The leading indices of an array, by its name."""
+    return lead(array) if callable(lead) else lead
 
 
 def _start(

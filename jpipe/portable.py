@@ -509,7 +509,7 @@ def _pack(
             _pack_copy(program, s, local[d], (d, chunk), *trees)
             for r, arrays in enumerate(states):
                 share = c * num_states + r
-                _pack_share(program, s, arrays[d], chunk, share, state_leaves)
+                _pack_share(program, s, arrays[d], (d, chunk), share, state_leaves)
     here = [a for a in mesh.devices.flat if a.process_index == jax.process_index()]
     for number, unit in enumerate(stages.vocabulary.units if here else ()):
         with jax.default_device(here[0]):
@@ -570,27 +570,34 @@ def _pack_copy(
       weights, mutable: one tree per layer of the model.
       read_weights: as `_read_weights` returns them.
     """
-    rows = program.engine.lowered.rows
-    column, versions = place_of_copy[1:], (rows.of_chunk(s, *place_of_copy),)
+    d, chunk = place_of_copy
+    of_groups = program.engine.array_rows
+    versions = program.engine.lowered.rows.of_chunk(s, d, chunk)
+
+    def lead(group: str, place: Place) -> tuple:
+        own = versions if group == "parameters" else slice(chunk, chunk + 1)
+        return (of_groups[group].rows(place.array, d, own),)
+
     for i, run, row in program.stages.layer_runs(s):
-        for name, places, tree, lead in (
-            ("parameters", run.parameters, weights[i], versions),
-            ("mutable_state", run.state, mutable[i], column),
+        for name, places, tree in (
+            ("parameters", run.parameters, weights[i]),
+            ("mutable_state", run.state, mutable[i]),
         ):
             for place, leaf in zip(places, jax.tree.leaves(tree), strict=True):
-                _write(local[name], lead, place, row, leaf)
+                _write(local[name], lead(name, place), place, row, leaf)
     update = update_of(program, s)
     for reader, values in read_weights.items():
         for copies, value in zip(update.parameters, values, strict=True):
             for place, row in copies:
-                _write(local["read_parameters"][reader], versions, place, row, value)
+                own = lead("parameters", place)
+                _write(local["read_parameters"][reader], own, place, row, value)
 
 
 def _pack_share(
     program: Program,
     s: int,
     local: Mapping[str, np.ndarray],
-    chunk: int,
+    place_of_copy: tuple[int, int],
     share: int,
     leaves: Sequence,
 ) -> None:
@@ -600,15 +607,17 @@ def _pack_share(
       program: of the state.
       s: the stage.
       local: the packed state of the device.
-      chunk: position of the stage among the device's stages.
+      place_of_copy: the device, and the position of the stage among the device's stages.
       share: number of the share; the replicas of a stage that do not share have all of the state.
       leaves: of the optimizer's state.
     """
+    rows = program.engine.array_rows["optimizer_state"]
     for pieces, leaf in zip(update_of(program, s).state, leaves, strict=True):
         for piece in pieces:
             if piece.share in (None, share):
                 numbers = np.asarray(leaf).reshape(piece.view)[piece.index]
-                _write(local, (chunk,), piece.place, 0, numbers)
+                lead = (rows.row(piece.place.array, *place_of_copy),)
+                _write(local, lead, piece.place, 0, numbers)
 
 
 def _pack_unit(

@@ -72,6 +72,7 @@ class Program:
                 settings.sharing_replicas,
                 settings.mesh.shape,
                 settings.offload,
+                settings.schedule.copies,
             ),
             settings.mesh,
             recompute=settings.recompute == "full",

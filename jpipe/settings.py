@@ -289,6 +289,7 @@ class Settings:
             vocabulary_layers=self.vocabulary(traced, microbatch, key_impl),
             compression=self.compress_messages,
             accumulate=self.accumulate_gradients,
+            devices=self.schedule.copies,
         )
 
 

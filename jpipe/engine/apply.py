@@ -23,7 +23,7 @@ from jpipe.engine.shares import (
     with_share,
     write_turn,
 )
-from jpipe.engine.units import own_arrays, row_of, unit_of
+from jpipe.engine.units import lead_of, row_of, unit_of
 from jpipe.lowering.scalars import LaneScalars
 from jpipe.packing import Place
 from jpipe.stages.accumulators import FACTORS
@@ -122,22 +122,22 @@ class Apply:
         earlier, the gradients would have to be copied.
         """
         chunk = row_of(self.device, self.scalars)
-        own = own_arrays(self.device, self.scalars, gradients)
+        lead = lead_of(self.device, self.scalars, "gradients", chunk)
+        own = {name: gradients[name] for name in self.program.gradient_arrays}
         if self.device.spec.lowered.guard == "cond":
-            return {**gradients, **_emptied_by_rows(own, chunk, num_done > 0)}
+            return {**gradients, **_emptied_by_rows(own, lead, num_done > 0)}
         own, _ = lax.optimization_barrier((own, updated))
 
         # XLA writes a selection in place, and would make a new array of zeros.
-        def emptied(array: jax.Array) -> jax.Array:
-            column = lax.dynamic_index_in_dim(
-                array, chunk, allow_negative_indices=False
-            )
+        def emptied(name: str, array: jax.Array) -> jax.Array:
+            (row,) = packing.indices(lead, name)
+            column = lax.dynamic_index_in_dim(array, row, allow_negative_indices=False)
             column = jnp.where(self.now, jnp.zeros_like(column), column)
             return lax.dynamic_update_index_in_dim(
-                array, column, chunk, 0, allow_negative_indices=False
+                array, column, row, 0, allow_negative_indices=False
             )
 
-        return {**gradients, **{name: emptied(a) for name, a in own.items()}}
+        return {**gradients, **{name: emptied(name, a) for name, a in own.items()}}
 
 
 class _Turn(NamedTuple):
@@ -253,11 +253,14 @@ class _Turn(NamedTuple):
         base: Any = bases[self.rank.share(division.replicas)]
         return dataclasses.replace(of_turn[0], base=base)
 
-    def _lead(self, slots: LeafSlots, row: jax.Array) -> list[jax.Array]:
+    def _lead(self, slots: LeafSlots, row: jax.Array) -> packing.Lead:
         """Leading index of a leaf in its packed arrays; `row` is that of weights."""
+        device, lane = self.update.device, self.update.scalars
+        group = "parameters"
         if slots.arrays in ("gradients", FACTORS, "optimizer_state"):
-            return [row_of(self.update.device, self.update.scalars)]
-        return [row]
+            row = row_of(device, lane)
+            group = "gradients" if slots.arrays == FACTORS else slots.arrays
+        return lead_of(device, lane, group, row)
 
     def unscaled(
         self, all_slots: Sequence[LeafSlots], values: Sequence[jax.Array]
@@ -272,20 +275,21 @@ class _Turn(NamedTuple):
         ]
 
 
-def _emptied_by_rows(gradients: Packed, chunk: jax.Array, now: jax.Array) -> Packed:
-    """Gradients whose column `chunk` is zero if `now`; row by row, so that they stay in place."""
+def _emptied_by_rows(gradients: Packed, lead: packing.Lead, now: jax.Array) -> Packed:
+    """Gradients whose column at `lead` is zero if `now`; row by row, so that they stay in place."""
 
-    def emptied(array: jax.Array) -> jax.Array:
+    def emptied(name: str, array: jax.Array) -> jax.Array:
+        (column,) = packing.indices(lead, name)
         num_rows = array.shape[1] if array.ndim > 2 else 1  # of a pool, or a vector
         row_shape = (1, array.shape[1] // num_rows, *array.shape[2:])
         zeros = jnp.zeros(row_shape, array.dtype)
 
         def row(i: jax.Array, array: jax.Array) -> jax.Array:
-            start = [chunk, i, *[jnp.int32(0)] * (array.ndim - 2)]
+            start = [column, i, *[jnp.int32(0)] * (array.ndim - 2)]
             return lax.dynamic_update_slice(
                 array, zeros, start, allow_negative_indices=False
             )
 
         return lax.fori_loop(0, now.astype(jnp.int32) * num_rows, row, array)
 
-    return {name: emptied(array) for name, array in gradients.items()}
+    return {name: emptied(name, array) for name, array in gradients.items()}

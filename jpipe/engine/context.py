@@ -1,7 +1,7 @@
 """The traced side of a pass: what one device knows in a pass, and in one lane of a tick."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -104,6 +104,28 @@ class Device:
         key = jax.random.fold_in(key, microbatch_number)
         return jax.random.fold_in(key, self.replica)
 
+    def lead(self, group: str, row: jax.Array | int) -> Callable[[str], Sequence]:
+        """The leading index of each array of a group.
+
+        Args:
+          group: see `PassSpec.array_rows`.
+          row: int32 `[]`, of an array that all stages use: the position of a stage among those of the device, or the
+            row of a version of its weights. In an array that the stage does not use, the index is that of another.
+        """
+        tables = self.spec.array_rows[group].tables
+
+        def of_array(name: str) -> list[jax.Array | int]:
+            if name not in tables:
+                return [row]
+            return [jnp.maximum(jnp.asarray(tables[name])[self.position, row], 0)]
+
+        return of_array
+
+    def uses(self, group: str, name: str, row: jax.Array | int) -> jax.Array | bool:
+        """Whether the stage at a row uses an array of a group: see `lead`."""
+        table = self.spec.array_rows[group].tables.get(name)
+        return True if table is None else jnp.asarray(table)[self.position, row] >= 0
+
     def mean_over_replicas(self, tree: Any) -> Any:
         """The mean over the replicas of a stage."""
         return lax.pmean(tree, DATA) if self.spec.num_replicas > 1 else tree
@@ -117,14 +139,16 @@ class StageContext:
       device: the device.
       program: the program, static. It runs on one of `program.stages`.
       scalars: of the lane: which stage, microbatch, version and slots.
-      chunk: `scalars.chunk`, read before the branch that the stage runs in; None: it is read where
-        it is needed. See `runtime_index`.
+      columns: group -> the leading indices of the stage's column, read before the branch that the stage runs in; without
+        an entry they are read where they are needed. See `runtime_index`.
     """
 
     device: Device
     program: StageProgram
     scalars: LaneScalars
-    chunk: jax.Array | None = None
+    columns: Mapping[str, Callable[[str], Sequence]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @property
     def spec(self) -> PassSpec:
@@ -136,10 +160,14 @@ class StageContext:
         """The model."""
         return self.device.spec.stages
 
+    def column(self, group: str) -> Callable[[str], Sequence]:
+        """The leading indices of the stage's column in the arrays of a group."""
+        return self.columns.get(group) or self.device.lead(group, self.scalars.chunk)
+
     @property
-    def column(self) -> list[jax.Array]:
-        """Leading indices of the column in arrays `[R, ...]`."""
-        return [self.scalars.chunk if self.chunk is None else self.chunk]
+    def version(self) -> Callable[[str], Sequence]:
+        """The leading indices of the weights that the lane reads."""
+        return self.device.lead("parameters", self.scalars.row)
 
     @property
     def joins(self) -> bool:

@@ -19,7 +19,7 @@ from jpipe.engine.context import Device
 from jpipe.engine.guard import guarded
 from jpipe.lowering.scalars import TickScalars
 from jpipe.mesh import STAGE
-from jpipe.packing import Place
+from jpipe.packing import Place, indices
 
 IN_A_RING = ("tpu",)
 """The platforms that add by permutes: see `Ring`."""
@@ -74,7 +74,8 @@ def sum_over_copies(
         ]
         if len(copies) > 1 and places:
             now = scalars.get("copies", operation, s) >= 0
-            add = functools.partial(_sum, device, copies, _rows(places))
+            group = "gradients" if operation == "update" else "mutable_state"
+            add = functools.partial(_sum, device, copies, group, _rows(places))
             arrays = guarded(spec.lowered.guard, now, add, arrays, None)
     return arrays
 
@@ -82,6 +83,7 @@ def sum_over_copies(
 def _sum(
     device: Device,
     copies: Sequence[tuple[int, int]],
+    group: str,
     blocks: Sequence[_Rows],
     arrays: Packed,
     _: None,
@@ -91,14 +93,16 @@ def _sum(
     Args:
       device: the device.
       copies: device and position of the stage on it, for every copy.
+      group: that has the rows of the arrays.
       blocks: where the stage's accumulators are.
       arrays: packed accumulators `[R, ...]`.
     """
     ring = Ring.of(device, copies)
+    lead = device.lead(group, ring.chunk)
 
     def start_of(block: _Rows) -> list[jax.Array]:
         zeros = [jnp.int32(0)] * (arrays[block.array].ndim - 2)
-        return [ring.chunk, jnp.int32(block.start), *zeros]
+        return [*indices(lead, block.array), jnp.int32(block.start), *zeros]
 
     values = [
         lax.dynamic_slice(

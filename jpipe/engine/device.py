@@ -33,7 +33,7 @@ The buffers live in the donated training state. As temporaries of the step they 
 anew by every step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -51,7 +51,7 @@ from jpipe.engine.operations import OPERATIONS
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.transport import move, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
-from jpipe.lowering.scalars import TickScalars
+from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import FSDP
 
 RESULTS = ("loss", "aux", "count", "skipped", "gradient_norm")
@@ -265,8 +265,8 @@ def _run_operation(
     spec = device.spec
     for j in range(spec.lowered.operations[name].num_lanes):
         lane = scalars.lane(name, j)
-        chunk = lane.chunk if spec.lowered.guard == "switch" else None
-        stages = [StageContext(device, p, lane, chunk) for p in spec.stages.programs]
+        columns = _columns(device, lane) if spec.lowered.guard == "switch" else {}
+        stages = [StageContext(device, p, lane, columns) for p in spec.stages.programs]
         branches = [
             _branch(name, stage)
             if _runs(spec, name, j, stage)
@@ -275,6 +275,23 @@ def _run_operation(
         ]
         arrays = run_one_of(spec.lowered.guard, lane.program, branches, arrays)
     return arrays
+
+
+def _columns(device: Device, lane: LaneScalars) -> dict[str, Callable]:
+    """The leading indices of a lane's column, read here."""
+    found: dict[str, Callable] = {}
+    chunk = lane.chunk
+    for group, rows in device.spec.array_rows.items():
+        if group == "parameters":
+            continue
+        lead = device.lead(group, chunk)
+        read_here = {name: lead(name) for name in rows.tables}
+
+        def of_array(name: str, read_here: dict = read_here) -> Sequence:
+            return read_here.get(name, [chunk])
+
+        found[group] = of_array
+    return found
 
 
 def _runs(spec: PassSpec, name: str, lane: int, stage: StageContext) -> bool:

@@ -17,6 +17,7 @@ updates.py       norms, replicas, tied weights, optimizer
 loss_scale.py    loss scaling
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -96,14 +97,23 @@ class Engine(PassSpec):
           version: int32 `[]`, the number, counted since round 0.
         """
         rows, units = self.rows, self.stages.vocabulary.units
-        # For every row of a device the first row of its stage, and the number of the stage's versions.
-        first, modulus = np.zeros((2, self.schedule.num_devices, rows.num_rows), int)
-        modulus += 1
-        for s, copies in enumerate(self.lowered.copies):
-            for d, chunk in copies:
-                of_stage = rows.of_chunk(s, d, chunk)
-                first[d, of_stage] = of_stage.start
-                modulus[d, of_stage] = rows.num_versions[s]
+        of_arrays = self.array_rows["parameters"]
+
+        @functools.cache
+        def of_rows(name: str) -> tuple[np.ndarray, np.ndarray]:
+            """For every row of an array the first row of its stage, and the number of the stage's versions."""
+            shape = self.schedule.num_devices, of_arrays.number(name)
+            first, modulus = np.zeros(shape, int), np.ones(shape, int)
+            for s, copies in enumerate(self.lowered.copies):
+                for d, chunk in copies:
+                    of_stage = rows.of_chunk(s, d, chunk)
+                    if of_arrays.row(name, d, of_stage.start) < 0:
+                        continue  # the stage does not use the array
+                    own = of_arrays.rows(name, d, of_stage)
+                    first[d, own] = own.start
+                    modulus[d, own] = rows.num_versions[s]
+            return first, modulus
+
         of_units = {
             name: num_versions
             for unit, num_versions in zip(units, self.rows_of_units)
@@ -115,6 +125,7 @@ class Engine(PassSpec):
                 row = jnp.mod(version, of_units[name])
                 return jnp.broadcast_to(array[row][None], array.shape)
             d = lax.axis_index(STAGE)
+            first, modulus = of_rows(name)
             row = jnp.asarray(first)[d] + jnp.mod(version, jnp.asarray(modulus)[d])
             return array[row]
 

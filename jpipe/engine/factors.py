@@ -19,6 +19,7 @@ from jpipe.compress import Factors, StreamingPCA
 from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import Device, StageContext
 from jpipe.layers.products import Product
+from jpipe.packing import Lead
 from jpipe.stages.accumulators import FACTORS, FactorPlaces
 
 Record = TypeVar("Record", bound=TickArrays)
@@ -89,7 +90,7 @@ class FactorSum(NamedTuple):
         self,
         arrays: Packed,
         places: FactorPlaces,
-        lead: list[jax.Array],
+        lead: Lead,
         product: Product,
         i: jax.Array | int,
     ) -> Mapping[str, jax.Array]:

@@ -130,7 +130,7 @@ class Exchange(NamedTuple):
     ) -> tuple[Packed, Packed, Any]:
         """One gradient."""
         compressor: Any = self.device.spec.compress_gradients
-        lead = [self.chunk]
+        lead = self.device.lead("gradients", self.chunk)
         scaled = packing.read(gradients, place, lead)
         error = packing.read(errors, place, lead)
         state = jax.tree.map(lambda a: a[self.chunk, i], states)

@@ -21,9 +21,9 @@ from jpipe import packing
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.sharding import microbatch_spec
+from jpipe.lowering.array_rows import ArrayRows
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import HEAD_GRADIENT, STASHES, Lowered
-from jpipe.lowering.versions import VersionRows
 from jpipe.mesh import DATA, DEVICE_MEMORY, FSDP, HOST_MEMORY, STAGE
 from jpipe.packing import Packing
 
@@ -116,38 +116,38 @@ class StatePackings:
         )
 
     def of_weights(
-        self, mesh: Mesh, num_rows: int, rows_of_units: Sequence[int] | None = None
+        self, mesh: Mesh, rows: ArrayRows, rows_of_units: Sequence[int]
     ) -> dict[str, Any]:
-        """Local shapes of arrays like the weights: of the stages on a device, and of its parts of vocabulary layers.
+        """Local shapes of the weights: of the stages on a device, and of its parts of vocabulary layers.
 
         Args:
           mesh: the devices.
-          num_rows: rows of the stages, R if there is one for each.
-          rows_of_units: rows of each of `units`; None: one.
+          rows: of the stages.
+          rows_of_units: rows of each of `units`.
         """
-        return _with_units(mesh, self.parameters, self.units, num_rows, rows_of_units)
+        return _with_units(mesh, self.parameters, self.units, rows, rows_of_units)
 
-    def of_gradients(self, mesh: Mesh, num_rows: int) -> dict[str, Any]:
-        """The same of the gradients."""
-        return _with_units(mesh, self.accumulators, self.units, num_rows)
+    def of_gradients(self, mesh: Mesh, rows: ArrayRows) -> dict[str, Any]:
+        """The same of the gradients; a unit has one row."""
+        return _with_units(mesh, self.accumulators, self.units, rows)
 
-    def of_state(self, mesh: Mesh, num_rows: int) -> dict[str, Any]:
+    def of_state(self, mesh: Mesh, rows: ArrayRows) -> dict[str, Any]:
         """The same of the optimizer's state."""
         assert self.optimizer_state is not None
-        return _with_units(mesh, self.optimizer_state, self.unit_states, num_rows)
+        return _with_units(mesh, self.optimizer_state, self.unit_states, rows)
 
 
 def _with_units(
     mesh: Mesh,
     of_stages: Packing,
     of_units: Sequence[Packing],
-    num_rows: int,
+    rows: ArrayRows,
     rows_of_units: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Local shapes of packed arrays; a device has one part of a unit, not one for each of its R stages."""
-    shapes = packed_shapes(mesh, of_stages, num_rows)
-    for of_unit, rows in zip(of_units, rows_of_units or [1] * len(of_units)):
-        shapes |= packed_shapes(mesh, of_unit, rows)
+    shapes = packed_shapes(mesh, of_stages, rows)
+    for of_unit, number in zip(of_units, rows_of_units or [1] * len(of_units)):
+        shapes |= packed_shapes(mesh, of_unit, number)
     return shapes
 
 
@@ -232,6 +232,7 @@ def training_layout(
     mesh: Mesh,
     lowered: Lowered,
     packings: StatePackings,
+    array_rows: Mapping[str, ArrayRows],
     *,
     microbatch: Any,
     norm_dtype: np.dtype,
@@ -249,6 +250,7 @@ def training_layout(
       mesh: the devices.
       lowered: the lowered table.
       packings: how the leaves are packed.
+      array_rows: group -> the rows of its arrays: see `PassSpec.array_rows`.
       microbatch: the abstract microbatch.
       norm_dtype: dtype of gradient norms.
       rows_of_units: versions of the parts of vocabulary layers.
@@ -266,10 +268,12 @@ def training_layout(
         lambda: jax.random.key_data(jax.random.key(0, impl=key_impl))[None]
     )
     counter = jax.ShapeDtypeStruct((1,), np.int32)
-    parameters = packings.of_weights(mesh, lowered.rows.num_rows, rows_of_units)
+    rows = array_rows
+    parameters = packings.of_weights(mesh, rows["parameters"], rows_of_units)
     buffers = buffer_shapes(mesh, lowered, packings, microbatch)
     # Sums over the microbatches of a minibatch that have run forward.
-    buffers["statistics"] = packed_shapes(None, packings.mutable_state, R)
+    mutable_state = packed_shapes(None, packings.mutable_state, rows["mutable_state"])
+    buffers["statistics"] = mutable_state
     # Of the latest versions of each column, and of the device's part of each unit, for norms over all stages.
     assert lowered.norms is not None
     num_norms = lowered.norms.depth, R + len(packings.units)
@@ -277,15 +281,15 @@ def training_layout(
     groups = {
         "parameters": parameters,
         "read_parameters": dict.fromkeys(hooked_passes, parameters),
-        "optimizer_state": packings.of_state(mesh, R),
-        "mutable_state": packed_shapes(None, packings.mutable_state, R),
+        "optimizer_state": packings.of_state(mesh, rows["optimizer_state"]),
+        "mutable_state": mutable_state,
         "loss_scale": {} if loss_scale is None else loss_scale.shapes(),
         "gradient_compression": gradient_compression or {},
         "message_compression": message_compression or {},
         "round": counter,
         "started": counter,
         "key": key,
-        "gradients": packings.of_gradients(mesh, R),
+        "gradients": packings.of_gradients(mesh, rows["gradients"]),
         "buffers": buffers,
     }
     private = {"optimizer_state"} if shares_updates else set()
@@ -301,8 +305,8 @@ def forward_only_layout(
     mesh: Mesh,
     lowered: Lowered,
     packings: StatePackings,
+    array_rows: Mapping[str, ArrayRows],
     *,
-    rows: VersionRows,
     rows_of_units: Sequence[int] = (),
     microbatch: Any,
     message_compression: Any = None,
@@ -313,15 +317,17 @@ def forward_only_layout(
       mesh: the devices.
       lowered: the lowered table.
       packings: how the leaves are packed.
-      rows: of the state that holds the weights.
+      array_rows: group -> the rows of its arrays, as in the state that holds the weights.
       rows_of_units: versions of the parts of vocabulary layers.
       microbatch: the abstract microbatch.
       message_compression: local shapes of what compression of messages keeps; None: nothing.
     """
-    R = lowered.num_chunks
+    rows = array_rows
     groups = {
-        "parameters": packings.of_weights(mesh, rows.num_rows, rows_of_units),
-        "mutable_state": packed_shapes(None, packings.mutable_state, R),
+        "parameters": packings.of_weights(mesh, rows["parameters"], rows_of_units),
+        "mutable_state": packed_shapes(
+            None, packings.mutable_state, rows["mutable_state"]
+        ),
         "message_compression": message_compression or {},
         "buffers": buffer_shapes(mesh, lowered, packings, microbatch),
     }
@@ -449,7 +455,7 @@ def _spelled(dims: Sequence) -> PartitionSpec:
 
 
 def packed_shapes(
-    mesh: Mesh | None, pack: Packing, *lead: int
+    mesh: Mesh | None, pack: Packing, rows: ArrayRows | int | None = None
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Local shapes of packed arrays.
 
@@ -457,15 +463,21 @@ def packed_shapes(
       mesh: gives arrays that are split over automatic axes the sharding that says how; None: all
         arrays are whole on their device.
       pack: the packing.
-      *lead: sizes of the leading axes.
+      rows: of each array, or of all of them, along a leading axis; None: there is no such axis.
     """
+
+    def lead(name: str) -> tuple[int, ...]:
+        if rows is None:
+            return ()
+        return (rows if isinstance(rows, int) else rows.number(name),)
+
     shapes = {
-        name: jax.ShapeDtypeStruct((*lead, *a.shape), a.dtype)
+        name: jax.ShapeDtypeStruct((*lead(name), *a.shape), a.dtype)
         for name, a in pack.arrays.items()
     }
     for name, spec in pack.specs.items() if mesh is not None else ():
         assert mesh is not None
-        dims = [None] * (len(lead) + 1) + list(spec)
+        dims = [None] * (len(lead(name)) + 1) + list(spec)
         sharding = NamedSharding(mesh, _spelled(dims))
         a = shapes[name]
         shapes[name] = jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)

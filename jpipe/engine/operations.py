@@ -41,6 +41,7 @@ from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
 from jpipe.lowering.rings import HEAD_GRADIENT, STASHES
 from jpipe.lowering.scalars import LaneScalars
+from jpipe.packing import Lead
 from jpipe.stages.cut import LayerRun
 
 FORWARD_STASHES, SPLIT = ["input_stash", "weight_stash"], "split_residuals"
@@ -233,7 +234,7 @@ def _commit_state(stage: StageContext, written: Written) -> Written:
 
 def _committed(stage: StageContext, arrays: tuple, _: None) -> tuple:
     """Mutable state and statistics after a minibatch."""
-    column = stage.column
+    column = stage.column("mutable_state")
     for r, run in enumerate(stage.program.runs):
         if run.state:
             layer = functools.partial(_commit_layer, stage, run, column)
@@ -256,7 +257,7 @@ def commit(stage: StageContext, written: Written, read: ReadOnly) -> Written:
 def _commit_layer(
     stage: StageContext,
     run: LayerRun,
-    column: list[jax.Array],
+    column: Lead,
     i: jax.Array | int,
     arrays: tuple,
 ) -> tuple:
@@ -307,6 +308,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     rings = _rings(written, read)
     gradients = None if split else accumulators_of(written)
     lane, factors = stage.scalars, FactorSum.of(stage, read)
+    column = functools.partial(stage.column, "gradients")
     skip_gradients = arrived_skip_gradients(stage, read)
     for r, run in reversed(list(enumerate(stage.program.runs))):
         kind = stage.stages.layer_kinds[run.kind]
@@ -331,7 +333,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
                 gp, gx = kind.backward(parameters, stash, gy)
                 row = stage.runtime_index(i)
                 gradients = add_gradients(
-                    gradients, run, gp, lambda: stage.column, row, stage.joins, factors
+                    gradients, run, gp, column, row, stage.joins, factors
                 )
             return stage.stages.values.constrained(gx), rings, gradients
 
@@ -431,6 +433,7 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
     """The parameter gradients of one microbatch, after `backward` computed its input gradient."""
     gradients, lane = accumulators_of(written), stage.scalars
     factors = FactorSum.of(stage, read)
+    column = functools.partial(stage.column, "gradients")
     for r, run in enumerate(stage.program.runs):
         kind = stage.stages.layer_kinds[run.kind]
 
@@ -453,7 +456,7 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
             values = kind.weight_grad(parameters, stash, values)
             row = stage.runtime_index(i)
             return add_gradients(
-                gradients, run, values, lambda: stage.column, row, stage.joins, factors
+                gradients, run, values, column, row, stage.joins, factors
             )
 
         gradients = for_each_layer(stage, r, layer, gradients)

@@ -25,7 +25,7 @@ from jpipe.engine.copies import Ring
 from jpipe.engine.guard import guarded
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA
-from jpipe.packing import Place
+from jpipe.packing import Lead, Place
 from jpipe.stages.optimizer import StageUpdate
 from jpipe.stages.shares import Division, Replicas
 from jpipe.stages.update_groups import LeafSlots
@@ -70,7 +70,7 @@ def places(slots: LeafSlots, i: jax.Array | int, copy: int = 0) -> list[Place]:
 
 
 def read_turn(
-    arrays: Packed, slots: LeafSlots, i: jax.Array | int, lead: Sequence
+    arrays: Packed, slots: LeafSlots, i: jax.Array | int, lead: Lead
 ) -> list[jax.Array]:
     """The leaves of turn i."""
     return [packing.read(arrays, place, lead) for place in places(slots, i)]
@@ -80,7 +80,7 @@ def write_turn(
     arrays: Packed,
     slots: LeafSlots,
     i: jax.Array | int,
-    lead: Sequence,
+    lead: Lead,
     leaves: Sequence[jax.Array],
 ) -> Packed:
     """The arrays with the leaves of turn i replaced, in all copies of tied leaves."""
@@ -198,7 +198,7 @@ def scatter_over_data(
     """
     rank, lead, size = (
         rank_of(device, lane.chunk),
-        [lane.chunk],
+        device.lead("gradients", lane.chunk),
         device.spec.num_replicas,
     )
 
@@ -238,7 +238,7 @@ def scatter_over_copies(
     """
 
     def scatter(ring: Ring, program: StageUpdate, gradients: Packed, n: Any) -> Packed:
-        lead = [ring.chunk]
+        lead = device.lead("gradients", ring.chunk)
 
         def scattered(division: Division, leaves: Sequence, _: tuple) -> list:
             axis, size = division.axis, division.replicas.copies
@@ -265,7 +265,7 @@ def _each_turn(
     names: Sequence[str],
     num_updates: jax.Array | int,
     arrays: Packed,
-    lead: Sequence,
+    lead: Lead,
     change: Callable[[Division, list[jax.Array], tuple], list[jax.Array]],
 ) -> Packed:
     """Packed arrays with the leaves of every turn changed.
@@ -331,7 +331,7 @@ def gather_over_copies(
             whole = division.leaves(jnp.moveaxis(parts, 0, division.axis))
             return ring.on_members(whole, leaves)
 
-        lead = [row]
+        lead = device.lead("parameters", row)
         return _each_turn(program, "outputs", (name,), n, weights, lead, gathered)
 
     return each_stage(device, scalars, gather, weights)

@@ -18,6 +18,7 @@ from jpipe.engine.layout import (
     training_layout,
 )
 from jpipe.engine.loss_scale import LossScale
+from jpipe.lowering.array_rows import ArrayRows
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, Lowered, guard_of, lower
 from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
@@ -25,7 +26,7 @@ from jpipe.lowering.versions import VersionRows
 from jpipe.mesh import DATA
 from jpipe.packing import Packing, Place
 from jpipe.schedule import Schedule
-from jpipe.stages.accumulators import FACTORS, first_factors
+from jpipe.stages.accumulators import FACTORS, first_factors, flat_places
 from jpipe.stages.codecs import first_states
 from jpipe.stages.cut import Stages
 from jpipe.stages.gradient_groups import (
@@ -160,7 +161,7 @@ class PassSpec:
             return {}
         assert self.compress_gradients is not None
         R = self.lowered.num_chunks
-        shapes = self.packings.of_weights(self.mesh, R)
+        shapes = self.packings.of_gradients(self.mesh, self.array_rows["gradients"])
         return {
             "error": {n: jnp.zeros(a.shape, a.dtype) for n, a in shapes.items()},
             "states": compressor_states(
@@ -202,6 +203,43 @@ class PassSpec:
         """Where the versions of weights are."""
         return (self.trained or self.lowered).rows
 
+    @functools.cached_property
+    def array_rows(self) -> dict[str, ArrayRows]:
+        """The rows of arrays with leaves of stages: of "parameters" (also as hooks give them), "mutable_state" (also
+        statistics), "gradients" (also errors of compression), "optimizer_state" and "message_compression"."""
+        lowered, stages = self.trained or self.lowered, self.stages
+
+        def of_runs(name: str) -> list[set[str]]:
+            """For each stage the names of the arrays that hold what its layers have for a use."""
+            return [
+                {
+                    place.array
+                    for run in stages.programs[p].runs
+                    for place in flat_places(getattr(run, name))
+                }
+                for p in stages.program_of_stage
+            ]
+
+        of_columns = functools.partial(ArrayRows.of_columns, lowered)
+        found = {
+            "parameters": ArrayRows.of_versions(
+                lowered, stages.parameters.arrays, of_runs("parameters")
+            ),
+            "mutable_state": of_columns(stages.state.arrays, of_runs("state")),
+            "message_compression": of_columns([], of_runs("state")),
+        }
+        if self.updates is None:
+            return found
+        of_programs = [
+            {piece.place.array for of_leaf in program.state for piece in of_leaf}
+            for program in self.updates.programs
+        ]
+        of_state = [of_programs[u] for u in self.updates.program_of_stage]
+        return found | {
+            "gradients": of_columns(stages.accumulators.arrays, of_runs("gradients")),
+            "optimizer_state": of_columns(self.updates.state.arrays, of_state),
+        }
+
     @property
     def rows_of_units(self) -> list[int]:
         """For each unit of vocabulary layers the versions that are kept of it."""
@@ -239,7 +277,7 @@ class PassSpec:
                 self.mesh,
                 self.lowered,
                 self.packings,
-                rows=self.rows,
+                self.array_rows,
                 rows_of_units=self.rows_of_units,
                 microbatch=self.microbatch,
                 message_compression=jax.eval_shape(self.first_message_compression),
@@ -249,6 +287,7 @@ class PassSpec:
             self.mesh,
             self.lowered,
             self.packings,
+            self.array_rows,
             microbatch=self.microbatch,
             norm_dtype=self.updates.norm_dtype,
             rows_of_units=self.rows_of_units,

@@ -22,7 +22,7 @@ from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.products import Product
 from jpipe.mesh import FSDP
-from jpipe.packing import Place
+from jpipe.packing import Lead, Place
 from jpipe.stages.accumulators import FactorPlaces
 from jpipe.stages.cut import LayerRun
 
@@ -133,7 +133,7 @@ def add_gradients(
     gradients: Packed,
     run: LayerRun,
     values: Sequence[jax.Array | Product],
-    column_of: Callable[[], list[jax.Array]],
+    column_of: Callable[[], Lead],
     i: jax.Array | int,
     joined: bool = False,
     factors: FactorSum | None = None,
@@ -182,7 +182,7 @@ def layer_parameters(
 ) -> list[jax.Array]:
     """The weights of layer i that a "forward" or a "backward" reads, gathered from the axis "fsdp"."""
     arrays = read.read_parameters.get(weight_pass, read.parameters)
-    values = packing.read_all(arrays, run.parameters, [stage.scalars.row], i)
+    values = packing.read_all(arrays, run.parameters, stage.version, i)
     return _gathered(run.parameters, values, stage.spec.compute_dtype)
 
 
@@ -224,7 +224,8 @@ def _layer_extra(
         key = jax.random.key_data(key)
     if not run.state:
         return [key]
-    return [key, *packing.read_all(mutable_state, run.state, stage.column, i)]
+    column = stage.column("mutable_state")
+    return [key, *packing.read_all(mutable_state, run.state, column, i)]
 
 
 class LayersResult(NamedTuple):
@@ -294,7 +295,12 @@ def run_layers(
             if statistics is not None and run.state:
                 i = stage.runtime_index(i)
                 statistics = packing.add_all(
-                    statistics, run.state, stage.column, aux, i, joined=stage.joins
+                    statistics,
+                    run.state,
+                    stage.column("mutable_state"),
+                    aux,
+                    i,
+                    joined=stage.joins,
                 )
             return stage.stages.values.constrained(y), rings, statistics
 

@@ -190,7 +190,7 @@ class MessageEnd(NamedTuple):
                 wire, state = codec.encode(value, state)
             wires += wire
             if key in kept:
-                (chunk,) = self.stage.column
+                (chunk,) = self.stage.column("message_compression")(key)
                 kept[key] = jax.tree.map(
                     lambda a, b, chunk=chunk: put_row(a, b, chunk), kept[key], state
                 )
@@ -211,7 +211,7 @@ class MessageEnd(NamedTuple):
         """The state of the compressor of a leaf; the first one if none is kept, as in evaluation with other shapes."""
         if kept is None:
             return codec.first_state(self._gradient)
-        (chunk,) = self.stage.column
+        (chunk,) = self.stage.column("message_compression")(self.inbox)
         return jax.tree.map(
             lambda a: lax.dynamic_index_in_dim(
                 a, chunk, keepdims=False, allow_negative_indices=False

@@ -36,7 +36,14 @@ from jpipe.engine.shares import (
 )
 from jpipe.engine.spec import TiedCopy
 from jpipe.engine.transport import put_row
-from jpipe.engine.units import arrays_of, own_arrays, programs_of, row_of
+from jpipe.engine.units import (
+    arrays_of,
+    lead_of,
+    own_arrays,
+    programs_of,
+    row_of,
+    unit_of,
+)
 from jpipe.lowering.norms import NormTable
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA, STAGE
@@ -268,12 +275,21 @@ def _gather_weights(
 def _mean_over_replicas(device: Device, lane: LaneScalars, arrays: Record) -> Record:
     """Replaces the gradients that the lane updates with by their mean over replicas."""
 
-    def mean(gradients: Packed, chunk: jax.Array) -> Packed:
-        column = {
-            name: lax.dynamic_index_in_dim(a, chunk) for name, a in gradients.items()
-        }
-        means = device.mean_over_replicas(column)
-        return {name: put_row(gradients[name], a, chunk) for name, a in means.items()}
+    is_column = unit_of(device, lane) is None
+
+    def mean(gradients: Packed, row: jax.Array) -> Packed:
+        lead = lead_of(device, lane, "gradients", row)
+        rows = {name: lead(name)[0] for name in gradients}
+        own = {n: lax.dynamic_index_in_dim(a, rows[n]) for n, a in gradients.items()}
+        means = device.mean_over_replicas(own)
+        for name, a in gradients.items():
+            # The row of an array that the stage does not use is one of another stage.
+            used = device.uses("gradients", name, row) if is_column else True
+            new = (
+                means[name] if used is True else jnp.where(used, means[name], own[name])
+            )
+            gradients = {**gradients, name: put_row(a, new, rows[name])}
+        return gradients
 
     gradients = guarded(
         device.spec.lowered.guard,
@@ -310,22 +326,25 @@ def _sum_tied_gradients(
     device: Device, copies: Sequence[TiedCopy], arrays: TickArrays
 ) -> TickArrays:
     gradients = arrays.gradients
+    lead = functools.partial(device.lead, "gradients")
     total: Any = 0
     for copy in copies:
         for chunk, devices in _by_chunk(copy):
-            value = packing.read(gradients, copy.gradient, [chunk], copy.row)
+            value = packing.read(gradients, copy.gradient, lead(chunk), copy.row)
             total += jnp.where(_is_on(device, devices), value, 0)
     if len({d for copy in copies for d, _ in copy.stage_copies}) > 1:
         total = lax.psum(total, STAGE)
     home = copies[0].stage_copies[0][0]
     for copy in copies:
         for chunk, devices in _by_chunk(copy):
-            old = packing.read(gradients, copy.gradient, [chunk], copy.row)
+            old = packing.read(gradients, copy.gradient, lead(chunk), copy.row)
             new = jnp.zeros_like(total)
             if copy is copies[0]:
                 new = jnp.where(device.position == home, total, new)
             new = jnp.where(_is_on(device, devices), new, old)
-            gradients = packing.write(gradients, copy.gradient, [chunk], new, copy.row)
+            gradients = packing.write(
+                gradients, copy.gradient, lead(chunk), new, copy.row
+            )
     return arrays.replace(gradients=gradients)
 
 
@@ -339,15 +358,17 @@ def _copy_tied_weights(
         return arrays
     # Schedules that tie stages keep one version, so the row of a stage is its position.
     parameters = arrays.parameters
+    lead = functools.partial(device.lead, "parameters")
     home, chunk = first.stage_copies[0]
-    value = packing.read(parameters, first.place, [chunk], first.row)
+    value = packing.read(parameters, first.place, lead(chunk), first.row)
     value = lax.psum(jnp.where(device.position == home, value, 0), STAGE)
     for copy in others:
         for chunk, devices in _by_chunk(copy):
-            lead = [chunk]
-            old = packing.read(parameters, copy.place, lead, copy.row)
+            old = packing.read(parameters, copy.place, lead(chunk), copy.row)
             new = jnp.where(_is_on(device, devices), value, old)
-            parameters = packing.write(parameters, copy.place, lead, new, copy.row)
+            parameters = packing.write(
+                parameters, copy.place, lead(chunk), new, copy.row
+            )
     return arrays.replace(parameters=parameters)
 
 
@@ -489,24 +510,29 @@ def _norms(
 
 def _squares(device: Device, scalars: TickScalars, arrays: TickArrays) -> jax.Array:
     """`[R + units]`, the squared norm of each column's and unit's gradient; anything if no column updates."""
-    dtype = device.spec.updates.norm_dtype
+    dtype, num_chunks = device.spec.updates.norm_dtype, device.spec.lowered.num_chunks
     units = range(len(device.spec.stages.vocabulary.units))
+    rows, chunks = device.spec.array_rows["gradients"], jnp.arange(num_chunks)
+    lead = device.lead("gradients", chunks)
 
     def squares(_: jax.Array, packed: tuple[Packed, Packed]) -> jax.Array:
         sigmas, gradients = packed
-        of_columns = jnp.zeros(device.spec.lowered.num_chunks, dtype)
-        of_columns = summed(of_columns, sigmas)
-        totals = [summed(of_columns, arrays_of(device, None, gradients))]
+        total = jnp.zeros(num_chunks, dtype)
+        for name, a in {**sigmas, **arrays_of(device, None, gradients)}.items():
+            of_rows = of_each_row(a)
+            if name in rows.tables:
+                (row,) = lead(name)
+                is_used = device.uses("gradients", name, chunks)
+                of_rows = jnp.where(is_used, of_rows[row], 0)
+            total += of_rows
+        totals = [total]
         for unit in units:
             part = arrays_of(device, unit, gradients)
-            totals.append(summed(jnp.zeros(1, dtype), part))
+            totals.append(sum(map(of_each_row, part.values()), jnp.zeros(1, dtype)))
         return totals[0] if len(totals) == 1 else jnp.concatenate(totals)
 
-    def summed(total: jax.Array, gradients: Packed) -> jax.Array:
-        for a in gradients.values():
-            square = jnp.square(a.astype(dtype))
-            total += jnp.sum(square, axis=tuple(range(1, a.ndim)))
-        return total
+    def of_each_row(a: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(a.astype(dtype)), axis=tuple(range(1, a.ndim)))
 
     before = arrays.squared_norm[0]
     read = squares_of(device, arrays), arrays.gradients
@@ -538,7 +564,8 @@ def _of_shares(
             for slots in program.shared:
                 if slots.arrays != "gradients":
                     continue
-                (number,) = read_turn(gradients, slots, 0, [lane.chunk])
+                lead = device.lead("gradients", lane.chunk)
+                (number,) = read_turn(gradients, slots, 0, lead)
                 square = jnp.square(number.astype(squares.dtype)).sum()
                 again = (lane.program == u) & ~is_first
                 squares = squares.at[lane.chunk].add(jnp.where(again, -square, 0))

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jpipe.compress import Compressor
 from jpipe.costs import Memory
 from jpipe.engine.layout import StatePackings, buffer_shapes
 from jpipe.layers.avals import num_bytes
+from jpipe.lowering.array_rows import ArrayRows
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, lower
 from jpipe.offload import NO_OFFLOAD, Offload
@@ -269,9 +270,11 @@ def predict_memory(
     def packed(name: str) -> Packing:
         """The packing of the stages' leaves of one name, as in the engine."""
         loss = profile.loss.avals(name) if name == "input_stash" else ()
+        in_rows = name in ("parameters", "optimizer_state", "state")
         return groups.pack(
             lambda kind: map(Leaf, layer_of_kind[kind].avals(name)),
             [*map(Leaf, loss)],
+            schedule.copies if in_rows else None,
             tight=name in ("parameters", "optimizer_state"),
         )
 
@@ -286,7 +289,17 @@ def predict_memory(
     )
     R, rows = lowered.num_chunks, lowered.rows
     parameters, state = packed("parameters"), packed("state")
-    weights, optimizer = parameters.num_bytes, packed("optimizer_state").num_bytes
+
+    def in_rows(rows_of: Callable[..., ArrayRows], pack: Packing) -> int:
+        """Bytes of the arrays of a packing on every device."""
+        used = [
+            {place.array for place in pack.places[p]} for p in groups.program_of_stage
+        ]
+        return rows_of(lowered, pack.arrays, used).num_bytes(pack)
+
+    weights = in_rows(ArrayRows.of_versions, parameters)
+    gradients = in_rows(ArrayRows.of_columns, parameters)
+    optimizer = in_rows(ArrayRows.of_columns, packed("optimizer_state"))
     of_stage = np.array(
         [
             sum(layer.optimizer_bytes for layer in layers[start:stop])
@@ -316,13 +329,15 @@ def predict_memory(
     hooked = [reader for reader in profile.reads if reader in delays]
     copies = 1 + sum(bool(delays[reader].any()) for reader in hooked)
     stashes_on_host = num_bytes(jax.tree.leaves(in_flight.pop("host_stash")))
-    activations = num_bytes(jax.tree.leaves(in_flight)) + R * state.num_bytes
+    activations = num_bytes(jax.tree.leaves(in_flight)) + in_rows(
+        ArrayRows.of_columns, state
+    )
     # One slot of each stash comes from the host while a tick computes.
     slots = {
         ring: num_bytes(jax.tree.leaves(arrays))
         for ring, arrays in in_flight["staged"].items()
     }
-    state_on_host = offload.optimizer * R * optimizer
+    state_on_host = offload.optimizer * optimizer
     moved = 2 * state_on_host + sum(
         2 * slots[ring] * int((spill.stores >= 0).sum(axis=0).max())
         for ring, spill in lowered.spills.items()
@@ -338,14 +353,13 @@ def predict_memory(
         for layer in layers[start:stop]
     )
     used -= int(np.dot(schedule.replicas, of_stage - of_stage / num_shares))
-    held = copies * rows.num_rows * weights + R * (weights + optimizer)
+    held = copies * weights + gradients + optimizer
     memory = Memory(
-        compression=R
-        * _kept_bytes(parameters, compress_gradients)
+        compression=_kept_bytes(parameters, gradients, R, compress_gradients)
         * (num_replicas > 1 or schedule.has_copies),
-        weights=copies * rows.num_rows * weights,
-        optimizer=math.ceil(R * optimizer - state_on_host),
-        gradients=R * weights,
+        weights=copies * weights,
+        optimizer=math.ceil(optimizer - state_on_host),
+        gradients=gradients,
         activations=activations,
         batch=schedule.num_microbatches * profile.microbatch_bytes,
         temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss))
@@ -356,8 +370,10 @@ def predict_memory(
     return memory, moved
 
 
-def _kept_bytes(parameters: Packing, compressor: Compressor | None) -> int:
-    """Bytes of errors, and of the compressor's state for each gradient, as in the engine."""
+def _kept_bytes(
+    parameters: Packing, errors: int, R: int, compressor: Compressor | None
+) -> int:
+    """Bytes of errors, and of the compressor's state for each gradient of R stages, as in the engine."""
     if compressor is None:
         return 0
     most: dict[tuple, int] = {}
@@ -367,11 +383,11 @@ def _kept_bytes(parameters: Packing, compressor: Compressor | None) -> int:
             key = place.array, place.shape
             of_program[key] = of_program.get(key, 0) + place.count
         most |= {k: max(n, most.get(k, 0)) for k, n in of_program.items()}
-    total = parameters.num_bytes
+    total = errors
     for (array, shape), number in most.items():
         like = jax.ShapeDtypeStruct(shape, parameters.arrays[array].dtype)
         state = jax.eval_shape(functools.partial(compressor.init, like))
-        total += number * num_bytes(jax.tree.leaves(state))
+        total += R * number * num_bytes(jax.tree.leaves(state))
     return total
 
 

@@ -231,10 +231,22 @@ class Groups(NamedTuple):
     lengths: list[tuple[int, ...]]
     longest: list[tuple[int, ...]]
 
+    def devices_of(self, devices: Sequence[Sequence[int]] | None) -> list[list[int]]:
+        """For each program the device of each copy of each of its stages.
+
+        Args:
+          devices: for each stage the devices of its copies; None: every stage is on a device of its own.
+        """
+        return [
+            [d for s in stages for d in ([s] if devices is None else devices[s])]
+            for stages in self.stages_of
+        ]
+
     def pack(
         self,
         leaves_of: Callable[[Any], Iterable[Leaf]],
         last: Sequence[Leaf] = (),
+        devices: Sequence[Sequence[int]] | None = None,
         **options: Any,
     ) -> Packing:
         """Packs the leaves that layers have for one use, such as their parameters.
@@ -242,6 +254,7 @@ class Groups(NamedTuple):
         Args:
           leaves_of: kind -> leaves of one layer.
           last: further leaves of the last stage.
+          devices: see `devices_of`. For arrays with rows for the stages that use them.
           **options: `occupancy` and `tight` of `Packing.of`.
 
         Returns:
@@ -256,8 +269,7 @@ class Groups(NamedTuple):
             for signature, longest in zip(self.signatures, self.longest, strict=True)
         ]
         owners[self.program_of_stage[-1]] += last
-        num_stages = [len(stages) for stages in self.stages_of]
-        return Packing.of(owners, num_stages=num_stages, **options)
+        return Packing.of(owners, devices=self.devices_of(devices), **options)
 
 
 def group(kinds: Sequence, starts: Sequence[int], ends_apart: bool = False) -> Groups:
@@ -299,6 +311,7 @@ def cut(
     vocabulary_layers: Vocabulary = NO_VOCABULARY,
     compression: MessageCompression = NO_COMPRESSION,
     accumulate: StreamingPCA | None = None,
+    devices: Sequence[Sequence[int]] | None = None,
 ) -> Stages:
     """Cuts traced layers into stages.
 
@@ -311,6 +324,7 @@ def cut(
       vocabulary_layers: the layers that all stages run together.
       compression: of messages between stages.
       accumulate: how gradients are accumulated that are products; None: as they are, all are formed.
+      devices: for each stage the devices of its copies; None: every stage is on a device of its own.
 
     Raises:
       ValueError: if a message cannot be compressed.
@@ -338,12 +352,13 @@ def cut(
         packings[name] = groups.pack(
             leaves_of,
             [traced.of_microbatch(a) for a in loss],
+            devices if name in ("parameters", "state") else None,
             tight=name == "parameters",
         )
     accumulators = Accumulators.of(
         accumulate, traced.layer_kinds, traced.kind_of_layer, ties
     )
-    packings |= _pack_accumulators(traced, groups, accumulators)
+    packings |= _pack_accumulators(traced, groups, accumulators, devices)
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     codecs = [
         codecs_of(
@@ -443,7 +458,10 @@ def _leaves(traced: Traced, name: str, k: int) -> list[Leaf]:
 
 
 def _pack_accumulators(
-    traced: Traced, groups: Groups, accumulators: Accumulators
+    traced: Traced,
+    groups: Groups,
+    accumulators: Accumulators,
+    devices: Sequence[Sequence[int]] | None,
 ) -> dict[str, Packing]:
     """How gradients, and factors of gradients, are packed. Factors are all in pools."""
 
@@ -456,7 +474,7 @@ def _pack_accumulators(
         return accumulators.factors(k, traced.layer_kinds[k])
 
     return {
-        "accumulators": groups.pack(plain, tight=True),
+        "accumulators": groups.pack(plain, devices=devices, tight=True),
         "factors": groups.pack(factors, occupancy=0.0).named(FACTORS),
     }
 

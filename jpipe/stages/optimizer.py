@@ -101,6 +101,12 @@ class StageUpdate:
     state: Sequence[Sequence[Piece]]
     replicas: Replicas
 
+    @functools.cached_property
+    def gradient_arrays(self) -> list[str]:
+        """The names of the packed arrays with the gradients that the update reads as they are, not as factors."""
+        places = [place for place, _ in self.gradients]
+        return sorted({p.array for p in places if isinstance(p, Place)})
+
 
 @dataclasses.dataclass(frozen=True)
 class StageUpdates:
@@ -272,13 +278,13 @@ class _Draft(NamedTuple):
     reads_stale: bool
 
 
-def _in_parts(draft: _Draft, state: Sequence[Place], num_stages: int) -> Draft:
+def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> Draft:
     """An update on packed arrays, in parts that can each run alone.
 
     Args:
       draft: the update.
       state: for each leaf of the optimizer's state, its place if nobody shares it.
-      num_stages: how many stages have this update.
+      devices: of each copy of each stage that has this update.
     """
     equations, parameters = draft.equations, draft.parameters
     state_leaves = [PackedLeaf("optimizer_state", [(place, 0)]) for place in state]
@@ -321,7 +327,7 @@ def _in_parts(draft: _Draft, state: Sequence[Place], num_stages: int) -> Draft:
     parts = in_blocks(parts)
     if draft.replicas.number == 1:  # else the replicas cut the leaves in their own way
         parts = in_chunks(parts)
-    return Draft(parts, of_all, state, draft.replicas, num_stages)
+    return Draft(parts, of_all, state, draft.replicas, devices)
 
 
 def _gradient_leaves(place: GradientPlace, row: int) -> list[PackedLeaf]:
@@ -342,6 +348,7 @@ def make_updates(
     replicas: Sequence[Replicas] | None = None,
     axis_sizes: Mapping[str, int] | None = None,
     offload: Offload = NO_OFFLOAD,
+    devices: Sequence[Sequence[int]] | None = None,
 ) -> StageUpdates:
     """Traces the optimizer on every stage.
 
@@ -353,6 +360,7 @@ def make_updates(
       replicas: those that share the update of each stage; None: every replica updates all weights.
       axis_sizes: sizes of the axes of the mesh that leaves may be split over.
       offload: what of the optimizer's state is in host memory.
+      devices: for each stage the devices of its copies; None: every stage is on a device of its own.
 
     Returns:
       The updates of all stages.
@@ -417,14 +425,16 @@ def make_updates(
                 flat.reads_stale,
             )
         program_of_stage.append(list(drafts).index(key))
-    num_stages = [program_of_stage.count(u) for u in range(len(drafts))]
+    devices_of: list[list[int]] = [[] for _ in drafts]
+    for s, u in enumerate(program_of_stage):
+        devices_of[u] += [s] if devices is None else devices[s]
     whole_state = Packing.of(
-        [d.state_leaves for d in drafts.values()], num_stages=num_stages, tight=True
+        [d.state_leaves for d in drafts.values()], devices=devices_of, tight=True
     )
     in_parts = [
-        _in_parts(draft, places, number)
-        for draft, places, number in zip(
-            drafts.values(), whole_state.places, num_stages, strict=True
+        _in_parts(draft, places, of_draft)
+        for draft, places, of_draft in zip(
+            drafts.values(), whole_state.places, devices_of, strict=True
         )
     ]
     grouped, packing = group_updates(in_parts, whole_state, axis_sizes or {})
@@ -514,7 +524,7 @@ def _unit_update(
         Replicas(1, 1),
         reads_stale,
     )
-    in_parts = _in_parts(draft, packing.places[0], 1)
+    in_parts = _in_parts(draft, packing.places[0], [0])
     _check_elementwise(unit.name, in_parts.parts)
     (grouped,), packing = group_updates([in_parts], packing, {})
     return _stage_update(draft, grouped), packing

@@ -86,14 +86,14 @@ class Draft(NamedTuple):
       common: scalars and constants that every part may read.
       state: the place of each leaf of the optimizer's state.
       replicas: of the stage.
-      num_stages: how many stages have this update.
+      devices: of each copy of each stage that has this update.
     """
 
     parts: Sequence[PackedPart]
     common: Sequence[PackedLeaf]
     state: Sequence[Place]
     replicas: Replicas
-    num_stages: int
+    devices: Sequence[int]
 
 
 class Grouped(NamedTuple):
@@ -145,7 +145,12 @@ def group_updates(
     shared = [_SharedState(draft, state, axis_sizes) for draft in drafts]
     packing = Packing.of(
         [owner for s in shared for owner in s.owners()],
-        num_stages=[s.draft.num_stages for s in shared for _ in s.owners()],
+        devices=[
+            # Every share is on a replica of its own.
+            [d * s.draft.replicas.number + k for d in s.draft.devices]
+            for s in shared
+            for k, _ in enumerate(s.owners())
+        ],
         tight=True,
     )
     places, grouped = iter(packing.places), []

@@ -14,6 +14,7 @@ from helpers import assert_close, refused
 
 import jpipe
 from jpipe.schedules import emulated, pipedream, pipemare, with_delays
+from models import ResNet
 
 ROUNDS = 20
 KEY = jax.random.key(1)
@@ -369,6 +370,50 @@ def test_memory_is_that_of_the_versions_that_the_table_asks_for():
     compiled = pipe.compile(batch).memory_analysis()
     others = compiled.argument_size_in_bytes - of_state - memory.batch
     assert 0 <= others < 100  # the random key and the counters
+
+
+@pytest.mark.parametrize(
+    "optimizer,copies", [(optax.sgd(1e-3, momentum=0.9), 1), (optax.adam(1e-3), 2)]
+)
+def test_stages_that_differ_take_what_they_need(optimizer, copies):
+    """Convolutions, norms and a dense layer, one stage each: nothing is padded to the largest stage."""
+    model = ResNet(
+        num_channels=1,
+        widths=(4, 8),
+        num_blocks=(1, 1),
+        block="bottleneck",
+        norm="batch",
+        fine_grained=True,
+    )
+    layers, rng = model.layers(), np.random.default_rng(0)
+    batch = {
+        "inputs": rng.normal(size=(4, 8, 8, 1)).astype(np.float32),
+        "labels": rng.integers(0, 10, 4).astype(np.int32),
+    }
+    delays = np.arange(len(layers))[::-1] // 3
+    pipe = jpipe.Pipeline(
+        layers,
+        loss=model.loss(),
+        has_aux=True,
+        optimizer=optimizer,
+        schedule=with_delays(delays, 2),
+    )
+    state = pipe.init(KEY, batch)
+    sizes = np.array(
+        [sum(a.size for a in jax.tree.leaves(p)) for p in pipe.get_params(state)]
+    )
+    assert sizes.max() > 3 * sizes.mean()
+    memory = pipe.memory(batch)
+    assert memory.weights == 4 * (sizes * (delays + 1)).sum()
+    assert memory.gradients == 4 * sizes.sum()
+    counts = 4 * len(layers) * (copies == 2)  # of Adam, one for each stage
+    assert memory.optimizer == 4 * copies * sizes.sum() + counts
+    assert memory.padding == 0
+    # Nothing else of the state is padded either.
+    held = pipe.compile(batch).memory_analysis().argument_size_in_bytes
+    of_state = memory.weights + memory.optimizer + memory.gradients + memory.activations
+    moved = sum(a.nbytes for a in jax.tree.leaves(pipe.get_mutable_state(state)))
+    assert 0 <= held - of_state - memory.batch - moved < 100
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,115 @@
+"""Which rows the arrays of packed leaves have on a device.
+
+The weights of a device's stages lie in rows: one row for every version of every stage. Gradients, optimizer state and
+mutable state have one row for every stage. Not every stage has leaves in every array: one stage has an embedding, another a
+norm. An array has rows for the stages that use it, and for no other. So stages that differ take the memory that they need.
+
+Letters: D devices, R rows if an array is used by all stages.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+
+from jpipe.lowering.lower import Lowered
+from jpipe.packing import Packing
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayRows:
+    """The rows of each array of a packing, equally many on all devices.
+
+    Attributes:
+      num_devices: D.
+      num_rows: R.
+      tables: name of an array -> int32 `[D, R]`, its own row for each of the R rows; -1 where the stage does not use it.
+        An array without an entry has R rows, because on some device all stages use it.
+    """
+
+    num_devices: int
+    num_rows: int
+    tables: Mapping[str, np.ndarray]
+
+    @classmethod
+    def of_columns(
+        cls,
+        lowered: Lowered,
+        arrays: Collection[str],
+        used: Sequence[Collection[str]],
+    ) -> "ArrayRows":
+        """The rows of arrays with one row for each stage of a device.
+
+        Args:
+          lowered: the table.
+          arrays: their names.
+          used: for each stage the names of the arrays that hold leaves of it.
+        """
+        rows = [
+            [(d, slice(chunk, chunk + 1)) for d, chunk in copies]
+            for copies in lowered.copies
+        ]
+        return cls._of(lowered, arrays, used, rows, lowered.num_chunks)
+
+    @classmethod
+    def of_versions(
+        cls,
+        lowered: Lowered,
+        arrays: Collection[str],
+        used: Sequence[Collection[str]],
+    ) -> "ArrayRows":
+        """The rows of arrays with one row for each version of the weights of a stage; see `of_columns`."""
+        rows = [
+            [(d, lowered.rows.of_chunk(s, d, chunk)) for d, chunk in copies]
+            for s, copies in enumerate(lowered.copies)
+        ]
+        return cls._of(lowered, arrays, used, rows, lowered.rows.num_rows)
+
+    @classmethod
+    def _of(
+        cls,
+        lowered: Lowered,
+        arrays: Collection[str],
+        used: Sequence[Collection[str]],
+        rows: Sequence[Sequence[tuple[int, slice]]],
+        num_rows: int,
+    ) -> "ArrayRows":
+        """The same; `rows` has for each copy of each stage the device and the stage's rows there, of R."""
+        num_devices, tables = lowered.schedule.num_devices, {}
+        for name in arrays:
+            is_used = np.zeros((num_devices, num_rows), bool)
+            for of_stage, of_copies in zip(used, rows, strict=True):
+                for device, own in of_copies:
+                    is_used[device, own] |= name in of_stage
+            number = is_used.cumsum(axis=1)
+            if number[:, -1].max() < num_rows:
+                tables[name] = np.where(is_used, number - 1, -1).astype(np.int32)
+        return cls(num_devices, num_rows, tables)
+
+    def number(self, name: str) -> int:
+        """How many rows an array has."""
+        return self._numbers.get(name, self.num_rows)
+
+    @functools.cached_property
+    def _numbers(self) -> dict[str, int]:
+        # An array that no stage uses, because others share it, keeps a row: it has a shape.
+        return {
+            name: max(int(table.max()) + 1, 1) for name, table in self.tables.items()
+        }
+
+    def row(self, name: str, device: int, row: int) -> int:
+        """The row of an array for one of the R rows of a device; -1 if the array has none for the stage there."""
+        table = self.tables.get(name)
+        return row if table is None else int(table[device, row])
+
+    def rows(self, name: str, device: int, rows: slice) -> slice:
+        """The same for the rows of a stage that uses the array. They follow each other."""
+        first = self.row(name, device, rows.start)
+        return slice(first, first + rows.stop - rows.start)
+
+    def num_bytes(self, pack: Packing) -> int:
+        """Bytes of the arrays of a packing, on every device."""
+        return sum(
+            self.number(name) * num_bytes for name, num_bytes in pack.row_bytes.items()
+        )

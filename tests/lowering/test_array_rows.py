@@ -1,0 +1,58 @@
+"""Arrays have rows for the stages that use them, and no stage shares a row with another."""
+
+import numpy as np
+import pytest
+from families import schedule_named
+
+from jpipe.lowering.array_rows import ArrayRows
+from jpipe.lowering.lower import lower
+from jpipe.schedules import emulated, interleaved, pipemare
+
+TABLES = {
+    "emulated": emulated(pipemare(5, 1, ticks="paired")),
+    "interleaved": interleaved(6, 6, num_chunks=2),
+    "zero-bubble-v": schedule_named("zero_bubble_v", 6, 6),
+    "pipedream": schedule_named("pipedream", 4, 2),
+    "copies": schedule_named("pipedream/2-1-1", 3, 4),
+}
+
+
+@pytest.mark.parametrize("versions", [False, True])
+@pytest.mark.parametrize("name", TABLES)
+def test_every_stage_has_rows_of_its_own(name, versions):
+    lowered = lower(TABLES[name])
+    rng = np.random.default_rng(0)
+    S, names = len(lowered.copies), ["all", "first", "last", "some", "none"]
+    used = [{"all"} | set(rng.choice(["some"], rng.integers(2))) for _ in range(S)]
+    used[0] |= {"first"}
+    used[-1] |= {"last"}
+    of = ArrayRows.of_versions if versions else ArrayRows.of_columns
+    rows = of(lowered, names, used)
+    for array in names:
+        taken = [[] for _ in range(rows.num_devices)]
+        for s, copies in enumerate(lowered.copies):
+            for d, chunk in copies:
+                own = slice(chunk, chunk + 1)
+                if versions:
+                    own = lowered.rows.of_chunk(s, d, chunk)
+                if array not in used[s]:
+                    if array in rows.tables:
+                        assert rows.row(array, d, own.start) == -1
+                    continue
+                of_stage = rows.rows(array, d, own)
+                assert of_stage.stop - of_stage.start == own.stop - own.start
+                each = [rows.row(array, d, r) for r in range(own.start, own.stop)]
+                assert each == list(range(of_stage.start, of_stage.stop))
+                taken[d] += each
+        for of_device in taken:
+            assert len(set(of_device)) == len(of_device)
+            assert set(of_device) <= set(range(rows.number(array)))
+        # A device has no row more than the stages of some device need.
+        assert rows.number(array) == max(1, *map(len, taken))
+
+
+def test_arrays_that_all_stages_use_have_all_rows():
+    lowered = lower(interleaved(4, 4, num_chunks=2))
+    rows = ArrayRows.of_columns(lowered, ["a", "b"], [{"a"}] * 3 + [{"a", "b"}])
+    assert set(rows.tables) == {"b"}
+    assert (rows.number("a"), rows.number("b")) == (2, 1)
