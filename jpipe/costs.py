@@ -46,7 +46,7 @@ class StageRecord(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes per device by use. Every device allocates as much as the largest stage needs.
+    """Bytes per device by use. Every device allocates as much as the one with the largest stages needs.
 
     Attributes:
       weights: all live versions, and the weights that `forward_params` and `backward_params`
@@ -56,7 +56,7 @@ class Memory(NamedTuple):
       activations: stashes and messages in flight.
       batch: the minibatch, or the replica's share of it.
       temporaries: what the compiled step needs beside its arguments.
-      padding: bytes of weights, optimizer (in host memory too) and gradients that the mean stage does not use.
+      padding: bytes of weights, optimizer (in host memory too) and gradients that the mean device does not use.
       compression: what compressed gradients keep: errors and the compressor's state.
       host: in the memory of the host, see `jpipe.Offload`. All other fields are of the device's own memory.
     """

@@ -413,14 +413,12 @@ def _tightened(pooled: set, counts: Mapping, stages: _Stages) -> set:
     movable = {
         key for key in pooled if waste(key) > 0 and not any(key[2]) and not key[3]
     }
-    if padding(pooled) <= MOST_PADDING or padding(pooled - movable) > MOST_PADDING:
-        return pooled
     left = set(pooled)
     for key in sorted(movable, key=waste, reverse=True):
         if padding(left) <= MOST_PADDING:
             break
         left.remove(key)
-    return left
+    return left if padding(left) <= MOST_PADDING else pooled
 
 
 def axes(spec: tuple) -> list[str]:

@@ -10,7 +10,7 @@ import optax
 import pytest
 from families import HAND_WRITTEN
 from flax import nnx
-from helpers import refused
+from helpers import assert_close, refused
 from jax.sharding import AxisType, Mesh
 
 import jpipe
@@ -550,6 +550,37 @@ def test_memory_by_hand():
     # once, as both ways share a channel; and a squared norm.
     rows = 2 * 3 + 2 * 1 + 2 * 2 + 2 + 1
     assert memory.activations == 4 * (12 * rows) + 4
+
+
+@pytest.mark.parametrize(
+    "schedule,kernels",
+    [
+        # Each device has one of the two inner kernels, and one of the two outer ones.
+        ("interleaved", 16 * 16 + 4 * 16),
+        # One device has both inner kernels, and the other has both outer ones.
+        ("zero_bubble_v", 2 * 16 * 16 + 2 * 4 * 16),
+    ],
+)
+def test_the_stages_of_a_device_take_what_they_need(schedule, kernels):
+    """Four stages on two devices: the first and the last have shapes of their own."""
+    widths = [4, 16, 16, 16, 4]
+    layers = [
+        functools.partial(nnx.Linear, n, m) for n, m in itertools.pairwise(widths)
+    ]
+    batch = batch_of(8)
+    pipe = make(
+        layers, schedule=jpipe.schedules.get(schedule)(4, 4), boundaries=[1, 2, 3]
+    )
+    plain = make(layers, schedule=gpipe(1, 4))
+    states = [p.init(jax.random.key(0), batch) for p in (pipe, plain)]
+    for _ in range(3):
+        results = [p.step(s, batch) for p, s in zip((pipe, plain), states)]
+        states = [state for state, _ in results]
+        assert_close(results[0][1]["loss"], results[1][1]["loss"], "float32")
+    assert_close(*(p.get_params(s) for p, s in zip((pipe, plain), states)), "float32")
+    memory = pipe.memory(batch)
+    assert memory.weights == 4 * (kernels + 2 * 16 + 4)
+    assert memory.optimizer == memory.gradients == memory.weights
 
 
 def test_a_stage_is_placed_where_the_table_says():
