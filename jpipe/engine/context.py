@@ -164,6 +164,10 @@ class StageContext:
         """The leading indices of the stage's column in the arrays of a group."""
         return self.columns.get(group) or self.device.lead(group, self.scalars.chunk)
 
+    def slot(self, ring: str) -> Callable[[str], Sequence]:
+        """The leading indices of the slot of a ring of stashes that the lane reads or writes."""
+        return self.device.lead(ring, self.scalars.slot(ring))
+
     @property
     def version(self) -> Callable[[str], Sequence]:
         """The leading indices of the weights that the lane reads."""

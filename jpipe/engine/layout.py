@@ -270,7 +270,7 @@ def training_layout(
     counter = jax.ShapeDtypeStruct((1,), np.int32)
     rows = array_rows
     parameters = packings.of_weights(mesh, rows["parameters"], rows_of_units)
-    buffers = buffer_shapes(mesh, lowered, packings, microbatch)
+    buffers = buffer_shapes(mesh, lowered, packings, rows, microbatch)
     # Sums over the microbatches of a minibatch that have run forward.
     mutable_state = packed_shapes(None, packings.mutable_state, rows["mutable_state"])
     buffers["statistics"] = mutable_state
@@ -329,7 +329,7 @@ def forward_only_layout(
             None, packings.mutable_state, rows["mutable_state"]
         ),
         "message_compression": message_compression or {},
-        "buffers": buffer_shapes(mesh, lowered, packings, microbatch),
+        "buffers": buffer_shapes(mesh, lowered, packings, rows, microbatch),
     }
     return _layout(mesh, groups, {"message_compression", "buffers"})
 
@@ -356,7 +356,11 @@ def _layout(
 
 
 def buffer_shapes(
-    mesh: Mesh | None, lowered: Lowered, packings: StatePackings, microbatch: Any
+    mesh: Mesh | None,
+    lowered: Lowered,
+    packings: StatePackings,
+    array_rows: Mapping[str, ArrayRows],
+    microbatch: Any,
 ) -> dict[str, Any]:
     """Local shapes of everything in flight, by the names of `TickArrays`.
 
@@ -364,6 +368,7 @@ def buffer_shapes(
       mesh: for the shardings of stashes that are split over automatic axes; None: no stash is.
       lowered: the lowered table.
       packings: how the leaves are packed.
+      array_rows: ring of stashes -> the slots of its arrays.
       microbatch: the abstract microbatch, or None.
     """
     slots, schedule = lowered.num_slots, lowered.schedule
@@ -379,7 +384,7 @@ def buffer_shapes(
             if slots[inbox]
         },
         **{
-            ring: packed_shapes(mesh, packings.rings[ring], slots[ring])
+            ring: packed_shapes(mesh, packings.rings[ring], array_rows[ring])
             if slots[ring] and not schedule.forward_only
             else {}
             for ring in STASHES

@@ -215,8 +215,8 @@ def _loss_and_stash(
     """Values and aux of the loss, and the arrays with its stash."""
     extra = _loss_extra(stage)
     values, stash, aux = stage.stages.loss.forward_and_stash([], outputs, extra)
-    places, slot_of = stage.program.loss_stash, stage.scalars.slot
-    rings = write_stash(_rings(written), "input_stash", places, stash, slot_of)
+    places = stage.program.loss_stash
+    rings = write_stash(_rings(written), "input_stash", places, stash, stage.slot)
     return values, aux, _with_rings(written, rings)
 
 
@@ -307,7 +307,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     )
     rings = _rings(written, read)
     gradients = None if split else accumulators_of(written)
-    lane, factors = stage.scalars, FactorSum.of(stage, read)
+    factors = FactorSum.of(stage, read)
     column = functools.partial(stage.column, "gradients")
     skip_gradients = arrived_skip_gradients(stage, read)
     for r, run in reversed(list(enumerate(stage.program.runs))):
@@ -322,12 +322,12 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         ) -> tuple:
             gy, rings, gradients = state
             parameters = layer_parameters(stage, read, "backward", run, i)
-            stash = read_layer_stash(rings, run, kind, lane.slot, i)
+            stash = read_layer_stash(rings, run, kind, stage.slot, i)
             if split:
                 gx, values = kind.input_grad(parameters, stash, gy)
                 places = run.split_residuals
                 rings = write_stash(
-                    rings, SPLIT, places, values, lane.slot, i, stage.joins
+                    rings, SPLIT, places, values, stage.slot, i, stage.joins
                 )
             else:
                 gp, gx = kind.backward(parameters, stash, gy)
@@ -395,7 +395,7 @@ def _loss_gradient(
             )
             for a in read.head_gradient
         ]
-    loss, slot = stage.stages.loss, [stage.scalars.slot("input_stash")]
+    loss, slot = stage.stages.loss, stage.slot("input_stash")
     places = stage.program.loss_stash
     stash = packing.read_all(_rings(written, read)["input_stash"], places, slot)
     gradient = loss_gradient(stage.device, stage.scalars, read)
@@ -431,7 +431,7 @@ def weight_grad_writes(stage: StageContext) -> list[str]:
 
 def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     """The parameter gradients of one microbatch, after `backward` computed its input gradient."""
-    gradients, lane = accumulators_of(written), stage.scalars
+    gradients = accumulators_of(written)
     factors = FactorSum.of(stage, read)
     column = functools.partial(stage.column, "gradients")
     for r, run in enumerate(stage.program.runs):
@@ -445,11 +445,11 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
         ) -> Packed:
             parameters = layer_parameters(stage, read, "backward", run, i)
             stash = read_layer_stash(
-                _rings(read), run, kind, lane.slot, i, only="weight_stash"
+                _rings(read), run, kind, stage.slot, i, only="weight_stash"
             )
             values = []
             if run.split_residuals:
-                slot = [lane.slot("split_residuals")]
+                slot = stage.slot("split_residuals")
                 values = packing.read_all(
                     read.split_residuals, run.split_residuals, slot, i
                 )

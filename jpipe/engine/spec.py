@@ -206,7 +206,8 @@ class PassSpec:
     @functools.cached_property
     def array_rows(self) -> dict[str, ArrayRows]:
         """The rows of arrays with leaves of stages: of "parameters" (also as hooks give them), "mutable_state" (also
-        statistics), "gradients" (also errors of compression), "optimizer_state" and "message_compression"."""
+        statistics), "gradients" (also errors of compression), "optimizer_state", "message_compression", and each of
+        `STASHES` that the table has."""
         lowered, stages = self.trained or self.lowered, self.stages
 
         def of_runs(name: str) -> list[set[str]]:
@@ -235,6 +236,18 @@ class PassSpec:
             for program in self.updates.programs
         ]
         of_state = [of_programs[u] for u in self.updates.program_of_stage]
+        of_loss = [
+            {place.array for place in stages.programs[p].loss_stash}
+            for p in stages.program_of_stage
+        ]
+        for ring in STASHES:
+            if not lowered.num_slots[ring]:
+                continue
+            of_layers = of_runs(ring)
+            if ring == "input_stash":
+                of_layers = [a | b for a, b in zip(of_layers, of_loss, strict=True)]
+            arrays = self.packings.rings[ring].arrays
+            found[ring] = ArrayRows.of_slots(lowered, ring, arrays, of_layers)
         return found | {
             "gradients": of_columns(stages.accumulators.arrays, of_runs("gradients")),
             "optimizer_state": of_columns(self.updates.state.arrays, of_state),

@@ -27,8 +27,8 @@ from jpipe.stages.accumulators import FactorPlaces
 from jpipe.stages.cut import LayerRun
 
 LoopState = TypeVar("LoopState")
-SlotOf = Callable[[str], jax.Array]
-"""Ring -> slot, int32 `[]`."""
+SlotOf = Callable[[str], Lead]
+"""Ring -> leading indices of a slot."""
 
 
 # -- Loops
@@ -85,7 +85,7 @@ def write_stash(
     """Writes stashed values of layer i into their slot of one ring; `joined` as in `write_all`."""
     if not places:
         return rings
-    slot = [slot_of(ring)]
+    slot = slot_of(ring)
     packed = packing.write_all(rings[ring], places, slot, values, i, joined=joined)
     return {**rings, ring: packed}
 
@@ -125,7 +125,7 @@ def read_layer_stash(
     ):
         if only in (None, ring):
             for j, place in zip(positions, places):
-                stash[j] = packing.read(rings[ring], place, [slot_of(ring)], i)
+                stash[j] = packing.read(rings[ring], place, slot_of(ring), i)
     return stash
 
 
@@ -288,9 +288,8 @@ def run_layers(
                 y, aux = kind.forward(parameters, [*x, *popped], extra)
             else:
                 y, stash, aux = kind.forward_and_stash(parameters, [*x, *popped], extra)
-                slot_of = stage.scalars.slot
                 rings = write_layer_stash(
-                    rings, run, kind, stash, slot_of, i, stage.joins
+                    rings, run, kind, stash, stage.slot, i, stage.joins
                 )
             if statistics is not None and run.state:
                 i = stage.runtime_index(i)

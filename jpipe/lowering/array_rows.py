@@ -1,7 +1,7 @@
 """Which rows the arrays of packed leaves have on a device.
 
 The weights of a device's stages lie in rows: one row for every version of every stage. Gradients, optimizer state and
-mutable state have one row for every stage. Not every stage has leaves in every array: one stage has an embedding, another a
+mutable state have one row for every stage, and a ring of stashes one for every slot. Not every stage has leaves in every array: one stage has an embedding, another a
 norm. An array has rows for the stages that use it, and for no other. So stages that differ take the memory that they need.
 
 Letters: D devices, R rows if an array is used by all stages.
@@ -67,15 +67,34 @@ class ArrayRows:
         return cls._of(lowered, arrays, used, rows, lowered.rows.num_rows)
 
     @classmethod
+    def of_slots(
+        cls,
+        lowered: Lowered,
+        ring: str,
+        arrays: Collection[str],
+        used: Sequence[Collection[str]],
+    ) -> "ArrayRows":
+        """The rows of arrays with one row for each slot of a ring; see `of_columns`.
+
+        Stages may share a slot, and the row of an array there. A slot that comes from host memory has all arrays.
+        """
+        found, schedule = lowered.rings[ring], lowered.schedule
+        if found.spill is not None:
+            return cls(schedule.num_devices, found.num_slots, {})
+        of_columns = [used[s] for s in schedule.stage]
+        rows = [[(int(d), slots)] for d, slots in zip(schedule.device, found.slots)]
+        return cls._of(lowered, arrays, of_columns, rows, found.num_slots)
+
+    @classmethod
     def _of(
         cls,
         lowered: Lowered,
         arrays: Collection[str],
         used: Sequence[Collection[str]],
-        rows: Sequence[Sequence[tuple[int, slice]]],
+        rows: Sequence[Sequence[tuple[int, slice | np.ndarray]]],
         num_rows: int,
     ) -> "ArrayRows":
-        """The same; `rows` has for each copy of each stage the device and the stage's rows there, of R."""
+        """The same; `rows` has for each owner in `used`, and each of its copies, the device and its rows there, of R."""
         num_devices, tables = lowered.schedule.num_devices, {}
         for name in arrays:
             is_used = np.zeros((num_devices, num_rows), bool)

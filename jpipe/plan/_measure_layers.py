@@ -253,11 +253,11 @@ class _Subject:
         given = self._arguments(reads, row)
         outputs, kept, aux = self.kind.forward_and_stash(*given)
         old = {name: carry[name] for name in _STASHES}
-        rings = write_layer_stash(old, self._run, self.kind, kept, lambda _: slot, 0)
+        rings = write_layer_stash(old, self._run, self.kind, kept, lambda _: [slot], 0)
         return {"outputs": outputs, "aux": _added(carry["aux"], aux), **rings}
 
     def _stash(self, reads: dict, slot, only: str | None = None) -> list:
-        return read_layer_stash(reads, self._run, self.kind, lambda _: slot, 0, only)
+        return read_layer_stash(reads, self._run, self.kind, lambda _: [slot], 0, only)
 
     def _accumulated(self, carry: dict, gradients: Sequence, row) -> dict:
         arrays = add_gradients(
@@ -277,7 +277,7 @@ class _Subject:
         inputs, left = self._of_output_grads(self.kind.input_grad, reads, slot, row)
         old = {"split_residuals": carry["split_residuals"]}
         places = self._run.split_residuals
-        rings = write_stash(old, "split_residuals", places, left, lambda _: slot)
+        rings = write_stash(old, "split_residuals", places, left, lambda _: [slot])
         return {"input_grads": inputs, **rings}
 
     def _weight_grad(self, reads: dict, carry: dict, slot, row) -> dict:

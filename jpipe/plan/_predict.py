@@ -270,11 +270,11 @@ def predict_memory(
     def packed(name: str) -> Packing:
         """The packing of the stages' leaves of one name, as in the engine."""
         loss = profile.loss.avals(name) if name == "input_stash" else ()
-        in_rows = name in ("parameters", "optimizer_state", "state")
+        of_stages = name in ("parameters", "optimizer_state", "state")
         return groups.pack(
             lambda kind: map(Leaf, layer_of_kind[kind].avals(name)),
             [*map(Leaf, loss)],
-            schedule.copies if in_rows else None,
+            schedule.copies if of_stages or schedule.num_devices == 1 else None,
             tight=name in ("parameters", "optimizer_state"),
         )
 
@@ -290,12 +290,14 @@ def predict_memory(
     R, rows = lowered.num_chunks, lowered.rows
     parameters, state = packed("parameters"), packed("state")
 
+    def used_by(pack: Packing) -> list[set[str]]:
+        """For each stage the names of the arrays that hold leaves of it."""
+        of_programs = [{place.array for place in places} for places in pack.places]
+        return [of_programs[p] for p in groups.program_of_stage]
+
     def in_rows(rows_of: Callable[..., ArrayRows], pack: Packing) -> int:
         """Bytes of the arrays of a packing on every device."""
-        used = [
-            {place.array for place in pack.places[p]} for p in groups.program_of_stage
-        ]
-        return rows_of(lowered, pack.arrays, used).num_bytes(pack)
+        return rows_of(lowered, pack.arrays, used_by(pack)).num_bytes(pack)
 
     weights = in_rows(ArrayRows.of_versions, parameters)
     gradients = in_rows(ArrayRows.of_columns, parameters)
@@ -313,6 +315,7 @@ def predict_memory(
         optimizer = math.ceil(optimizer * largest)
     # The profile knows the bytes of a microbatch, and not its arrays.
     microbatch = jax.ShapeDtypeStruct((profile.microbatch_bytes,), np.uint8)
+    rings = {ring: packed(ring) for ring in STASHES if lowered.num_slots[ring]}
     in_flight = buffer_shapes(
         None,
         lowered,
@@ -320,9 +323,13 @@ def predict_memory(
             parameters=parameters,
             accumulators=parameters,
             mutable_state=state,
-            rings={ring: packed(ring) for ring in STASHES if lowered.num_slots[ring]},
+            rings=rings,
             messages=routes,
         ),
+        {
+            ring: ArrayRows.of_slots(lowered, ring, pack.arrays, used_by(pack))
+            for ring, pack in rings.items()
+        },
         microbatch,
     )
     delays = read_delays(schedule)

@@ -341,6 +341,8 @@ def cut(
     firsts = [inner.start, *starts[1:-1], inner.stop]
     groups = group(signature_of_layer, firsts, ends_apart)
     packings = {}
+    # Stages of several devices share slots, and so the rows of a stash's arrays.
+    one_device = devices is not None and len({*itertools.chain(*devices)}) == 1
     for name in _LEAVES_OF:
         loss: tuple = ()
         if name == "input_stash" and traced.loss and vocabulary_layers.head is None:
@@ -352,7 +354,7 @@ def cut(
         packings[name] = groups.pack(
             leaves_of,
             [traced.of_microbatch(a) for a in loss],
-            devices if name in ("parameters", "state") else None,
+            devices if name in ("parameters", "state") or one_device else None,
             tight=name == "parameters",
         )
     accumulators = Accumulators.of(

@@ -56,3 +56,31 @@ def test_arrays_that_all_stages_use_have_all_rows():
     rows = ArrayRows.of_columns(lowered, ["a", "b"], [{"a"}] * 3 + [{"a", "b"}])
     assert set(rows.tables) == {"b"}
     assert (rows.number("a"), rows.number("b")) == (2, 1)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_slots_have_rows_of_their_own(name):
+    lowered = lower(TABLES[name])
+    schedule, ring = lowered.schedule, lowered.rings["input_stash"]
+    used = [
+        {"all", "even" if s % 2 == 0 else "odd"} for s in range(schedule.num_stages)
+    ]
+    names = ["all", "even", "odd"]
+    rows = ArrayRows.of_slots(lowered, "input_stash", names, used)
+    for array in names:
+        slots = [set() for _ in range(rows.num_devices)]
+        for c, of_column in enumerate(ring.slots):
+            if array in used[schedule.stage[c]]:
+                slots[schedule.device[c]] |= set(of_column.tolist())
+        for d, of_device in enumerate(slots):
+            own = {rows.row(array, d, slot) for slot in of_device}
+            assert len(own) == len(of_device)
+            assert own <= set(range(rows.number(array)))
+        assert rows.number(array) == max(map(len, slots))
+
+
+def test_slots_that_come_from_host_memory_have_all_arrays():
+    lowered = lower(schedule_named("gpipe", 2, 4), stash_slots=3)
+    used = [{"first"}, {"second"}]
+    rows = ArrayRows.of_slots(lowered, "input_stash", ["first", "second"], used)
+    assert not rows.tables and rows.number("first") == 3

@@ -409,6 +409,21 @@ def test_stages_that_differ_take_what_they_need(optimizer, copies):
     counts = 4 * len(layers) * (copies == 2)  # of Adam, one for each stage
     assert memory.optimizer == 4 * copies * sizes.sum() + counts
     assert memory.padding == 0
+    # A stash has the room of one microbatch of each stage.
+    engine = state.program.engine
+    stages, layout = engine.stages, engine.layout
+    for ring in ("input_stash", "weight_stash"):
+        places = [
+            place
+            for s in range(stages.num_stages)
+            for _, run, _ in stages.layer_runs(s)
+            for place in getattr(run, ring)
+        ]
+        if ring == "input_stash":
+            places += stages.programs[stages.program_of_stage[-1]].loss_stash
+        used = layout.leaf_bytes(places, getattr(stages, ring).arrays)
+        held = layout["buffers"].shapes[ring].values()
+        assert sum(a.size * a.dtype.itemsize for a in held) == used > 0
     # Nothing else of the state is padded either.
     held = pipe.compile(batch).memory_analysis().argument_size_in_bytes
     of_state = memory.weights + memory.optimizer + memory.gradients + memory.activations
