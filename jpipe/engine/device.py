@@ -281,11 +281,12 @@ def _columns(device: Device, lane: LaneScalars) -> dict[str, Callable]:
     """The leading indices of a lane's column, read here."""
     found: dict[str, Callable] = {}
     chunk = lane.chunk
-    for group, rows in device.spec.array_rows.items():
-        if group == "parameters":
+    for group in ("gradients", "mutable_state", "message_compression"):
+        if group not in device.spec.array_rows:  # of a forward-only table
             continue
         lead = device.lead(group, chunk)
-        read_here = {name: lead(name) for name in rows.tables}
+        tables = device.spec.array_rows[group].tables
+        read_here = {name: lead(name) for name in tables}
 
         def of_array(name: str, read_here: dict = read_here) -> Sequence:
             return read_here.get(name, [chunk])
