@@ -23,7 +23,10 @@ TOPOLOGIES = ("v5e:2x2", "v5e:2x4")
 
 
 def machine_of(num_devices: int):
-    """v5e chips, from https://cloud.google.com/tpu/docs/v5e. The latency is assumed."""
+    """v5e chips, from https://cloud.google.com/tpu/docs/v5e. The latency is assumed.
+
+    The on-chip memory of 128 MiB is that of https://jax-ml.github.io/scaling-book/tpus.
+    """
     from jpipe import soap
 
     return soap.Machine(
@@ -32,6 +35,8 @@ def machine_of(num_devices: int):
         flops=197e12,
         memory_bandwidth=819e9,
         memory_bytes=16 * 2**30,
+        product_item_bytes=2,
+        on_chip_bytes=2**27,
     )
 
 

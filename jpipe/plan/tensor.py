@@ -136,7 +136,9 @@ def split(
       whole, because a pipeline leaves it to the compiler.
     - A weight, and the optimizer state of its shape, takes the bytes of the largest part. An update takes the measured seconds times the
       layer's share of these bytes.
-    - Everything else (activations, stashes, messages between stages, temporaries) counts whole, which is an upper bound.
+    - Everything else (stashes, messages between stages, temporaries) counts whole, which is an upper bound. Stages split their stashes
+      as the compiler decides for each layer (`jpipe.layers.sharding.stash_specs`), and a profile does not say which value of a layer a
+      stash is. Activations between stages are whole, because only a model's annotations split them (`jpipe.layers.sharding.ValueSplit`).
 
     Args:
       profile: the measured costs of the layers.

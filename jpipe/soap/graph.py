@@ -19,6 +19,8 @@ KINDS = {
     PARAMETER: "parameter",
     REDUCTION: "reduction",
 }
+PRODUCTS = frozenset(("dot_general", "conv_general_dilated"))
+"""Kinds of operators that multiply and add up, whose backward does so once per operand with a gradient."""
 
 
 @dataclasses.dataclass(frozen=True)

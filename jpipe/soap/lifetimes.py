@@ -1,4 +1,23 @@
-"""How long devices hold what a step computes: for the most memory that they need at a time."""
+"""How long devices hold what a step computes: for the most memory that they need at a time.
+
+An operator that reads parts of other devices gets an array of all that it reads, its own part included. From then on it is the one that is
+kept, if no other backward reads the writer's. Its backward computes the gradient by the whole array, before parts of it are sent back and
+added up. XLA's programs hold these arrays: for a product of 8,192 x 8,192 numbers split in four columns, an all-gather of all of them, in the
+backward a product of the same shape, and the reduce-scatter of that.
+
+Two facts of the machine change what is held, and are stated by `jpipe.soap.Machine`:
+
+- `product_item_bytes`: TPUs multiply float32 arrays as bfloat16, and the compiler rounds them before it gathers them
+  (`bf16[8192,8192] all-gather` where the program has float32). So a product holds what it receives in 2 bytes per element. What the
+  gradient takes stays float32.
+- `on_chip_bytes`: the compiler leaves arrays that the next operator uses up in the on-chip memory (layouts with `S(1)`), as far as
+  they fit. Inputs of the function are copied there from the start of the step to their last use (`cross_program_prefetch`), and take room
+  from the others.
+
+What is not counted: where the axes of one dim of the writer split two dims of the reader, or the reverse, XLA gathers the array whole and
+slices it. What is not known before compiling: the bytes of fragments, and whether the mask of a ReLU is written at once, or later
+from the float32 array below it.
+"""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -12,13 +31,15 @@ class Held(NamedTuple):
     Attributes:
       device: the device.
       first, last: positions in the order of the step: see `Lifetimes`.
-      num_bytes: the bytes.
+      num_bytes: the bytes; below 0 for what is held no more while something else takes its place.
+      copied_until: of an input of the function, the last position at which its first reader needs it; None of all else.
     """
 
     device: int
     first: int
     last: int
     num_bytes: int
+    copied_until: int | None = None
 
 
 class Lifetimes:
@@ -61,6 +82,33 @@ class Lifetimes:
         if each.has_backward and each.inputs[position].kept:
             return operator, self.backward(operator)
         return operator, operator
+
+    def input(self, reader: int) -> tuple[int, int]:
+        """Of an input of the function: the last position at which it is held, and the last one at which its first reader needs it."""
+        has_backward = self._graph.operators[reader].has_backward
+        return self.end, self.backward(reader) if has_backward else reader
+
+    def replaced(self, reader: int, position: int) -> tuple[int, int] | None:
+        """When what an operator writes is held no more because a reader has an array of its own; None: it is held as `value` says.
+
+        The reader's array, which is put together of parts from several devices, is the one that its backward reads. If no other
+        backward reads the writer's array, it is there until its last reader.
+        """
+        operators = self._graph.operators
+        tensor = operators[reader].inputs[position].tensor
+        kept_at = [
+            (i, k)
+            for i in sorted(set(self._readers[tensor]))
+            for k, each in enumerate(operators[i].inputs)
+            if each.tensor == tensor and each.kept
+        ]
+        is_other = any(i != reader for i, _ in kept_at)
+        if self._graph.tensors[tensor].kept_for != reader or is_other:
+            return None
+        # An operator may read it at several positions: the first of them counts.
+        if not operators[reader].has_backward or kept_at[:1] != [(reader, position)]:
+            return None
+        return max(self._readers[tensor]) + 1, self.backward(reader)
 
     def gradient(self, operator: int, tensor: int) -> tuple[int, int] | None:
         """Of the gradient by a result: from the first backward that adds to it to the backward that reads it; None: there is none.

@@ -55,6 +55,10 @@ class Machine:
       memory_bytes: memory of a device.
       links: links between two devices that differ from those of the hierarchy.
       device_kind: name of the device.
+      product_item_bytes: bytes per element to which products round what they receive from other devices, as TPUs do with float32
+        (2, unless a precision is asked for); None: they do not. It changes the memory, not the bytes that are sent.
+      on_chip_bytes: of a memory beside `memory_bytes` in which the compiler leaves arrays that are used up at once; see
+        `jpipe.soap.lifetimes`. 0 where hardware alone manages it, as the caches of GPUs.
 
     Raises:
       ValueError: if a size, rate or time cannot be, or a link is dead.
@@ -73,6 +77,8 @@ class Machine:
     memory_bytes: float = math.inf
     links: tuple[Link, ...] = ()
     device_kind: str = "device"
+    product_item_bytes: int | None = None
+    on_chip_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -88,6 +94,17 @@ class Machine:
                 raise ValueError(
                     f"`{name}` must be above 0, got {getattr(self, name)}: with it nothing could run."
                 )
+        item_bytes = self.product_item_bytes
+        if item_bytes is not None and not (
+            isinstance(item_bytes, int) and item_bytes >= 1
+        ):
+            raise ValueError(
+                f"`product_item_bytes` must be a whole number of at least 1, or None, got {item_bytes!r}."
+            )
+        if not (isinstance(self.on_chip_bytes, int) and self.on_chip_bytes >= 0):
+            raise ValueError(
+                f"`on_chip_bytes` must be a whole number of at least 0, got {self.on_chip_bytes!r}."
+            )
         if not 0 <= self.overhead < math.inf:
             raise ValueError(
                 f"`overhead` must be seconds, at least 0, got {self.overhead}."

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jpipe.soap.costs import Costs
-from jpipe.soap.graph import OperatorGraph
+from jpipe.soap.graph import PRODUCTS, OperatorGraph
 from jpipe.soap.lifetimes import Held, Lifetimes
 from jpipe.soap.machine import Machine
 from jpipe.soap.shards import Shards
@@ -131,7 +131,8 @@ class Tasks:
         for each in (self.seconds, self.device, self.key, self.before, self.after):
             each.clear()
         self.unused = []
-        shape = self.machine.num_devices, self._lifetimes.end + 2
+        # Of what is held for long, of what is held briefly, and of inputs that are copied to on-chip memory.
+        shape = 3, self.machine.num_devices, self._lifetimes.end + 2
         self._changes = np.zeros(shape, np.int64)
         self._memory: list[int] | None = None
         self.load = np.zeros(self.num_resources + 1)
@@ -173,17 +174,25 @@ class Tasks:
     def count(self, block: Block, sign: int) -> None:
         """Adds the memory and the load of a block, or takes them away."""
         self.load += sign * block.load
-        changes = self._changes
-        for device, first, last, num_bytes in block.held:
-            changes[device, first] += sign * num_bytes
-            changes[device, last + 1] -= sign * num_bytes
+        on_chip = self.machine.on_chip_bytes
+        for device, first, last, num_bytes, copied_until in block.held:
+            is_brief = last - first <= 1 and 0 < num_bytes <= on_chip
+            changes = self._changes[int(is_brief), device]
+            changes[first] += sign * num_bytes
+            changes[last + 1] -= sign * num_bytes
+            if copied_until is not None and num_bytes <= on_chip:
+                copied = self._changes[2, device]
+                copied[first] += sign * num_bytes
+                copied[copied_until + 1] -= sign * num_bytes
         self._memory = None
 
     @property
     def memory(self) -> list[int]:
         """The most bytes that each device holds at a time."""
         if self._memory is None:
-            self._memory = self._changes.cumsum(axis=1).max(axis=1).tolist()
+            long, brief, copied = self._changes.cumsum(axis=2)
+            room = np.maximum(self.machine.on_chip_bytes - copied, 0)
+            self._memory = (long + np.maximum(brief - room, 0)).max(axis=1).tolist()
         return self._memory
 
     def isolated_loads(self, operator: int, config: Config) -> list[dict[int, float]]:
@@ -305,8 +314,14 @@ class Tasks:
             if not is_input or self._lifetimes.first_reader(each.tensor) != number:
                 continue
             read = self.shards.regions.reads(number, position, config.degrees)
-            whole_step = (0, self._lifetimes.end)
-            self._hold(block, number, value.item_bytes, read, [whole_step])
+            end, copied_until = self._lifetimes.input(number)
+            sizes = np.prod(read[:, :, 1] - read[:, :, 0], axis=1) * value.item_bytes
+            block.held += [
+                Held(device, 0, end, num_bytes, copied_until)
+                for device, num_bytes in zip(
+                    self.strategy[number].devices, sizes.tolist(), strict=True
+                )
+            ]
 
     def _build_result(self, block: Block, number: int, tensor: int) -> None:
         """The tasks that have the parts of a result: the shards, or sums of what they computed."""
@@ -447,18 +462,63 @@ class Tasks:
         writer, reader = self.blocks[source], self.blocks[target]
         results, gradients = writer.results[tensor], writer.result_gradients[tensor]
         backward = reader.backward if gradients else []
-        received = self._lifetimes.received(target, position)
-        for a, b, num_bytes in self.shards.edge_pairs(
-            number, above.degrees, below.degrees
-        ):
+        pairs = self.shards.edge_pairs(number, above.degrees, below.degrees)
+        for a, b, num_bytes in pairs:
             from_device, to_device = above.devices[a], below.devices[b]
-            if from_device != to_device:
-                block.held.append(Held(to_device, *received, num_bytes))
             args = from_device, to_device, num_bytes
             self._message(block, results[a], reader.forward[b], *args)
             if backward:
                 args = to_device, from_device, num_bytes
                 self._message(block, backward[b], gradients[a], *args)
+        self._hold_received(block, number, pairs, bool(backward))
+
+    def _hold_received(
+        self,
+        block: Block,
+        number: int,
+        pairs: Sequence[tuple[int, int, int]],
+        has_gradient: bool,
+    ) -> None:
+        """What a device holds that reads parts of other devices.
+
+        It has an array of all that it reads, its own part included, in place of the part that it wrote. Its backward computes the
+        gradient by this array before parts of it go back and are added up.
+        """
+        source, target, position = self.graph.edges[number]
+        tensor = self.graph.operators[target].inputs[position].tensor
+        above, below = self.strategy[source], self.strategy[target]
+        read: dict[int, int] = {}
+        receivers = set()
+        for a, b, num_bytes in pairs:
+            device = below.devices[b]
+            read[device] = read.get(device, 0) + num_bytes
+            if above.devices[a] != device:
+                receivers.add(device)
+        times = self._lifetimes.received(target, position)
+        moment = self._lifetimes.backward(target)
+        for device in sorted(receivers):
+            held = self._read_bytes(target, tensor, read[device])
+            block.held.append(Held(device, *times, held))
+            if has_gradient:
+                block.held.append(Held(device, moment, moment, read[device]))
+        replaced = self._lifetimes.replaced(target, position)
+        if replaced is None:
+            return
+        item_bytes = self.graph.tensors[tensor].item_bytes
+        item_bytes *= self.graph.operators[source].repeats
+        owned = self.shards.regions.writes(source, tensor, above.degrees)
+        for device, box in zip(above.devices, owned):
+            if device in receivers:
+                size = int(np.prod(box[:, 1] - box[:, 0]))
+                block.held.append(Held(device, *replaced, -size * item_bytes))
+
+    def _read_bytes(self, operator: int, tensor: int, num_bytes: int) -> int:
+        """Bytes of a part of a tensor in the form in which an operator gets it."""
+        item_bytes = self.machine.product_item_bytes
+        whole = self.graph.tensors[tensor].item_bytes
+        if item_bytes is None or self.graph.operators[operator].kind not in PRODUCTS:
+            return num_bytes
+        return num_bytes * min(item_bytes, whole) // whole
 
     def _build_weight(self, block: Block, weight: int) -> None:
         readers = self.graph.readers_of_weight[weight]

@@ -12,6 +12,7 @@ from jpipe.soap.flatten import Equation, Program, Value, flatten, item_bytes
 from jpipe.soap.fuse import Fusion, Group, Refs, operand_step
 from jpipe.soap.graph import (
     ATTRIBUTE,
+    PRODUCTS,
     SAMPLE,
     Input,
     Operator,
@@ -23,9 +24,6 @@ from jpipe.soap.regions import Access, followed, identity, plain
 from jpipe.soap.residuals import residuals_of
 from jpipe.soap.rules import ELEMENTWISE, RANDOM, RULES, Nest, unsplittable, views
 from jpipe.warn import warn
-
-_TWO_GRADIENTS = {"dot_general", "conv_general_dilated"}
-"""Primitives whose backward costs as much as the forward for every input that has a gradient."""
 
 
 def trace(
@@ -280,7 +278,7 @@ class _Builder:
         )
         differentiable = sum(self._tensors[each.tensor].has_gradient for each in read)
         kind = "elementwise" if group.is_run else first.primitive
-        if kind in _TWO_GRADIENTS:
+        if kind in PRODUCTS:
             factor = float(differentiable)
         else:
             factor = float(min(differentiable, 2))

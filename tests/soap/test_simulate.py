@@ -1,5 +1,6 @@
 """The simulators: the full one obeys the rules, and the delta simulation gives the same timeline to the last bit."""
 
+import dataclasses
 import itertools
 import math
 
@@ -62,7 +63,9 @@ def test_full_simulation_obeys_the_rules(name, sync):
 
 def random_walk(graph, num_devices, num_moves, seed, sync, every, start=None):
     """Random changes, some kept, some undone, some cut off by a limit."""
-    machine = soap_graphs.machine(num_devices)
+    machine = dataclasses.replace(
+        soap_graphs.machine(num_devices), product_item_bytes=2, on_chip_bytes=2**13
+    )
     space = soap.Space(graph, num_devices)
     rng = np.random.default_rng(seed)
     start = soap.random_strategy(space, rng) if start is None else start
@@ -213,6 +216,25 @@ def peaks(graph, strategy, num_devices):
     def sizes(boxes):
         return np.prod(boxes[:, :, 1] - boxes[:, :, 0], axis=1).tolist()
 
+    def received(source, target, position):
+        """Elements that each device reads of an input, if others have a part of it."""
+        above, below = strategy[source], strategy[target]
+        tensor = graph.operators[target].inputs[position].tensor
+        wrote = regions.writes(source, tensor, above.degrees)
+        read = regions.reads(target, position, below.degrees)
+        found = {}
+        for d in set(below.devices):
+            common, senders = 0, set()
+            for a, b in itertools.product(range(len(wrote)), range(len(read))):
+                low = np.maximum(wrote[a, :, 0], read[b, :, 0])
+                high = np.minimum(wrote[a, :, 1], read[b, :, 1])
+                if below.devices[b] == d and (high > low).all():
+                    common += int(np.prod(high - low))
+                    senders.add(above.devices[a])
+            if senders - {d}:
+                found[d] = common
+        return found
+
     def held(t):
         """`(device, bytes)` at position t: forwards, then backwards in reverse, then the update."""
         for i, operator in enumerate(graph.operators):
@@ -233,6 +255,16 @@ def peaks(graph, strategy, num_devices):
                 if value.kept_for is not None:
                     last = 2 * n - 1 - value.kept_for
                 owned = sizes(regions.writes(i, tensor, config.degrees))
+                kept = [
+                    (j, k)
+                    for j, o in enumerate(graph.operators)
+                    for k, each in enumerate(o.inputs)
+                    if each.tensor == tensor and each.kept
+                ]
+                replaced: set[int] = set()  # devices where the reader has its own
+                if kept and {j for j, _ in kept} == {value.kept_for}:
+                    if has_backward(value.kept_for) and t > max(used):
+                        replaced = set(received(i, *kept[0]))
                 computed = sizes(regions.results(i, tensor, config.degrees))
                 item = value.item_bytes * operator.repeats
                 times = int(forward <= t <= last)
@@ -242,8 +274,10 @@ def peaks(graph, strategy, num_devices):
                     first = 2 * n - 1 - max(again)
                     end = backward - (operator.kind == "elementwise")
                     times += first <= t <= max(first, end)
+                gone = int(forward <= t <= last)
                 yield from (
-                    (d, times * item * k) for d, k in zip(config.devices, owned)
+                    (d, (times - gone * (d in replaced)) * item * k)
+                    for d, k in zip(config.devices, owned)
                 )
                 boxes = regions.results(i, tensor, config.degrees)
                 if len({box.tobytes() for box in boxes}) < len(boxes):  # terms of sums
@@ -258,20 +292,19 @@ def peaks(graph, strategy, num_devices):
                     item = value.item_bytes * operator.repeats
                     yield from ((d, item * k) for d, k in zip(config.devices, boxes))
         for source, target, position in graph.edges:
-            above, below = strategy[source], strategy[target]
             each = graph.operators[target].inputs[position]
-            wrote = regions.writes(source, each.tensor, above.degrees)
-            read = regions.reads(target, position, below.degrees)
-            last = 2 * n - 1 - target if each.kept else target
-            if not target <= t <= last:
-                continue
-            for a, b in itertools.product(range(len(wrote)), range(len(read))):
-                low = np.maximum(wrote[a, :, 0], read[b, :, 0])
-                high = np.minimum(wrote[a, :, 1], read[b, :, 1])
-                common = int(np.prod(np.maximum(high - low, 0)))
-                if above.devices[a] != below.devices[b]:
-                    item = graph.tensors[each.tensor].item_bytes * each.repeats
-                    yield below.devices[b], common * item
+            backward = 2 * n - 1 - target
+            last = backward if each.kept else target
+            value = graph.tensors[each.tensor]
+            returned = value.has_gradient and min(
+                has_backward(source), has_backward(target)
+            )
+            times = (target <= t <= last) + (returned and t == backward)
+            item = value.item_bytes * each.repeats
+            yield from (
+                (d, times * item * k)
+                for d, k in received(source, target, position).items()
+            )
         for weight, uses in graph.readers_of_weight.items():
             value = graph.tensors[weight]
             if not value.has_gradient:
@@ -304,6 +337,43 @@ def test_memory_is_the_peak_over_the_step(name):
         strategy = soap.random_strategy(space, rng)
         found = soap.simulate(graph, machine, strategy)
         assert found.memory_bytes == peaks(graph, strategy, 4)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        # Weights and state 1.5, the input 1, a gradient of a weight 0.25, and gradients by the results of both products, 0.5 each; what is
+        # gathered, and the gradient by it.
+        ({}, 3.75 + 1 + 1),
+        ({"product_item_bytes": 2}, 3.75 + 0.5 + 1),
+        ({"product_item_bytes": 8}, 3.75 + 1 + 1),
+        # Gradients are on the chip beside the input. The most is held in the second forward: both the columns and what is gathered.
+        ({"on_chip_bytes": 3 * 8192}, 2.5 + 0.5 + 1),
+        ({"on_chip_bytes": 3 * 8192, "product_item_bytes": 2}, 2.5 + 0.5 + 0.5),
+        # Of the gradients by results one fits, and neither the input nor the gradient by what is gathered.
+        ({"on_chip_bytes": 8192 // 2}, 3.25 + 1 + 1),
+        # The input leaves no room.
+        ({"on_chip_bytes": 8192}, 3.75 + 1 + 1),
+    ],
+)
+def test_memory_of_what_is_gathered_for_a_product(options, expected):
+    """Two products split by columns, by hand, in units of an array of all columns."""
+    rows, width = 64, 32
+
+    def loss(w, x):
+        return (x @ w[0] @ w[1]).sum()
+
+    weights = [soap_graphs.weight(width, width)] * 2
+    graph = soap.trace(loss, weights, soap_graphs.weight(rows, width))
+    products = [soap.Config((1, 2, 1), (0, 1))] * 2
+    (total,) = graph.operators[2:]
+    assert len(total.loops) == 2
+    strategy = (*products, soap.Config((1, 2), (0, 1)))
+    machine = dataclasses.replace(soap_graphs.machine(2), **options)
+    array = rows * width * 4
+    found = soap.simulate(graph, machine, strategy).memory_bytes
+    # The sum of all numbers takes a few bytes.
+    np.testing.assert_allclose(found, expected * array, atol=16)
 
 
 def test_less_is_held_at_a_time_than_in_all():
