@@ -620,13 +620,12 @@ def main() -> None:
     parser.add_argument("--data", type=pathlib.Path, help="folder of the data")
     parser.add_argument("--out", type=pathlib.Path, required=True)
     parser.add_argument("--tasks", nargs="+", choices=known, default=list(known))
-    parser.add_argument("--stages", type=int, nargs="+", default=[8, 100])
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 8, 100])
     parser.add_argument("--methods", nargs="+", help="some of them, by name")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--rates", type=int, default=MOST_RATES, help="the most for a method"
     )
-    parser.add_argument("--steps", type=int, help="of a run, in place of the task's")
     parser.add_argument("--quick", action="store_true", help="a few steps, no data")
     parser.add_argument("--redraw", action="store_true", help="only draw")
     args = parser.parse_args()
@@ -643,7 +642,6 @@ def main() -> None:
     runs = Runs(args.out / "runs.json")
     for name in () if args.redraw else args.tasks:
         task = tasks(args.quick)[name]
-        task = task._replace(num_steps=args.steps or task.num_steps)
         data = task.data(None if args.quick else args.data)
         cells = [
             (S, of) for S in args.stages for of in names if S > 1 or of in SYNCHRONOUS
