@@ -7,6 +7,7 @@ options of a model are in `models/`, those of a data set in `train/mnist.py`,
 """
 
 import dataclasses
+import functools
 import math
 import warnings
 from typing import Any, Literal
@@ -27,6 +28,17 @@ Data = MNIST | MNISTPixels | Text | MaskedText | LabeledText | Pairs
 def _decays(params: Any) -> Any:
     """True for matrices and kernels, False for biases and scales of norms."""
     return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+def _matrices(params: Any) -> Any:
+    """For Muon: kernels and matrices, which have their output on the last axis. None for other weights."""
+
+    def axes(p: Any) -> Any:
+        if p.ndim < 2:
+            return None
+        return optax.contrib.MuonDimensionNumbers(tuple(range(p.ndim - 1)), p.ndim - 1)
+
+    return jax.tree.map(axes, params)
 
 
 def _check(holds: bool, config: Any, name: str, rule: str) -> None:
@@ -307,8 +319,8 @@ class OptimizerConfig:
     name: Literal["adamw", "nadamw", "sgd", "basis_rotation", "muon"] = "adamw"
     """AdamW; AdamW with Nesterov momentum for delayed gradients (`jpipe.optim.nadamw`);
     gradient descent with Nesterov momentum; AdamW in the eigenbasis of the gradients
-    (`jpipe.optim.scale_by_basis_rotation`); or Muon of Optax, which updates matrices, with
-    AdamW for the other weights."""
+    (`jpipe.optim.scale_by_basis_rotation`); or Muon of Optax, which updates matrices and
+    kernels of convolutions, with AdamW for the other weights."""
     learning_rate: float = 1e-3
     """The largest learning rate, reached after `warmup_steps`."""
     warmup_steps: int = 0
@@ -323,6 +335,9 @@ class OptimizerConfig:
     of sgd and muon."""
     b2: float = 0.999
     """Decay of the mean squared gradient; not of sgd and the matrices of muon."""
+    adam_rate: float = 1.0
+    """The learning rate of the weights that muon leaves to AdamW, in multiples of
+    `learning_rate`. Muon's updates of a matrix are smaller than AdamW's at the same rate."""
     clip_norm: float | None = None
     """The largest norm of the gradient, over all stages. None: no clipping."""
     annealing_steps: int | None = None
@@ -335,6 +350,10 @@ class OptimizerConfig:
     predict_weights: bool = False
     """Whether a forward reads a prediction of the weights that its gradient will be
     applied to, for asynchronous schedules: SpecTrain, XPipe, PipeOptim."""
+    prediction_decay: float | None = None
+    """Decay b by which a prediction trusts the last movement less with every update: it looks
+    b + b^2 + ... + b^delay updates ahead instead of the whole delay. The momentum of the optimizer
+    fits. None: the whole delay."""
     delay_compensation: float | None = None
     """Strength of DC-ASGD, for asynchronous schedules: late gradients are moved from the
     weights that they were computed at to the newest ones, by their own squares. Each stage
@@ -359,15 +378,31 @@ class OptimizerConfig:
         if self.discrepancy_decay is not None:
             D = self.discrepancy_decay
             _check(0 < D < 1, self, "discrepancy_decay", "must lie between 0 and 1")
+        if self.prediction_decay is not None:
+            b = self.prediction_decay
+            _check(0 < b < 1, self, "prediction_decay", "must lie between 0 and 1")
+            if not self.predict_weights:
+                raise ValueError(
+                    f"`prediction_decay` is for `predict_weights=true`, got {b} without it. Set it too."
+                )
+        _check(self.adam_rate > 0, self, "adam_rate", "must be above 0")
         for name in ("delay_compensation", "error_feedback"):
             if getattr(self, name) is not None:
                 _check(getattr(self, name) > 0, self, name, "must be above 0")
         if self.ema_decay is not None:
             _check(0 <= self.ema_decay < 1, self, "ema_decay", "must lie in [0, 1)")
 
-    def learning_rate_schedule(self, num_steps: int) -> optax.Schedule:
-        """A function from step to learning rate, for a run of `num_steps`."""
-        peak, warmup = self.learning_rate, self.warmup_steps
+    def learning_rate_schedule(
+        self, num_steps: int, peak: Any = None
+    ) -> optax.Schedule:
+        """A function from step to learning rate, for a run of `num_steps`.
+
+        Args:
+          num_steps: of the run.
+          peak: the largest rate, also a number inside of a program. None: `learning_rate`.
+        """
+        peak = self.learning_rate if peak is None else peak
+        warmup = self.warmup_steps
         num_decay = max(num_steps - warmup, 1)
         decay = {
             "cosine": optax.cosine_decay_schedule(peak, num_decay),
@@ -380,9 +415,11 @@ class OptimizerConfig:
         rise = optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1))
         return optax.join_schedules([rise, decay], [warmup])
 
-    def transform(self, num_steps: int) -> optax.GradientTransformation:
-        """The Optax chain, for a run of `num_steps`."""
-        rate = self.learning_rate_schedule(num_steps)
+    def transform(
+        self, num_steps: int, peak: Any = None
+    ) -> optax.GradientTransformation:
+        """The Optax chain, for a run of `num_steps`; `peak` is that of `learning_rate_schedule`."""
+        rate = self.learning_rate_schedule(num_steps, peak)
         decayed = optax.add_decayed_weights(self.weight_decay, mask=_decays)
         if self.name in ("adamw", "nadamw"):
             make = optax.adamw if self.name == "adamw" else jpipe.optim.nadamw
@@ -406,7 +443,8 @@ class OptimizerConfig:
                 weight_decay=self.weight_decay,
                 weight_decay_mask=_decays,
                 adam_b2=self.b2,
-                adam_learning_rate=rate,
+                adam_learning_rate=lambda step: self.adam_rate * rate(step),
+                muon_weight_dimension_numbers=_matrices,
             )
         else:
             update = optax.chain(
@@ -447,8 +485,14 @@ class OptimizerConfig:
     def options_of_pipeline(self) -> dict[str, Any]:
         """The arguments of `jpipe.Pipeline` that choose the weights which are read."""
         predicts, corrects = self.predict_weights, self.discrepancy_decay is not None
+        predicted: Any = jpipe.optim.predicted_params
+        if self.prediction_decay is not None:
+            b = self.prediction_decay
+            predicted = functools.partial(
+                predicted, horizon=lambda delay: b * (1 - b**delay) / (1 - b)
+            )
         return {
-            "forward_params": jpipe.optim.predicted_params if predicts else None,
+            "forward_params": predicted if predicts else None,
             "backward_params": jpipe.optim.corrected_params if corrects else None,
         }
 

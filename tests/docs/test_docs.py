@@ -36,6 +36,7 @@ SET_UP = (
 # Commands of hours, or of data or programs that the repository does not have.
 TOO_LONG = (
     "benchmarks/asynchronous.py",
+    "benchmarks/asynchronous_methods.py",
     "benchmarks/asynchronous_scale.py resnet",
     "benchmarks/asynchronous_scale.py stages",
     "benchmarks/asynchronous_scale.py translation",

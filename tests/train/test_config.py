@@ -482,11 +482,16 @@ def test_optimizers_for_late_gradients(name):
         decay="constant",
         momentum=0.8,
         b2=0.9,
+        adam_rate=0.3,
         weight_decay=0.5,
     )
-    params = {"w": jnp.eye(3) + 1, "b": jnp.ones(3)}
-    grads = {"w": jnp.arange(9.0).reshape(3, 3) - 3, "b": jnp.arange(3.0)}
-    mask = {"w": True, "b": False}
+    params = {"w": jnp.eye(3) + 1, "b": jnp.ones(3), "conv": jnp.ones((2, 2, 1, 3))}
+    grads = {
+        "w": jnp.arange(9.0).reshape(3, 3) - 3,
+        "b": jnp.arange(3.0),
+        "conv": jnp.sin(jnp.arange(12.0)).reshape(2, 2, 1, 3),
+    }
+    mask = {"w": True, "b": False, "conv": True}
     if name == "muon":
         expected = optax.contrib.muon(
             0.1,
@@ -494,7 +499,12 @@ def test_optimizers_for_late_gradients(name):
             weight_decay=0.5,
             weight_decay_mask=mask,
             adam_b2=0.9,
-            adam_learning_rate=0.1,
+            adam_learning_rate=0.03,
+        )
+        # A kernel of a convolution is a matrix of 2 x 2 x 1 rows.
+        shape = params["conv"].shape
+        params["conv"], grads["conv"] = (
+            tree["conv"].reshape(4, 3) for tree in (params, grads)
         )
     else:
         expected = optax.chain(
@@ -502,12 +512,48 @@ def test_optimizers_for_late_gradients(name):
             optax.add_decayed_weights(0.5, mask),
             optax.scale(-0.1),
         )
-    found, wanted = (
-        transform.update(grads, transform.init(params), params)[0]
-        for transform in (config.transform(10), expected)
-    )
+    wanted = expected.update(grads, expected.init(params), params)[0]
+    if name == "muon":
+        params["conv"], grads["conv"], wanted["conv"] = (
+            tree["conv"].reshape(shape) for tree in (params, grads, wanted)
+        )
+    transform = config.transform(10)
+    found = transform.update(grads, transform.init(params), params)[0]
     for key in params:
         np.testing.assert_allclose(found[key], wanted[key], rtol=1e-5)
+
+
+def test_predictions_that_fade():
+    """They look b + b^2 + ... updates ahead, one term for each update of delay."""
+    config = OptimizerConfig(predict_weights=True, prediction_decay=0.5)
+    transform, params = config.transform(10), {"w": jnp.zeros(2)}
+    state = transform.init(params)
+    updates, state = transform.update({"w": jnp.ones(2)}, state, params)
+    ahead = config.options_of_pipeline()["forward_params"]
+    for delay, distance in ((0, 0.0), (1, 0.5), (3, 0.5 + 0.25 + 0.125)):
+        found = ahead(params, state, jnp.array(delay))["w"]
+        np.testing.assert_allclose(found, distance * updates["w"], rtol=1e-6)
+    with pytest.raises(ValueError, match="`prediction_decay` is for `predict_weights"):
+        OptimizerConfig(prediction_decay=0.5)
+    with pytest.raises(ValueError, match="`prediction_decay` must lie between 0 and 1"):
+        OptimizerConfig(predict_weights=True, prediction_decay=1.0)
+    with pytest.raises(ValueError, match="`adam_rate` must be above 0, got 0.0"):
+        OptimizerConfig(adam_rate=0.0)
+
+
+def test_a_peak_in_place_of_the_configured_rate():
+    config = OptimizerConfig(learning_rate=2.0, warmup_steps=4, decay="linear")
+    own, other = config.learning_rate_schedule(8), config.learning_rate_schedule(8, 0.5)
+    for step in range(9):
+        np.testing.assert_allclose(other(step), own(step) / 4, rtol=1e-6)
+    params = {"w": jnp.ones((2, 2))}
+    for name in ("muon", "basis_rotation"):
+        config = OptimizerConfig(name=name, learning_rate=2.0, decay="constant")
+        own, other = (
+            transform.update(params, transform.init(params), params)[0]["w"]
+            for transform in (config.transform(8), config.transform(8, 0.5))
+        )
+        np.testing.assert_allclose(other, own / 4, rtol=1e-6)
 
 
 def test_compensation_feedback_and_averages():

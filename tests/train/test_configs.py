@@ -95,6 +95,8 @@ def test_one_shrunken_step(path, tmp_path, capsys, monkeypatch):
         f"batch_size={2 * config.pipeline.num_microbatches}",
         f"run_dir={tmp_path / 'run'}",
     ]
+    if config.pipeline.delays is not None:
+        words.append("pipeline.delays=1,0")
     # Few held-out examples.
     if type(config.data).__name__ == "Pairs":
         words.append(f"data.path={write_pairs(tmp_path / 'pairs.tsv', 40)}")
