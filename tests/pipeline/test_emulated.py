@@ -56,7 +56,8 @@ CASES = {
     "gpipe": ("gpipe", 3, 4, "transformer", "float32", {}),
     "1f1b, recompute": ("one_f_one_b/paired", 4, 4, "mixed", "float32", dict(recompute="full")),
     "zb-v": ("zero_bubble_v", 4, 4, "mlp", "float32", CLIPPING),
-    "interleaved": ("interleaved", 4, 4, "resnet", "float32", {}),
+    # The bias before a norm has a gradient of zero but for rounding, and a stash has another layout on one device.
+    "interleaved": ("interleaved", 4, 4, "resnet", "float64", {}),
     "loss scale": ("one_f_one_b/unit", 2, 3, "mlp", "float32", dict(loss_scale=jpipe.LossScale(initial=64.0, growth_interval=3))),
     "pipemare, deep": ("pipemare/paired", 5, 1, "mlp", "float32", T1_T2_CLIPPING),
     # A norm is a sum over devices there and over rows here, which rounds in another way.
@@ -142,7 +143,8 @@ def test_every_step_is_that_of_the_pipeline(name):
         stage_of = [
             record.stage
             for record in pipe.partition(
-                family.batches(1, 3 * N)[0] | {"microbatch": np.eye(N).repeat(3, 0)}
+                family.batches(1, 3 * N, np.dtype(dtype))[0]
+                | {"microbatch": np.eye(N).repeat(3, 0)}
             )
             for _ in range(*record.layers)
         ]
