@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from asynchronous_scale import Runs, crossing, images, pairs
+from asynchronous_scale import Runs, best_rate, crossing, images, mean_of, pairs, search
 
 import jpipe
 from jpipe import optim
@@ -334,31 +334,6 @@ def with_rate(state: jpipe.PipelineState, rate: float) -> jpipe.PipelineState:
     return state
 
 
-def search(
-    first: float, result: Callable[[float], float], most: int = MOST_RATES
-) -> float:
-    """The rate of the smallest result among `first` times powers of 3, tried until both sides are worse.
-
-    Example:
-      >>> search(1.0, lambda rate: abs(rate - 9.5))
-      9.0
-      >>> search(1.0, lambda rate: rate, most=3)
-      0.333...
-    """
-    found = {power: result(first * FACTOR**power) for power in ((0, -1, 1)[:most])}
-    while len(found) < most:
-        best = min(found, key=found.__getitem__)
-        if math.isfinite(found[best]):
-            beyond = {best - 1, best + 1} - set(found)
-        else:
-            beyond = {min(found) - 1}  # all diverged
-        if not beyond:
-            break
-        power = min(beyond)
-        found[power] = result(first * FACTOR**power)
-    return first * FACTOR ** min(found, key=found.__getitem__)
-
-
 def train(
     name: str,
     task: Task,
@@ -382,7 +357,7 @@ def train(
             return run["validation"]
 
         first = task.rates * method.rates[0 if S == 1 else 1 if S <= 16 else 2]
-        best = search(first, result, rates)
+        best = search(first, result, FACTOR, rates)
         for seed in range(1, seeds):
             result(best, seed)
 
@@ -428,23 +403,17 @@ def rows_of(name: str, task: Task, runs: dict) -> dict[tuple[int, str], Row]:
             cell = tried.setdefault((int(S), method), {})
             cell.setdefault(float(rate), []).append(run)
 
-    def best(rates: dict[float, list]) -> float:
-        # A rate that has not got all its seeds yet is not shown.
-        most = max(map(len, rates.values()))
-        complete = [rate for rate in rates if len(rates[rate]) == most]
-        return min(complete, key=lambda rate: rates[rate][0]["validation"])
-
     def shown(run: dict, value: float) -> float:
         return task.scale * value if math.isfinite(run["validation"]) else math.nan
 
-    chosen = {cell: rates[best(rates)] for cell, rates in tried.items()}
+    chosen = {cell: rates[best_rate(rates)] for cell, rates in tried.items()}
     ends = {
         cell: [shown(run, run["curve"][-1][2]) for run in of]
         for cell, of in chosen.items()
     }
     return {
         cell: Row(
-            best(tried[cell]),
+            best_rate(tried[cell]),
             {rate: of[0]["validation"] for rate, of in sorted(tried[cell].items())},
             ends[cell],
             [shown(run, run["averaged"]) for run in of],
@@ -476,11 +445,7 @@ def target_of(task: Task, rows: dict, S: int) -> float:
 
 
 def _spread(values: list[float]) -> str:
-    if not all(map(math.isfinite, values)):
-        return "diverged"
-    digits = 2 if values[0] > 20 else 3
-    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.{digits}f}{spread}"
+    return mean_of(values, 2 if values[0] > 20 else 3)
 
 
 def markdown(task: Task, rows: dict, S: int) -> str:

@@ -442,31 +442,71 @@ def train_all(
     """
     evaluator = Evaluator(task, data)
     S = len(task.model.layers())
-    start = 0
+    start = task.rate
     for name, method in methods.items():
 
         @functools.cache
-        def trainer(power: int, method: Method = method) -> Trainer:
-            return Trainer(task, data, method, S, task.rate * 2.0**power)
+        def trainer(rate: float, method: Method = method) -> Trainer:
+            return Trainer(task, data, method, S, rate)
 
-        def result(power: int, seed: int, name: str = name) -> float:
-            key = f"{name}|{task.rate * 2.0**power:g}|{seed}"
-            run = runs.get(key, lambda: trainer(power).run(seed, evaluator))
+        def result(rate: float, seed: int = 0, name: str = name) -> float:
+            run = runs.get(
+                f"{name}|{rate:g}|{seed}", lambda: trainer(rate).run(seed, evaluator)
+            )
             return run["validation"]
 
-        best = start
-        while not quick:
-            around = {p: result(p, 0) for p in (best, best - 1, best + 1)}
-            nearest = min(around, key=around.get)
-            if around[best] <= around[nearest]:
-                if math.isfinite(around[best]):
-                    break
-                nearest = best - 1
-            best = nearest
+        best = start if quick else search(start, result, factor=2.0)
         for seed in range(0 if quick else 1, seeds):
             result(best, seed)
-        start = best if name != "synchronous" else best - 1
+        start = best if name != "synchronous" else best / 2
         jax.clear_caches()
+
+
+def search(
+    first: float,
+    result: Callable[[float], float],
+    factor: float,
+    most: int | None = None,
+) -> float:
+    """The rate of the smallest result among `first` times powers of a factor, tried until both sides are worse.
+
+    Args:
+      first: the first rate.
+      result: rate -> its result.
+      factor: between neighbouring rates.
+      most: rates that are tried at most; None: as many as it takes.
+
+    Example:
+      >>> search(1.0, lambda rate: abs(rate - 9.5), 3.0)
+      9.0
+      >>> search(1.0, lambda rate: rate, 3.0, most=3)
+      0.333...
+    """
+    found = {power: result(first * factor**power) for power in (0, -1, 1)[:most]}
+    while most is None or len(found) < most:
+        best = min(found, key=found.__getitem__)
+        if math.isfinite(found[best]):
+            beyond = {best - 1, best + 1} - set(found)
+        else:
+            beyond = {min(found) - 1}  # all diverged
+        if not beyond:
+            break
+        power = min(beyond)
+        found[power] = result(first * factor**power)
+    return first * factor ** min(found, key=found.__getitem__)
+
+
+def best_rate(tried: dict[float, list[dict]]) -> float:
+    """The rate with the smallest validation loss of the first seed, of the rates with the most seeds.
+
+    A rate that has not got all its seeds yet is not the best one.
+
+    Args:
+      tried: rate -> its runs, of `Trainer.run`.
+    """
+    most = max(map(len, tried.values()))
+    complete = [rate for rate in tried if len(tried[rate]) == most]
+    return min(complete, key=lambda rate: tried[rate][0]["validation"])
 
 
 def train_stages(
@@ -597,10 +637,7 @@ def summary_of(task: Task, runs: dict, per_epoch: int) -> dict:
                 tried.setdefault(float(rate), []).append(run)
         if not tried:
             continue
-        # A rate that has not got all its seeds yet is not shown.
-        most = max(map(len, tried.values()))
-        complete = [r for r in tried if len(tried[r]) == most]
-        rate = min(complete, key=lambda r: tried[r][0]["validation"])
+        rate = best_rate(tried)
         warm = task.warm_up_steps if method.warm_up else 0
         methods[name] = {
             "rate": rate,
@@ -664,11 +701,12 @@ PAPER = {
 }
 
 
-def _mean(values: list[float]) -> str:
+def mean_of(values: list[float], digits: int = 4) -> str:
+    """The mean of some seeds and their standard deviation, as text."""
     if not all(map(math.isfinite, values)):
         return "diverged"
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{spread}"
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
 
 
 def markdown(study: str, summary: dict) -> str:
@@ -688,7 +726,7 @@ def markdown(study: str, summary: dict) -> str:
         )
         facts = row["facts"]
         lines.append(
-            f"| {name} | {_mean(row['best'])} | {row['rate']:g} ({tried}) | {epochs} | {facts['throughput']:.2f} | "
+            f"| {name} | {mean_of(row['best'])} | {row['rate']:g} ({tried}) | {epochs} | {facts['throughput']:.2f} | "
             f"{facts['memory']:.2f} | {time_} | {PAPER[study].get(name, '')} |"
         )
     lines.append(

@@ -473,7 +473,7 @@ def read(
       lead: indices of the leading axes.
       i: number of the leaf.
     """
-    lead = indices(lead, place.array)
+    lead = _indices(lead, place.array)
     array = place.rows_of(arrays[place.array], len(lead))
     start = _start(array, place, lead, i)
     sizes = [1] * len(lead) + list(place.block)
@@ -585,7 +585,7 @@ def _blocks(
         blocks = [split_as(p.spec, v).reshape(p.block) for p, v in group]
         block = blocks[0] if len(blocks) == 1 else jnp.concatenate(blocks)
         first = group[0][0]
-        leading = indices(lead, first.array)
+        leading = _indices(lead, first.array)
         block = _row_major(first, block.reshape(*[1] * len(leading), *block.shape))
         if first.on_host:
             block = jax.device_put(block, jax.memory.Space.Host)
@@ -646,7 +646,7 @@ def divisible(spec: Sequence, shape: Sequence[int], sizes: Mapping[str, int]) ->
     return tuple(dim[0] if len(dim) == 1 else dim or None for dim in divided)
 
 
-def indices(lead: Lead, array: str) -> Sequence:
+def _indices(lead: Lead, array: str) -> Sequence:
     """The leading indices of an array, by its name."""
     return lead(array) if callable(lead) else lead
 

@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import functools
+import importlib
 import json
 import pathlib
 import resource
 import struct
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -17,6 +19,16 @@ from families import FAMILIES, cross_entropy
 
 import jpipe
 from jpipe.plan import PROGRAMS, Profile, Seconds
+
+
+def benchmark(name: str):
+    """A module of `benchmarks`, whose modules import each other by their names."""
+    folder = str(pathlib.Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
 
 
 def with_nan_buffers(state, all_but: str | None = None):

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -23,7 +23,7 @@ from jpipe.engine.shares import (
     with_share,
     write_turn,
 )
-from jpipe.engine.units import lead_of, row_of, unit_of
+from jpipe.engine.units import row_of, unit_of
 from jpipe.lowering.scalars import LaneScalars
 from jpipe.packing import Place
 from jpipe.stages.accumulators import FACTORS
@@ -121,8 +121,7 @@ class Apply:
         Reading `num_done`, or a barrier, delays this until all turns have read the gradients. Emptied
         earlier, the gradients would have to be copied.
         """
-        chunk = row_of(self.device, self.scalars)
-        lead = lead_of(self.device, self.scalars, "gradients", chunk)
+        lead = self.device.lead("gradients", row_of(self.device, self.scalars))
         own = {name: gradients[name] for name in self.program.gradient_arrays}
         if self.device.spec.lowered.guard == "cond":
             return {**gradients, **_emptied_by_rows(own, lead, num_done > 0)}
@@ -130,7 +129,7 @@ class Apply:
 
         # XLA writes a selection in place, and would make a new array of zeros.
         def emptied(name: str, array: jax.Array) -> jax.Array:
-            (row,) = packing.indices(lead, name)
+            (row,) = lead(name)
             column = lax.dynamic_index_in_dim(array, row, allow_negative_indices=False)
             column = jnp.where(self.now, jnp.zeros_like(column), column)
             return lax.dynamic_update_index_in_dim(
@@ -255,12 +254,11 @@ class _Turn(NamedTuple):
 
     def _lead(self, slots: LeafSlots, row: jax.Array) -> packing.Lead:
         """Leading index of a leaf in its packed arrays; `row` is that of weights."""
-        device, lane = self.update.device, self.update.scalars
-        group = "parameters"
+        device, group = self.update.device, "parameters"
         if slots.arrays in ("gradients", FACTORS, "optimizer_state"):
-            row = row_of(device, lane)
+            row = row_of(device, self.update.scalars)
             group = "gradients" if slots.arrays == FACTORS else slots.arrays
-        return lead_of(device, lane, group, row)
+        return device.lead(group, row)
 
     def unscaled(
         self, all_slots: Sequence[LeafSlots], values: Sequence[jax.Array]
@@ -275,11 +273,13 @@ class _Turn(NamedTuple):
         ]
 
 
-def _emptied_by_rows(gradients: Packed, lead: packing.Lead, now: jax.Array) -> Packed:
+def _emptied_by_rows(
+    gradients: Packed, lead: Callable[[str], Sequence], now: jax.Array
+) -> Packed:
     """Gradients whose column at `lead` is zero if `now`; row by row, so that they stay in place."""
 
     def emptied(name: str, array: jax.Array) -> jax.Array:
-        (column,) = packing.indices(lead, name)
+        (column,) = lead(name)
         num_rows = array.shape[1] if array.ndim > 2 else 1  # of a pool, or a vector
         row_shape = (1, array.shape[1] // num_rows, *array.shape[2:])
         zeros = jnp.zeros(row_shape, array.dtype)

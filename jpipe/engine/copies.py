@@ -19,7 +19,7 @@ from jpipe.engine.context import Device
 from jpipe.engine.guard import guarded
 from jpipe.lowering.scalars import TickScalars
 from jpipe.mesh import STAGE
-from jpipe.packing import Place, indices
+from jpipe.packing import Place
 
 IN_A_RING = ("tpu",)
 """The platforms that add by permutes: see `Ring`."""
@@ -102,7 +102,7 @@ def _sum(
 
     def start_of(block: _Rows) -> list[jax.Array]:
         zeros = [jnp.int32(0)] * (arrays[block.array].ndim - 2)
-        return [*indices(lead, block.array), jnp.int32(block.start), *zeros]
+        return [*lead(block.array), jnp.int32(block.start), *zeros]
 
     values = [
         lax.dynamic_slice(

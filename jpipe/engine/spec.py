@@ -18,7 +18,7 @@ from jpipe.engine.layout import (
     training_layout,
 )
 from jpipe.engine.loss_scale import LossScale
-from jpipe.lowering.array_rows import ArrayRows
+from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, Lowered, guard_of, lower
 from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
@@ -26,7 +26,7 @@ from jpipe.lowering.versions import VersionRows
 from jpipe.mesh import DATA
 from jpipe.packing import Packing, Place
 from jpipe.schedule import Schedule
-from jpipe.stages.accumulators import FACTORS, first_factors, flat_places
+from jpipe.stages.accumulators import FACTORS, first_factors
 from jpipe.stages.codecs import first_states
 from jpipe.stages.cut import Stages
 from jpipe.stages.gradient_groups import (
@@ -210,47 +210,34 @@ class PassSpec:
         `STASHES` that the table has."""
         lowered, stages = self.trained or self.lowered, self.stages
 
-        def of_runs(name: str) -> list[set[str]]:
-            """For each stage the names of the arrays that hold what its layers have for a use."""
-            return [
-                {
-                    place.array
-                    for run in stages.programs[p].runs
-                    for place in flat_places(getattr(run, name))
-                }
-                for p in stages.program_of_stage
-            ]
+        def used(pack: Packing) -> list[set[str]]:
+            return used_arrays(pack, stages.program_of_stage)
 
-        of_columns = functools.partial(ArrayRows.of_columns, lowered)
+        def of_columns(pack: Packing) -> ArrayRows:
+            return ArrayRows.of_columns(lowered, pack.arrays, used(pack))
+
+        weights = stages.parameters
         found = {
-            "parameters": ArrayRows.of_versions(
-                lowered, stages.parameters.arrays, of_runs("parameters")
-            ),
-            "mutable_state": of_columns(stages.state.arrays, of_runs("state")),
-            "message_compression": of_columns([], of_runs("state")),
+            "parameters": ArrayRows.of_versions(lowered, weights.arrays, used(weights)),
+            "mutable_state": of_columns(stages.state),
+            "message_compression": ArrayRows.of_columns(lowered, [], used(weights)),
         }
         if self.updates is None:
             return found
-        of_programs = [
-            {piece.place.array for of_leaf in program.state for piece in of_leaf}
-            for program in self.updates.programs
+        for ring, pack in self.packings.rings.items():
+            if lowered.num_slots[ring]:
+                found[ring] = ArrayRows.of_slots(lowered, ring, pack.arrays, used(pack))
+        # The owners of the optimizer's state are shares of updates.
+        of_updates = [
+            {piece.place.array for of_leaf in update.state for piece in of_leaf}
+            for update in self.updates.programs
         ]
-        of_state = [of_programs[u] for u in self.updates.program_of_stage]
-        of_loss = [
-            {place.array for place in stages.programs[p].loss_stash}
-            for p in stages.program_of_stage
-        ]
-        for ring in STASHES:
-            if not lowered.num_slots[ring]:
-                continue
-            of_layers = of_runs(ring)
-            if ring == "input_stash":
-                of_layers = [a | b for a, b in zip(of_layers, of_loss, strict=True)]
-            arrays = self.packings.rings[ring].arrays
-            found[ring] = ArrayRows.of_slots(lowered, ring, arrays, of_layers)
+        of_state = [of_updates[u] for u in self.updates.program_of_stage]
         return found | {
-            "gradients": of_columns(stages.accumulators.arrays, of_runs("gradients")),
-            "optimizer_state": of_columns(self.updates.state.arrays, of_state),
+            "gradients": of_columns(stages.accumulators),
+            "optimizer_state": ArrayRows.of_columns(
+                lowered, self.updates.state.arrays, of_state
+            ),
         }
 
     @property

@@ -1,6 +1,6 @@
 """What a lane of an update changes: a column, or a unit of vocabulary layers."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -26,15 +26,6 @@ def unit_of(device: Device, lane: LaneScalars) -> int | None:
 def row_of(device: Device, lane: LaneScalars) -> jax.Array:
     """The row of the arrays `[R, ...]`, or `[1, ...]`, that a lane updates."""
     return lane.chunk if unit_of(device, lane) is None else jnp.int32(0)
-
-
-def lead_of(
-    device: Device, lane: LaneScalars, group: str, row: jax.Array
-) -> Callable[[str], Sequence]:
-    """The leading index of each array that a lane updates, of a group: see `Device.lead`."""
-    if unit_of(device, lane) is None:
-        return device.lead(group, row)
-    return lambda _: [row]
 
 
 def own_arrays(device: Device, lane: LaneScalars, arrays: Packed) -> Packed:

@@ -36,14 +36,7 @@ from jpipe.engine.shares import (
 )
 from jpipe.engine.spec import TiedCopy
 from jpipe.engine.transport import put_row
-from jpipe.engine.units import (
-    arrays_of,
-    lead_of,
-    own_arrays,
-    programs_of,
-    row_of,
-    unit_of,
-)
+from jpipe.engine.units import arrays_of, own_arrays, programs_of, row_of
 from jpipe.lowering.norms import NormTable
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA, STAGE
@@ -275,21 +268,19 @@ def _gather_weights(
 def _mean_over_replicas(device: Device, lane: LaneScalars, arrays: Record) -> Record:
     """Replaces the gradients that the lane updates with by their mean over replicas."""
 
-    is_column = unit_of(device, lane) is None
-
     def mean(gradients: Packed, row: jax.Array) -> Packed:
-        lead = lead_of(device, lane, "gradients", row)
+        lead = device.lead("gradients", row)
         rows = {name: lead(name)[0] for name in gradients}
         own = {n: lax.dynamic_index_in_dim(a, rows[n]) for n, a in gradients.items()}
         means = device.mean_over_replicas(own)
-        for name, a in gradients.items():
+
+        def written(name: str, array: jax.Array) -> jax.Array:
             # The row of an array that the stage does not use is one of another stage.
-            used = device.uses("gradients", name, row) if is_column else True
-            new = (
-                means[name] if used is True else jnp.where(used, means[name], own[name])
-            )
-            gradients = {**gradients, name: put_row(a, new, rows[name])}
-        return gradients
+            used = device.uses("gradients", name, row)
+            new = jnp.where(used, means[name], own[name])
+            return put_row(array, new, rows[name])
+
+        return {name: written(name, a) for name, a in gradients.items()}
 
     gradients = guarded(
         device.spec.lowered.guard,

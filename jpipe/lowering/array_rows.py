@@ -1,8 +1,9 @@
 """Which rows the arrays of packed leaves have on a device.
 
 The weights of a device's stages lie in rows: one row for every version of every stage. Gradients, optimizer state and
-mutable state have one row for every stage, and a ring of stashes one for every slot. Not every stage has leaves in every array: one stage has an embedding, another a
-norm. An array has rows for the stages that use it, and for no other. So stages that differ take the memory that they need.
+mutable state have one row for every stage, and a ring of stashes one for every slot. Not every stage has leaves in every
+array: one stage has an embedding, another a norm. An array has rows for the stages that use it, and for no other. So stages
+that differ take the memory that they need.
 
 Letters: D devices, R rows if an array is used by all stages.
 """
@@ -15,6 +16,17 @@ import numpy as np
 
 from jpipe.lowering.lower import Lowered
 from jpipe.packing import Packing
+
+
+def used_arrays(pack: Packing, owner_of_stage: Sequence[int]) -> list[set[str]]:
+    """For each stage the names of the arrays of a packing that hold leaves of it.
+
+    Args:
+      pack: the packing.
+      owner_of_stage: for each stage the owner that stands for it.
+    """
+    of_owners = [{place.array for place in places} for places in pack.places]
+    return [of_owners[o] for o in owner_of_stage]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jpipe.compress import Compressor
 from jpipe.costs import Memory
 from jpipe.engine.layout import StatePackings, buffer_shapes
 from jpipe.layers.avals import num_bytes
-from jpipe.lowering.array_rows import ArrayRows
+from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, lower
 from jpipe.offload import NO_OFFLOAD, Offload
@@ -25,7 +25,7 @@ from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
 from jpipe.solvers import Machine
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
-from jpipe.stages.cut import check_boundaries, group
+from jpipe.stages.cut import check_boundaries, devices_of_use, group
 from jpipe.stages.extra_args import STALE_PARAMS
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
 from jpipe.stages.optimizer import read_delays
@@ -270,11 +270,10 @@ def predict_memory(
     def packed(name: str) -> Packing:
         """The packing of the stages' leaves of one name, as in the engine."""
         loss = profile.loss.avals(name) if name == "input_stash" else ()
-        of_stages = name in ("parameters", "optimizer_state", "state")
         return groups.pack(
             lambda kind: map(Leaf, layer_of_kind[kind].avals(name)),
             [*map(Leaf, loss)],
-            schedule.copies if of_stages or schedule.num_devices == 1 else None,
+            devices_of_use(name, schedule.copies),
             tight=name in ("parameters", "optimizer_state"),
         )
 
@@ -290,14 +289,11 @@ def predict_memory(
     R, rows = lowered.num_chunks, lowered.rows
     parameters, state = packed("parameters"), packed("state")
 
-    def used_by(pack: Packing) -> list[set[str]]:
-        """For each stage the names of the arrays that hold leaves of it."""
-        of_programs = [{place.array for place in places} for places in pack.places]
-        return [of_programs[p] for p in groups.program_of_stage]
+    used = functools.partial(used_arrays, owner_of_stage=groups.program_of_stage)
 
     def in_rows(rows_of: Callable[..., ArrayRows], pack: Packing) -> int:
         """Bytes of the arrays of a packing on every device."""
-        return rows_of(lowered, pack.arrays, used_by(pack)).num_bytes(pack)
+        return rows_of(lowered, pack.arrays, used(pack)).num_bytes(pack)
 
     weights = in_rows(ArrayRows.of_versions, parameters)
     gradients = in_rows(ArrayRows.of_columns, parameters)
@@ -327,7 +323,7 @@ def predict_memory(
             messages=routes,
         ),
         {
-            ring: ArrayRows.of_slots(lowered, ring, pack.arrays, used_by(pack))
+            ring: ArrayRows.of_slots(lowered, ring, pack.arrays, used(pack))
             for ring, pack in rings.items()
         },
         microbatch,

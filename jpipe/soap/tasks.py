@@ -315,13 +315,7 @@ class Tasks:
                 continue
             read = self.shards.regions.reads(number, position, config.degrees)
             end, copied_until = self._lifetimes.input(number)
-            sizes = np.prod(read[:, :, 1] - read[:, :, 0], axis=1) * value.item_bytes
-            block.held += [
-                Held(device, 0, end, num_bytes, copied_until)
-                for device, num_bytes in zip(
-                    self.strategy[number].devices, sizes.tolist(), strict=True
-                )
-            ]
+            self._hold(block, number, value.item_bytes, read, [(0, end)], copied_until)
 
     def _build_result(self, block: Block, number: int, tensor: int) -> None:
         """The tasks that have the parts of a result: the shards, or sums of what they computed."""
@@ -355,13 +349,16 @@ class Tasks:
         item_bytes: int,
         regions: np.ndarray,
         times: Sequence[tuple[int, int]],
+        copied_until: int | None = None,
     ) -> None:
         """Holds the region of an array that each shard of an operator has."""
         sizes = np.prod(regions[:, :, 1] - regions[:, :, 0], axis=1) * item_bytes
         for device, num_bytes in zip(
             self.strategy[number].devices, sizes.tolist(), strict=True
         ):
-            block.held += [Held(device, *each, num_bytes) for each in times]
+            block.held += [
+                Held(device, *each, num_bytes, copied_until) for each in times
+            ]
 
     def _build_sum(
         self,

@@ -231,17 +231,6 @@ class Groups(NamedTuple):
     lengths: list[tuple[int, ...]]
     longest: list[tuple[int, ...]]
 
-    def devices_of(self, devices: Sequence[Sequence[int]] | None) -> list[list[int]]:
-        """For each program the device of each copy of each of its stages.
-
-        Args:
-          devices: for each stage the devices of its copies; None: every stage is on a device of its own.
-        """
-        return [
-            [d for s in stages for d in ([s] if devices is None else devices[s])]
-            for stages in self.stages_of
-        ]
-
     def pack(
         self,
         leaves_of: Callable[[Any], Iterable[Leaf]],
@@ -254,7 +243,7 @@ class Groups(NamedTuple):
         Args:
           leaves_of: kind -> leaves of one layer.
           last: further leaves of the last stage.
-          devices: see `devices_of`. For arrays with rows for the stages that use them.
+          devices: see `devices_of_owners`. For arrays with rows for the stages that use them.
           **options: `occupancy` and `tight` of `Packing.of`.
 
         Returns:
@@ -269,7 +258,37 @@ class Groups(NamedTuple):
             for signature, longest in zip(self.signatures, self.longest, strict=True)
         ]
         owners[self.program_of_stage[-1]] += last
-        return Packing.of(owners, devices=self.devices_of(devices), **options)
+        of_owners = devices_of_owners(self.program_of_stage, devices)
+        return Packing.of(owners, devices=of_owners, **options)
+
+
+def devices_of_owners(
+    owner_of_stage: Sequence[int], devices: Sequence[Sequence[int]] | None
+) -> list[list[int]]:
+    """For each owner of a packing the device of each copy of each stage that it stands for.
+
+    Args:
+      owner_of_stage: for each stage its owner.
+      devices: for each stage the devices of its copies; None: every stage is on a device of its own.
+    """
+    found: list[list[int]] = [[] for _ in range(max(owner_of_stage) + 1)]
+    for s, owner in enumerate(owner_of_stage):
+        found[owner] += [s] if devices is None else devices[s]
+    return found
+
+
+def devices_of_use(
+    name: str, devices: Sequence[Sequence[int]] | None
+) -> Sequence[Sequence[int]] | None:
+    """The devices of stages for packing their leaves of one use, see `Groups.pack`; None: no stage has rows of its own.
+
+    Stashes have slots instead of rows. Stages of several devices share them; those of one device that runs one microbatch
+    after the other have slots of their own.
+    """
+    if name in ("parameters", "optimizer_state", "state"):
+        return devices
+    one_device = devices is not None and len({*itertools.chain(*devices)}) == 1
+    return devices if one_device else None
 
 
 def group(kinds: Sequence, starts: Sequence[int], ends_apart: bool = False) -> Groups:
@@ -341,8 +360,6 @@ def cut(
     firsts = [inner.start, *starts[1:-1], inner.stop]
     groups = group(signature_of_layer, firsts, ends_apart)
     packings = {}
-    # Stages of several devices share slots, and so the rows of a stash's arrays.
-    one_device = devices is not None and len({*itertools.chain(*devices)}) == 1
     for name in _LEAVES_OF:
         loss: tuple = ()
         if name == "input_stash" and traced.loss and vocabulary_layers.head is None:
@@ -354,7 +371,7 @@ def cut(
         packings[name] = groups.pack(
             leaves_of,
             [traced.of_microbatch(a) for a in loss],
-            devices if name in ("parameters", "state") or one_device else None,
+            devices_of_use(name, devices),
             tight=name == "parameters",
         )
     accumulators = Accumulators.of(

@@ -25,7 +25,7 @@ from jpipe.layers.products import ProductForm
 from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages.accumulators import FACTORS, FactorPlaces, GradientPlace
-from jpipe.stages.cut import Stages
+from jpipe.stages.cut import Stages, devices_of_owners
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS, read_delays
 from jpipe.stages.flat_update import (
     FlatUpdate,
@@ -425,9 +425,7 @@ def make_updates(
                 flat.reads_stale,
             )
         program_of_stage.append(list(drafts).index(key))
-    devices_of: list[list[int]] = [[] for _ in drafts]
-    for s, u in enumerate(program_of_stage):
-        devices_of[u] += [s] if devices is None else devices[s]
+    devices_of = devices_of_owners(program_of_stage, devices)
     whole_state = Packing.of(
         [d.state_leaves for d in drafts.values()], devices=devices_of, tight=True
     )

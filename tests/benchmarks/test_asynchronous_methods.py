@@ -2,10 +2,8 @@
 
 import dataclasses
 import doctest
-import importlib
 import json
 import math
-import pathlib
 import sys
 import warnings
 
@@ -13,17 +11,12 @@ import jax
 import numpy as np
 import optax
 import pytest
+from helpers import benchmark
 
 import jpipe
 from train.data import shuffled
 
-FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))
-try:
-    methods = importlib.import_module("asynchronous_methods")
-finally:
-    sys.path.remove(str(FOLDER))
-
+methods = benchmark("asynchronous_methods")
 TASKS = methods.tasks(quick=False)
 
 
@@ -168,7 +161,7 @@ def test_search_stops_when_all_diverge():
         tried.append(rate)
         return math.inf
 
-    methods.search(1.0, result)
+    methods.search(1.0, result, methods.FACTOR, methods.MOST_RATES)
     assert len(tried) == methods.MOST_RATES == len(set(tried))
     assert min(tried) < 1 / 3
 

@@ -2,23 +2,16 @@
 
 import dataclasses
 import doctest
-import importlib
 import json
-import pathlib
 import sys
 
 import numpy as np
 import pytest
+from helpers import benchmark
 
 import jpipe
 
-FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))
-try:
-    scale = importlib.import_module("asynchronous_scale")
-finally:
-    sys.path.remove(str(FOLDER))
-
+scale = benchmark("asynchronous_scale")
 TASKS = scale.tasks(quick=False)
 
 

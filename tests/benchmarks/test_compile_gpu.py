@@ -5,7 +5,6 @@
 """
 
 import fcntl
-import importlib
 import json
 import os
 import pathlib
@@ -13,6 +12,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers import benchmark
 
 FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
 
@@ -33,16 +33,8 @@ UNKNOWN_LOOPS = 0
 KERNELS_AGAINST_PLAIN = 1.05
 
 
-def load():
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module("compile_gpu")
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
 pytestmark = pytest.mark.skipif(
-    load().interpreter() is None,
+    benchmark("compile_gpu").interpreter() is None,
     reason="needs the compiler for CUDA: python benchmarks/compile_gpu.py --setup",
 )
 

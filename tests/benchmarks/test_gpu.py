@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import doctest
-import importlib
 import json
 import pathlib
 import subprocess
@@ -14,17 +13,12 @@ import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import benchmark
 
 import jpipe
 
 FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(FOLDER))
-try:
-    gpu, sizes, timing = map(
-        importlib.import_module, ("gpu", "gpu_sizes", "gpu_timing")
-    )
-finally:
-    sys.path.remove(str(FOLDER))
+gpu, sizes, timing = map(benchmark, ("gpu", "gpu_sizes", "gpu_timing"))
 
 TINY = sizes.REHEARSAL
 

@@ -1,25 +1,11 @@
 """`benchmarks/gpu_program.py` and `gpu_texts.py` read what XLA writes about a program."""
 
-import importlib
-import pathlib
-import sys
 import textwrap
 
 import pytest
+from helpers import benchmark
 
-FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
-
-
-def load(name: str):
-    """A module of the folder, whose modules import each other by their names."""
-    sys.path.insert(0, str(FOLDER))
-    try:
-        return importlib.import_module(name)
-    finally:
-        sys.path.remove(str(FOLDER))
-
-
-gpu, texts = load("gpu_program"), load("gpu_texts")
+gpu, texts = benchmark("gpu_program"), benchmark("gpu_texts")
 
 # A step of 6 ticks: a guarded forward with a loop of 3 layers, and an update with a loop of unknown
 # length. The idle branch of the forward copies a ring, and each tick copies another one.
