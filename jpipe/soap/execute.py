@@ -1,5 +1,6 @@
 """Runs a function as a strategy splits it: sharding constraints on the operands and results of its equations."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,8 +13,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.soap.flatten import CALLS, called
 from jpipe.soap.graph import OperatorGraph
+from jpipe.soap.moves import Spec
 from jpipe.soap.products import product_of
-from jpipe.soap.splits import Plan, Spec, Split, factor_axes, splits
+from jpipe.soap.splits import Plan, Split, factor_axes, splits
 from jpipe.soap.strategy import Strategy
 
 _OWN_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
@@ -174,6 +176,8 @@ class _Run:
         name = eqn.primitive.name
         if isinstance(plan, Split):
             _check_same(eqn, plan)
+            for specs in itertools.zip_longest(*plan.moves):
+                values = self._constrained(values, specs)
             outputs = _bind(eqn, self._constrained(values, plan.inputs))
             return self._constrained(outputs, plan.outputs)
         if not plan:

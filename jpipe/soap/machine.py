@@ -59,6 +59,8 @@ class Machine:
         (2, unless a precision is asked for); None: they do not. It changes the memory, not the bytes that are sent.
       on_chip_bytes: of a memory beside `memory_bytes` in which the compiler leaves arrays that are used up at once; see
         `jpipe.soap.lifetimes`. 0 where hardware alone manages it, as the caches of GPUs.
+      overlap: whether a device computes while it receives. If not, as in XLA's programs for CPUs, a message takes its seconds from the
+        device that receives it.
 
     Raises:
       ValueError: if a size, rate or time cannot be, or a link is dead.
@@ -79,6 +81,7 @@ class Machine:
     device_kind: str = "device"
     product_item_bytes: int | None = None
     on_chip_bytes: int = 0
+    overlap: bool = True
 
     def __post_init__(self) -> None:
         if not self.levels:
@@ -105,6 +108,8 @@ class Machine:
             raise ValueError(
                 f"`on_chip_bytes` must be a whole number of at least 0, got {self.on_chip_bytes!r}."
             )
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"`overlap` must be true or false, got {self.overlap!r}.")
         if not 0 <= self.overhead < math.inf:
             raise ValueError(
                 f"`overhead` must be seconds, at least 0, got {self.overhead}."
@@ -151,7 +156,10 @@ class Machine:
         return latency + num_bytes / bandwidth
 
     def routes(self) -> list[list[tuple[int, float, float]]]:
-        """From each device to each: number of the link, bandwidth, latency. Links are numbered behind the devices."""
+        """From each device to each: number of what a message occupies, bandwidth, latency.
+
+        It is a link, numbered behind the devices, or the device that receives (`overlap`).
+        """
         numbers: dict = {}
         routes = []
         for a in range(self.num_devices):
@@ -161,7 +169,9 @@ class Machine:
                     row.append((a, math.inf, 0.0))
                     continue
                 name, bandwidth, latency = self.link(a, b)
-                number = numbers.setdefault(name, self.num_devices + len(numbers))
+                number = b
+                if self.overlap:
+                    number = numbers.setdefault(name, self.num_devices + len(numbers))
                 row.append((number, bandwidth, latency))
             routes.append(row)
         return routes

@@ -23,15 +23,12 @@ COLORS = {
 def kinds_of_tasks(tasks: Tasks) -> dict[int, str]:
     """The kind of every task, by its number."""
     kinds = {}
-    num_devices = tasks.machine.num_devices
     num_operators = len(tasks.graph.operators)
     num_edges = len(tasks.graph.edges)
     for number, block in enumerate(tasks.blocks):
-        for task in block.tasks:
-            of_weight = number >= num_operators + num_edges
-            kinds[task] = "update" if of_weight else "sum"
-            if not 0 <= tasks.device[task] < num_devices:
-                kinds[task] = "message"
+        of_weight = number >= num_operators + num_edges
+        kinds |= dict.fromkeys(block.tasks, "update" if of_weight else "sum")
+        kinds |= dict.fromkeys(block.messages, "message")
         kinds |= dict.fromkeys(block.forward, "forward")
         kinds |= dict.fromkeys(block.backward, "backward")
     return kinds

@@ -140,8 +140,9 @@ def describe(tasks: Tasks, timeline: Timeline) -> Simulated:
     """The sums over a timeline."""
     num_devices = tasks.machine.num_devices
     busy = [0.0] * num_devices
+    messages = {task for block in tasks.blocks for task in block.messages}
     for task in timeline.order:
-        if 0 <= tasks.device[task] < num_devices:
+        if 0 <= tasks.device[task] < num_devices and task not in messages:
             busy[tasks.device[task]] += tasks.seconds[task]
     return Simulated(
         timeline.seconds, tuple(tasks.memory), tuple(busy), tasks.sent_bytes

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jpipe.soap.flatten import Value
 from jpipe.soap.graph import (
     ATTRIBUTE,
     PARAMETER,
@@ -15,11 +16,9 @@ from jpipe.soap.graph import (
     Operator,
     OperatorGraph,
 )
+from jpipe.soap.moves import Spec, steps_between
 from jpipe.soap.regions import Access, followed, read_all
 from jpipe.soap.strategy import Config, check_strategy, shard_boxes
-
-Spec = tuple[tuple[str, ...], ...]
-"""The axes of the mesh over which each dim is split."""
 
 
 def factor_axes(name: str, size: int) -> dict[str, int]:
@@ -139,12 +138,14 @@ class Split:
     Attributes:
       primitive: its name.
       shapes: of its outputs.
+      moves: per operand, how it is split on the way from its writer; see `steps_between`.
       inputs: per operand; None leaves the operand to the compiler.
       outputs: per result.
     """
 
     primitive: str
     shapes: tuple[tuple[int, ...], ...]
+    moves: tuple[tuple[Spec, ...], ...]
     inputs: tuple[Spec | None, ...]
     outputs: tuple[Spec, ...]
 
@@ -193,13 +194,15 @@ def splits(
             )
         of_loops.append(axes)
     plan: dict = {}
-    for operator, config, axes in zip(graph.operators, strategy, of_loops):
+    written: dict[Value, Spec] = {}
+    for operator, axes in zip(graph.operators, of_loops):
         for member in operator.equations:
             *above, last = member.equation.place
             inner = plan
             for step in above:
                 inner = inner.setdefault(step, {})
-            inner[last] = _split(operator, config, member, axes, sizes)
+            inner[last] = _split(operator, member, axes, sizes, written)
+            written.update(zip(member.equation.outputs, inner[last].outputs))
     first: dict[int, Spec | None] = {}
     for operator, axes in zip(graph.operators, of_loops):
         for each in operator.inputs:
@@ -226,11 +229,12 @@ def _no_mesh(operator: Operator, config: Config, sizes: Mapping[str, int]) -> st
 
 def _split(
     operator: Operator,
-    config: Config,
     member: Any,
     axes: Sequence[tuple[str, ...]],
     sizes: Mapping[str, int],
+    written: Mapping[Value, Spec],
 ) -> Split:
+    """How an equation is split, where `written` says how its operands are before."""
     equation = member.equation
     inputs = tuple(
         _read(value.shape, access, axes, sizes)
@@ -246,8 +250,14 @@ def _split(
             for name in axes[k]
         ]
         outputs.append(_scattered(value.shape, spec, terms, sizes))
+    moves = tuple(
+        ()
+        if spec is None or value not in written
+        else steps_between(value.shape, written[value], spec, sizes)
+        for value, spec in zip(equation.inputs, inputs)
+    )
     shapes = tuple(value.shape for value in equation.outputs)
-    return Split(equation.primitive, shapes, inputs, tuple(outputs))
+    return Split(equation.primitive, shapes, moves, inputs, tuple(outputs))
 
 
 def _parts(names: Sequence[str], sizes: Mapping[str, int]) -> int:

@@ -34,6 +34,7 @@ class Block:
 
     Attributes:
       tasks: its tasks.
+      messages: those of its tasks that carry bytes from device to device.
       links: dependencies `(before, after)`. Those of edges and weights lead to tasks of other blocks too.
       held: what devices hold for it.
       sent_bytes: bytes of its messages.
@@ -44,6 +45,7 @@ class Block:
     """
 
     tasks: list[int] = dataclasses.field(default_factory=list)
+    messages: list[int] = dataclasses.field(default_factory=list)
     links: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     held: list[Held] = dataclasses.field(default_factory=list)
     sent_bytes: int = 0
@@ -274,12 +276,13 @@ class Tasks:
         block.sent_bytes += num_bytes
         link, seconds = self.message(source, target, num_bytes)
         task = self._new(block, seconds, link)
+        block.messages.append(task)
         block.links.append((a, task))
         if b is not None:
             block.links.append((task, b))
 
     def message(self, source: int, target: int, num_bytes: int) -> tuple[int, float]:
-        """The link between two devices, and the seconds of a message on it."""
+        """What a message between two devices occupies (`Machine.routes`), and its seconds."""
         link, bandwidth, latency = self._routes[source][target]
         return link, latency + num_bytes / bandwidth
 
