@@ -32,6 +32,9 @@ from jpipe.soap.measure import measure
 NUM_DEVICES = 2
 LINK_ROUNDS = 9
 """How often the link is measured; the least median counts."""
+CACHE_BYTES = 2**26
+"""More than the caches of a device."""
+MOST_COPIES = 16
 KEEP_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**34),
@@ -106,11 +109,12 @@ def attention():
 MODELS = {"mlp": mlp, "convolutions": convolutions, "attention": attention}
 
 
-def seconds_of(function, *arguments, count: int = 5) -> float:
-    """Median seconds of a call."""
-    jax.block_until_ready(function(*arguments))
+def seconds_of(function, *sets, count: int = 5) -> float:
+    """Median seconds of a call with each of several sets of arguments in turns, all of them `count` times."""
+    for arguments in sets:
+        jax.block_until_ready(function(*arguments))
     found = []
-    for _ in range(count):
+    for arguments in sets * count:
         start = time.perf_counter()
         jax.block_until_ready(function(*arguments))
         found.append(time.perf_counter() - start)
@@ -153,8 +157,15 @@ def measured_machine() -> soap.Machine:
     )
     sizes = [2**k for k in range(12, 25)]
     whole = NamedSharding(mesh, PartitionSpec())
-    arrays = [jax.device_put(np.ones(n // 4, np.float32), whole) for n in sizes]
-    rounds = [[seconds_of(total, x) for x in arrays] for _ in range(LINK_ROUNDS)]
+    # A step adds up a gradient that no cache has: copies of an array take turns.
+    sets = [
+        [
+            (jax.device_put(np.ones(n // 4, np.float32), whole),)
+            for _ in range(min(CACHE_BYTES // n, MOST_COPIES))
+        ]
+        for n in sizes
+    ]
+    rounds = [[seconds_of(total, *each) for each in sets] for _ in range(LINK_ROUNDS)]
     seconds = np.min(rounds, 0)
     # A ring of two devices sends one half there and back: 2 latencies, and all bytes once. Relative errors count.
     rows = np.stack([np.full(len(sizes), 2.0), np.array(sizes, float)], 1)
@@ -165,7 +176,7 @@ def measured_machine() -> soap.Machine:
         NamedSharding(mesh, PartitionSpec(axis)),
     )
     add = jax.jit(lambda x, y: x + y)
-    elapsed = min(seconds_of(add, x, x) for _ in range(LINK_ROUNDS))
+    elapsed = min(seconds_of(add, (x, x)) for _ in range(LINK_ROUNDS))
     return soap.Machine(
         "two cores",
         (soap.Level(NUM_DEVICES, 1 / max(per_byte, 1e-15), max(latency, 1e-7)),),
@@ -222,13 +233,14 @@ def rows_of(name: str, machine: soap.Machine, args) -> list[dict]:
         "one weird trick": soap.one_weird_trick(graph, NUM_DEVICES),
         "megatron": soap.megatron(graph, NUM_DEVICES),
     }
-    # Random strategies spread over the range of predictions: the order of equal ones says nothing.
+    # Random strategies spread evenly over the range of predictions: the order of equal ones says nothing.
     rng = np.random.default_rng(0)
     drawn = [soap.random_strategy(space, rng) for _ in range(200)]
     drawn.sort(key=lambda s: predicted(s).seconds)
-    for i in range(args.random):
-        chosen = drawn[round(i * (len(drawn) - 1) / max(args.random - 1, 1))]
-        strategies[f"random {i}"] = chosen
+    times = [predicted(s).seconds for s in drawn]
+    for i, time_wanted in enumerate(np.linspace(times[0], times[-1], args.random)):
+        nearest = int(np.argmin(np.abs(np.array(times) - time_wanted)))
+        strategies[f"random {i}"] = drawn[nearest]
     found = soap.search(
         graph, machine, costs=costs(), space=space, max_proposals=300, seed=0
     )
@@ -242,7 +254,7 @@ def rows_of(name: str, machine: soap.Machine, args) -> list[dict]:
     for _ in range(args.rounds):
         seconds_of_operators.again(graph)
         for step, arguments, timings in steps:
-            timings.append(seconds_of(step, *arguments, count=5))
+            timings.append(seconds_of(step, arguments))
     rows = []
     for (label, strategy), (_, _, timings) in zip(strategies.items(), steps):
         row = {"model": name, "strategy": label}

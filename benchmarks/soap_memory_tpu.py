@@ -75,8 +75,8 @@ def larger(name: str) -> tuple:
     return loss, weights, inputs
 
 
-def compiled_bytes(loss, graph, strategy, arrays, devices) -> int:
-    """Bytes that the compiler reserves on each chip for a step."""
+def compiled_bytes(loss, graph, strategy, arrays, devices) -> tuple[int, int]:
+    """Bytes that a step reserves on each chip, and those of them that are in use at a time, at most, by the compiler."""
     import jax
     import optax
     from jax.sharding import NamedSharding, PartitionSpec
@@ -116,7 +116,8 @@ def compiled_bytes(loss, graph, strategy, arrays, devices) -> int:
         step, out_shardings=(of_weights, placed, None), donate_argnums=(0, 1)
     )
     compiled = jitted.lower(weights, state, *inputs).compile()
-    return reserved_bytes(compiled.memory_analysis())
+    analysis = compiled.memory_analysis()
+    return reserved_bytes(analysis), analysis.peak_memory_in_bytes
 
 
 def rows_of(name: str, topology: str, num_random: int) -> list[dict]:
@@ -141,11 +142,13 @@ def rows_of(name: str, topology: str, num_random: int) -> list[dict]:
         predicted = max(simulated.memory_bytes)
         row = {"model": name, "topology": topology, "strategy": label}
         try:
-            compiled = compiled_bytes(loss, graph, strategy, arrays, devices)
+            found = compiled_bytes(loss, graph, strategy, arrays, devices)
         except Exception as error:  # the compiler's own failures, too
-            row["failed"], compiled = str(error)[:200], math.nan
-        row |= {"predicted": predicted, "compiled": compiled}
-        rows.append(row | {"error": predicted / compiled - 1})
+            row["failed"], found = str(error)[:200], (math.nan, math.nan)
+        row["predicted"] = predicted
+        for what, num_bytes in zip(("reserved", "in_use"), found):
+            row |= {what: num_bytes, f"{what}_error": predicted / num_bytes - 1}
+        rows.append(row)
         print(json.dumps(rows[-1]), flush=True)
     return rows
 
@@ -166,13 +169,13 @@ def main() -> None:
         for row in rows_of(name, topology, args.random)
     ]
     print(
-        "\n| model | chips | strategy | predicted, MB | compiled, MB | error |"
-        "\n|---|---|---|---|---|---|"
+        "\n| model | chips | strategy | predicted, MB | in use, MB | error | reserved, MB | error |"
+        "\n|---|---|---|---|---|---|---|---|"
     )
     for r in rows:
         print(
-            f"| {r['model']} | {r['topology']} | {r['strategy']} | {r['predicted'] / 1e6:.2f} | {r['compiled'] / 1e6:.2f} "
-            f"| {r['error']:+.0%} |"
+            f"| {r['model']} | {r['topology']} | {r['strategy']} | {r['predicted'] / 1e6:,.0f} | {r['in_use'] / 1e6:,.0f} "
+            f"| {r['in_use_error']:+.0%} | {r['reserved'] / 1e6:,.0f} | {r['reserved_error']:+.0%} |"
         )
     if args.out is not None:
         args.out.write_text(json.dumps(rows, indent=1) + "\n")

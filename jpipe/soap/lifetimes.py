@@ -14,9 +14,8 @@ Two facts of the machine change what is held, and are stated by `jpipe.soap.Mach
   they fit. Inputs of the function are copied there from the start of the step to their last use (`cross_program_prefetch`), and take room
   from the others.
 
-What is not counted: where the axes of one dim of the writer split two dims of the reader, or the reverse, XLA gathers the array whole and
-slices it. What is not known before compiling: the bytes of fragments, and whether the mask of a ReLU is written at once, or later
-from the float32 array below it.
+What is not known before compiling: the bytes of fragments, and whether the mask of a ReLU is written at once, or later from the float32
+array below it.
 """
 
 from collections.abc import Iterable
@@ -69,12 +68,17 @@ class Lifetimes:
         return self.end - 1 - operator
 
     def value(self, operator: int, tensor: int) -> tuple[int, int]:
-        """Of what an operator writes: from its forward to its last reader, or to the last backward for which it is kept."""
-        last = max(self._readers.get(tensor, [operator]))
+        """Of what an operator writes: from its forward to its last reader, or to the last backward for which it is kept.
+
+        An elementwise operator that reads it last writes its own result to the same place.
+        """
+        operators = self._graph.operators
         kept_for = self._graph.tensors[tensor].kept_for
-        if kept_for is not None and self._graph.operators[kept_for].has_backward:
-            last = self.backward(kept_for)
-        return operator, last
+        if kept_for is not None and operators[kept_for].has_backward:
+            return operator, self.backward(kept_for)
+        last = max(self._readers.get(tensor, [operator]))
+        in_place = operators[last].kind == "elementwise"
+        return operator, max(operator, last - in_place)
 
     def received(self, operator: int, position: int) -> tuple[int, int]:
         """Of what an operator gets from other devices: from its forward to its backward, if that reads it."""

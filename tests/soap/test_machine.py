@@ -61,6 +61,8 @@ def test_a_machine_file(tmp_path):
         ("flops", "product_item_bytes = 0\nflops", "`product_item_bytes` must be"),
         ("flops", "on_chip_bytes = 1.5\nflops", "`on_chip_bytes` must be a whole"),
         ("flops", "on_chip_bytes = -1\nflops", "`on_chip_bytes` must be a whole"),
+        ("flops", "overlap = 1\nflops", "`overlap` must be true or false, got 1"),
+        ("flops", "overlap = false\nflops", None),
         ("levels = [", "levels = [3,", r"`levels\[0\]` must have named fields"),
         ("levels = [", "levels = [", None),
         ("flops = 1e13", "flops = = 3", "cannot be read"),

@@ -61,10 +61,15 @@ def test_full_simulation_obeys_the_rules(name, sync):
         assert found == soap_graphs.by_definition(tasks)
 
 
-def random_walk(graph, num_devices, num_moves, seed, sync, every, start=None):
+def random_walk(
+    graph, num_devices, num_moves, seed, sync, every, start=None, overlap=True
+):
     """Random changes, some kept, some undone, some cut off by a limit."""
     machine = dataclasses.replace(
-        soap_graphs.machine(num_devices), product_item_bytes=2, on_chip_bytes=2**13
+        soap_graphs.machine(num_devices),
+        product_item_bytes=2,
+        on_chip_bytes=2**13,
+        overlap=overlap,
     )
     space = soap.Space(graph, num_devices)
     rng = np.random.default_rng(seed)
@@ -103,7 +108,8 @@ def test_delta_simulation_is_exact_on_random_graphs():
     for seed in range(8):
         rng = np.random.default_rng(seed)
         graph = soap_graphs.random_graph(rng, 8)
-        random_walk(graph, int(rng.choice([2, 3, 4, 6])), 60, seed, "ring", 1)
+        count, overlap = int(rng.choice([2, 3, 4, 6])), seed % 2 == 0
+        random_walk(graph, count, 60, seed, "ring", 1, overlap=overlap)
 
 
 @pytest.mark.parametrize("num_devices", [16, 64])
@@ -198,6 +204,30 @@ def test_data_parallel_step_in_closed_form():
     assert found.memory_bytes == (4 * weight_bytes + written + 4 * 2 * 16,) * 4
 
 
+def test_messages_take_turns_with_computing_where_nothing_overlaps():
+    """The sums of the weights' gradients: beside the backwards, or the device does one after the other."""
+
+    def two_layers(w, x):
+        return (x @ w[0]) @ w[1]
+
+    weights = [soap_graphs.weight(16, 32), soap_graphs.weight(32, 16)]
+    graph = soap.trace(two_layers, weights, soap_graphs.weight(8, 16))
+    machine = soap.Machine("two", (soap.Level(2, 1e4, 1e-3),), 1e6, 1e5, overhead=0.1)
+    strategy = soap.data_parallel(graph, 2)
+    found = {
+        overlap: soap.simulate(
+            graph, dataclasses.replace(machine, overlap=overlap), strategy
+        )
+        for overlap in (True, False)
+    }
+    messages = 2 * (1e-3 + 4 * 16 * 32 / 1e4)
+    assert found[False].busy_seconds == pytest.approx(found[True].busy_seconds)
+    one_after_the_other = found[True].busy_seconds[0] + messages
+    assert found[False].seconds == pytest.approx(one_after_the_other, rel=1e-7)
+    assert found[True].seconds < one_after_the_other - 0.1
+    assert found[False].memory_bytes == found[True].memory_bytes
+
+
 def peaks(graph, strategy, num_devices):
     """The most bytes of each device, from what it holds at every position of the step."""
     regions, n = Regions(graph), len(graph.operators)
@@ -251,7 +281,9 @@ def peaks(graph, strategy, num_devices):
                         )
             for tensor in operator.outputs:
                 value, used = graph.tensors[tensor], readers(tensor) or [i]
-                last = max(used)
+                # An elementwise operator writes its result to the place of what it reads last.
+                in_place = graph.operators[max(used)].kind == "elementwise"
+                last = max(i, max(used) - in_place)
                 if value.kept_for is not None:
                     last = 2 * n - 1 - value.kept_for
                 owned = sizes(regions.writes(i, tensor, config.degrees))
