@@ -22,7 +22,7 @@ COLORS = {
 
 def kinds_of_tasks(tasks: Tasks) -> dict[int, str]:
     """The kind of every task, by its number."""
-    kinds = {}
+    kinds: dict[int, str] = {}
     num_operators = len(tasks.graph.operators)
     num_edges = len(tasks.graph.edges)
     for number, block in enumerate(tasks.blocks):
