@@ -34,11 +34,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from asynchronous_scale import Runs, best_rate, crossing, images, mean_of, pairs, search
+from asynchronous_scale import (
+    Runs,
+    best_rate,
+    crossing,
+    images,
+    mean_of,
+    pairs,
+    search,
+    with_rate,
+)
 
 import jpipe
 from jpipe import optim
-from jpipe.locations import locations
 from models import ResNet, Transformer, Translation
 from train.config import OptimizerConfig
 from train.data import shuffled
@@ -321,17 +329,6 @@ class Trainer:
             "averaged": averaged,
             "seconds": round(time.perf_counter() - start, 1),
         }
-
-
-def with_rate(state: jpipe.PipelineState, rate: float) -> jpipe.PipelineState:
-    """The state with another learning rate, which is a number in the optimizer's state of each stage."""
-    for of_layer in locations(state.program, 0).optimizer_state:
-        for path, location in of_layer.items():
-            if "learning_rate" in path:
-                array = state.optimizer_state[location.array]
-                index = location.blocks[0].in_array
-                state.optimizer_state[location.array] = array.at[index].set(rate)
-    return state
 
 
 def train(

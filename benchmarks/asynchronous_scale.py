@@ -2,7 +2,7 @@
 
 There are three studies. `resnet` and `translation` train a network with a stage for every weight by
 each of PipeMare's techniques and by its two rivals. `stages` trains one network at 1 to 107 stages, by
-each remedy.
+each remedy. The learning rate is searched for every method, and in `stages` at every number of stages.
 
     python benchmarks/asynchronous_scale.py resnet --data fashion-mnist --out runs/scale-resnet
     python benchmarks/asynchronous_scale.py translation --data translation --out runs/scale-translation
@@ -17,7 +17,8 @@ needs no data and takes a minute: it shows that everything runs, and its figures
 
 A run is one device with the delays of a pipeline: every stage reads weights as old as the table of
 S stages and N microbatches says, and a minibatch passes as one microbatch, as in the paper's own
-study. A finished run is not repeated, so an interrupted command continues where it stopped. The
+study. `--steps` trains longer than a study does by itself, and `--rate` trains at one rate, without a
+search. A finished run is not repeated, so an interrupted command continues where it stopped. The
 output folder has the runs (`runs.json`), the table (`table.md`) and a picture. `--redraw` makes the
 last two again from `runs.json`.
 """
@@ -45,6 +46,7 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import jpipe  # noqa: E402
+from jpipe.locations import locations  # noqa: E402
 from models import ResNet, Translation  # noqa: E402
 from train.data import shuffled  # noqa: E402
 from train.mnist import MNIST, Images  # noqa: E402
@@ -150,9 +152,14 @@ def adam_of(rise: int) -> Callable:
     return optimizer
 
 
-def tasks(quick: bool) -> dict[str, Task]:
-    """The three studies. With `quick`, far smaller ones."""
-    steps = 8 if quick else 1000
+def tasks(quick: bool, num_steps: int | None = None) -> dict[str, Task]:
+    """The three studies. With `quick`, far smaller ones.
+
+    Args:
+      quick: few steps and a few layers.
+      num_steps: of a run; None: as many as the study has.
+    """
+    steps = num_steps or (8 if quick else 1000)
     resnet = Task(
         model=ResNet(
             num_channels=1,
@@ -178,7 +185,7 @@ def tasks(quick: bool) -> dict[str, Task]:
         num_evaluations=2 if quick else 8,
     )
     # 107 layers again, in blocks that are all alike, which makes the program small.
-    steps = 8 if quick else 600
+    steps = num_steps or (8 if quick else 600)
     stages = dataclasses.replace(
         resnet,
         model=dataclasses.replace(
@@ -192,7 +199,7 @@ def tasks(quick: bool) -> dict[str, Task]:
         rate=0.05,
         num_evaluations=2,
     )
-    steps, rise = (8, 2) if quick else (1000, 100)
+    steps, rise = num_steps or (8 if quick else 1000), 2 if quick else 100
     translation = Task(
         model=Translation(
             vocab_size=VOCAB_SIZE,
@@ -318,26 +325,30 @@ def table_of(
 
 
 class Trainer:
-    """Trains a task by a method at one learning rate, with any number of seeds."""
+    """Trains a task by a method, with any rate and seed. The rate is a number in the optimizer's state."""
 
-    def __init__(self, task: Task, data: dict, method: Method, S: int, rate: float):
+    def __init__(self, task: Task, data: dict, method: Method, S: int):
         self.task, self.data, self.method = task, data, method
-        chain, hooks = [task.optimizer(rate)], {}
+        techniques, hooks = [], {}
         if method.rescheduling:
-            chain.append(jpipe.optim.scale_by_delay(task.annealing_steps))
+            techniques.append(jpipe.optim.scale_by_delay(task.annealing_steps))
         if method.correction:
-            chain.append(jpipe.optim.correct_discrepancy(task.decay))
+            techniques.append(jpipe.optim.correct_discrepancy(task.decay))
             hooks["backward_params"] = jpipe.optim.corrected_params
         if method.prediction:
-            chain.append(jpipe.optim.predict_weights())
+            techniques.append(jpipe.optim.predict_weights())
             hooks["forward_params"] = jpipe.optim.predicted_params
+
+        def optimizer(learning_rate: Any) -> optax.GradientTransformation:
+            return optax.chain(task.optimizer(learning_rate), *techniques)
+
         layers = task.model.layers()
         make = functools.partial(
             jpipe.Pipeline,
             layers,
             loss=task.model.loss(),
             has_aux=True,
-            optimizer=optax.chain(*chain),
+            optimizer=optax.inject_hyperparams(optimizer)(learning_rate=1.0),
             ties=task.model.ties() if hasattr(task.model, "ties") else (),
             **hooks,
         )
@@ -347,7 +358,7 @@ class Trainer:
         self.pipe = make(schedule=table())
         self.first = make(schedule=table(synchronous=True)) if method.warm_up else None
 
-    def run(self, seed: int, evaluator: "Evaluator") -> dict:
+    def run(self, rate: float, seed: int, evaluator: "Evaluator") -> dict:
         """One run.
 
         Returns:
@@ -360,7 +371,7 @@ class Trainer:
         key = jax.random.key(seed)
         pipe = self.first or self.pipe
         batch = next(batches)
-        state, losses, curve = pipe.init(key, batch), [], []
+        state, losses, curve = with_rate(pipe.init(key, batch), rate), [], []
         every = task.num_steps // task.num_evaluations
         for step in range(1, task.num_steps + 1):
             if pipe is self.first and step > task.warm_up_steps:
@@ -384,6 +395,17 @@ class Trainer:
             "validation": validation,
             "seconds": round(time.perf_counter() - start, 1),
         }
+
+
+def with_rate(state: jpipe.PipelineState, rate: float) -> jpipe.PipelineState:
+    """The state with another learning rate, which is a number in the optimizer's state of each stage."""
+    for of_layer in locations(state.program, 0).optimizer_state:
+        for path, location in of_layer.items():
+            if "learning_rate" in path:
+                array = state.optimizer_state[location.array]
+                index = location.blocks[0].in_array
+                state.optimizer_state[location.array] = array.at[index].set(rate)
+    return state
 
 
 class Evaluator:
@@ -433,12 +455,17 @@ class Runs:
 
 
 def train_all(
-    task: Task, data: dict, runs: Runs, methods: dict, seeds: int, quick: bool
+    task: Task,
+    data: dict,
+    runs: Runs,
+    methods: dict,
+    seeds: int,
+    only_rate: float | None,
 ) -> None:
     """Finds the learning rate of every method with seed 0 and trains the other seeds at it.
 
     Rates are powers of 2 times the task's rate. The search goes on until the rates on both sides of
-    the best one have been tried, judged by the validation loss. `quick`: there is no search.
+    the best one have been tried, judged by the validation loss. `only_rate`: there is no search.
     """
     evaluator = Evaluator(task, data)
     S = len(task.model.layers())
@@ -446,20 +473,31 @@ def train_all(
     for name, method in methods.items():
 
         @functools.cache
-        def trainer(rate: float, method: Method = method) -> Trainer:
-            return Trainer(task, data, method, S, rate)
+        def trainer(method: Method = method) -> Trainer:
+            return Trainer(task, data, method, S)
 
         def result(rate: float, seed: int = 0, name: str = name) -> float:
             run = runs.get(
-                f"{name}|{rate:g}|{seed}", lambda: trainer(rate).run(seed, evaluator)
+                f"{name}|{rate:g}|{seed}", lambda: trainer().run(rate, seed, evaluator)
             )
             return run["validation"]
 
-        best = start if quick else search(start, result, factor=2.0)
-        for seed in range(0 if quick else 1, seeds):
-            result(best, seed)
+        best = train_seeds(start, result, seeds, only_rate)
         start = best if name != "synchronous" else best / 2
         jax.clear_caches()
+
+
+def train_seeds(
+    start: float,
+    result: Callable[[float, int], float],
+    seeds: int,
+    only_rate: float | None,
+) -> float:
+    """Searches the rate with seed 0, unless there is only one, and trains the other seeds at it."""
+    best = only_rate or search(start, lambda rate: result(rate, 0), factor=2.0)
+    for seed in range(seeds):
+        result(best, seed)
+    return best
 
 
 def search(
@@ -510,15 +548,20 @@ def best_rate(tried: dict[float, list[dict]]) -> float:
 
 
 def train_stages(
-    task: Task, data: dict, runs: Runs, methods: dict, seeds: int, quick: bool
+    task: Task,
+    data: dict,
+    runs: Runs,
+    methods: dict,
+    seeds: int,
+    only_rate: float | None,
+    stages: tuple[int, ...] = STAGES,
 ) -> None:
-    """Trains by each remedy at each number of stages, in both kinds of ticks, at one rate.
+    """Trains by each remedy at each number of stages, in both kinds of ticks, at the best rate of each.
 
     Coarse steps come first, so that an interrupted study covers the whole range.
     """
     evaluator = Evaluator(task, data)
     num_layers = len(task.model.layers())
-    stages = (1, 7) if quick else STAGES
     first = (1, 8, 32, 107)
     same: dict[tuple, dict] = {}  # runs with the same delays are the same
     for S in sorted(stages, key=lambda S: (S not in first, S)):
@@ -527,20 +570,27 @@ def train_stages(
                 method = dataclasses.replace(method, ticks=ticks)
                 table = table_of(method, num_layers, S, task.num_microbatches)
                 facts = table.facts()
-                delays = (*facts.forward_delay, *facts.backward_delay)
+                delays = (name, *facts.forward_delay, *facts.backward_delay)
 
                 @functools.cache
                 def trainer(method: Method = method, S: int = S) -> Trainer:
-                    return Trainer(task, data, method, S, task.rate)
+                    return Trainer(task, data, method, S)
 
-                for seed in range(seeds):
-                    of = (name, delays, seed)
+                def result(
+                    rate: float,
+                    seed: int,
+                    key: str = f"{name}|{ticks}|{S}",
+                    delays: tuple = delays,
+                    trainer: Callable = trainer,
+                ) -> float:
+                    of = (delays, rate, seed)
                     same[of] = runs.get(
-                        f"{name}|{ticks}|{S}|{seed}",
-                        lambda of=of, trainer=trainer: (
-                            same.get(of) or trainer().run(of[2], evaluator)
-                        ),
+                        f"{key}|{rate:g}|{seed}",
+                        lambda: same.get(of) or trainer().run(rate, seed, evaluator),
                     )
+                    return same[of]["validation"]
+
+                train_seeds(task.rate, result, seeds, only_rate)
         jax.clear_caches()
 
 
@@ -773,37 +823,49 @@ def accounting_table() -> str:
 
 
 def points_of(runs: dict) -> dict:
-    """Final test accuracy of the study of stages: ticks -> remedy -> {S: of each seed}."""
-    points: dict[str, dict] = {"paired": {}, "unit": {}}
+    """The study of stages: ticks -> remedy -> {S: (best rate, final test accuracy of each seed at it)}."""
+    tried: dict[tuple, dict[float, list]] = {}
     for key, run in runs.items():
-        name, ticks, S, _ = key.split("|")
+        name, ticks, S, rate, _ = key.split("|")
+        cell = tried.setdefault((ticks, name, int(S)), {})
+        cell.setdefault(float(rate), []).append(run)
+    points: dict[str, dict] = {"paired": {}, "unit": {}}
+    for (ticks, name, S), of in tried.items():
+        rate = best_rate(of)
         # A loss that was not finite: the accuracy of a guess.
-        last = run["curve"][-1][2] if math.isfinite(run["validation"]) else 0.1
-        of = points[ticks].setdefault(name, {})
-        of.setdefault(int(S), []).append(last)
+        last = [
+            run["curve"][-1][2] if math.isfinite(run["validation"]) else 0.1
+            for run in of[rate]
+        ]
+        points[ticks].setdefault(name, {})[S] = (rate, last)
     return points
 
 
 def markdown_of_stages(points: dict, task: Task) -> str:
-    """The figures of the study of stages as a table."""
+    """The study of stages as two tables: accuracies, and the rates that gave them."""
     stages = sorted({S for of in points.values() for row in of.values() for S in row})
-    lines = [
-        "| ticks | remedy | " + " | ".join(f"S = {S}" for S in stages) + " |",
-        "|---" * (len(stages) + 2) + "|",
-    ]
-    for ticks, of_ticks in points.items():
-        for name in REMEDIES:
-            row = of_ticks.get(name, {})
-            words = [_percent(row[S]) if S in row else "" for S in stages]
-            lines.append(f"| {ticks} | {name} | " + " | ".join(words) + " |")
-    lines.append(
-        f"\nTest accuracy in % after {task.num_steps} steps, rate {task.rate:g}."
+    parts = []
+    for show in (lambda cell: _percent(cell[1]), lambda cell: f"{cell[0]:g}"):
+        lines = [
+            "| ticks | remedy | " + " | ".join(f"S = {S}" for S in stages) + " |",
+            "|---" * (len(stages) + 2) + "|",
+        ]
+        for ticks, of_ticks in points.items():
+            for name in REMEDIES:
+                row = of_ticks.get(name, {})
+                words = [show(row[S]) if S in row else "" for S in stages]
+                lines.append(f"| {ticks} | {name} | " + " | ".join(words) + " |")
+        parts.append("\n".join(lines))
+    parts.insert(
+        1,
+        f"Test accuracy in % after {task.num_steps} steps, the mean of the seeds and their standard deviation. "
+        "The learning rates:",
     )
-    return "\n".join(lines)
+    return "\n\n".join(parts)
 
 
 def _percent(values: list[float]) -> str:
-    return f"{100 * statistics.mean(values):.1f}"
+    return mean_of([100 * value for value in values], digits=1)
 
 
 def draw(task: Task, summary: dict, path: pathlib.Path) -> None:
@@ -849,7 +911,7 @@ def draw(task: Task, summary: dict, path: pathlib.Path) -> None:
 
 
 def draw_stages(task: Task, points: dict, path: pathlib.Path) -> None:
-    """Final accuracy against the number of stages, for both kinds of ticks."""
+    """Final accuracy against the number of stages, for both kinds of ticks: means of the seeds, and their range."""
     from matplotlib import pyplot
     from matplotlib.ticker import FixedLocator, NullLocator
 
@@ -859,10 +921,14 @@ def draw_stages(task: Task, points: dict, path: pathlib.Path) -> None:
     for ax, (ticks, of_ticks) in zip(axes, points.items()):
         for i, name in enumerate(REMEDIES):
             row = sorted(of_ticks.get(name, {}).items())
-            means = [100 * statistics.mean(values) for _, values in row]
             style = "--" if name == "2BW" else "-"
             stages = [S for S, _ in row]
+            means, low, high = (
+                [100 * of(values) for _, (_, values) in row]
+                for of in (statistics.mean, min, max)
+            )
             ax.plot(stages, means, style, color=f"C{i}", marker="o", ms=4, label=name)
+            ax.fill_between(stages, low, high, color=f"C{i}", alpha=0.12, lw=0)
         ax.set_xscale("log", base=2)
         ax.xaxis.set_major_locator(FixedLocator(STAGES))
         ax.xaxis.set_major_formatter("{x:g}")
@@ -904,6 +970,8 @@ def main() -> None:
     parser.add_argument("--data", type=pathlib.Path, help="folder of the data")
     parser.add_argument("--out", type=pathlib.Path, help="folder of the results")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, help="of a run")
+    parser.add_argument("--rate", type=float, help="the only one; else it is searched")
     parser.add_argument("--methods", nargs="+", help="some of them, by name")
     parser.add_argument(
         "--quick", action="store_true", help="far smaller, without data"
@@ -929,15 +997,17 @@ def main() -> None:
         )
     methods = {name: known[name] for name in known if name in names}
     args.out.mkdir(parents=True, exist_ok=True)
-    task = tasks(args.quick)[args.study]
+    task = tasks(args.quick, args.steps)[args.study]
     runs = Runs(args.out / "runs.json")
     if not args.redraw:
         data = data_of(args.study, None if args.quick else args.data)
         runs.found["examples"] = len(data["train"])
+        rate = args.rate or (task.rate if args.quick else None)
         if args.study == "stages":
-            train_stages(task, data, runs, methods, args.seeds, args.quick)
+            stages = (1, 7) if args.quick else STAGES
+            train_stages(task, data, runs, methods, args.seeds, rate, stages)
         else:
-            train_all(task, data, runs, methods, args.seeds, args.quick)
+            train_all(task, data, runs, methods, args.seeds, rate)
     found = {key: run for key, run in runs.found.items() if key != "examples"}
     report(args.study, task, found, runs.found["examples"], args.out)
 

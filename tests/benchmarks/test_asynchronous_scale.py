@@ -126,7 +126,7 @@ def quick(monkeypatch, tmp_path, *arguments):
 def test_quick_study_of_techniques(monkeypatch, tmp_path, capsys):
     arguments = ["resnet", "--seeds", "1", "--methods", "synchronous", "+T1+T2+T3"]
     runs = quick(monkeypatch, tmp_path, *arguments)
-    assert list(runs) == ["examples", "synchronous|0.1|0", "+T1+T2+T3|0.05|0"]
+    assert list(runs) == ["examples", "synchronous|0.1|0", "+T1+T2+T3|0.1|0"]
     for key in list(runs)[1:]:
         assert [point[0] for point in runs[key]["curve"]] == [4, 8]
         assert np.isfinite(runs[key]["curve"]).all()
@@ -142,3 +142,55 @@ def test_quick_study_of_techniques(monkeypatch, tmp_path, capsys):
 def test_unknown_method(monkeypatch, tmp_path):
     with pytest.raises(SystemExit, match="no method T4: there are synchronous; "):
         quick(monkeypatch, tmp_path, "resnet", "--methods", "T4")
+
+
+def run_of(validation, accuracy):
+    return {"curve": [[600, 1.0, accuracy, 1.0]], "validation": validation}
+
+
+def test_stages_are_shown_at_the_best_rate_of_each_cell():
+    runs = {
+        "2BW|unit|8|0.05|0": run_of(0.9, 0.70),
+        "2BW|unit|8|0.05|1": run_of(0.5, 0.80),
+        "2BW|unit|8|0.1|0": run_of(0.8, 0.71),
+        "2BW|unit|8|0.1|1": run_of(0.9, 0.73),
+        "2BW|unit|8|0.2|0": run_of(0.1, 0.99),  # has not got its second seed yet
+        "2BW|unit|16|0.05|0": run_of(np.inf, 0.9),
+    }
+    points = scale.points_of(runs)
+    assert points == {
+        "paired": {},
+        "unit": {"2BW": {8: (0.1, [0.71, 0.73]), 16: (0.05, [0.1])}},
+    }
+    accuracies, _, rates = scale.markdown_of_stages(
+        points, scale.tasks(quick=False)["stages"]
+    ).split("\n\n")
+    assert "| unit | 2BW | 72.0 ± 1.4 | 10.0 |" in accuracies
+    assert "| unit | 2BW | 0.1 | 0.05 |" in rates
+
+
+def test_rates_of_every_number_of_stages_are_searched(monkeypatch, tmp_path):
+    """The search ends where both sides are worse; what has the same delays is trained once."""
+
+    class Trainer:
+        def __init__(self, task, data, method, S):
+            self.best = 0.1 if S == 1 else 0.025
+
+        def run(self, rate, seed, evaluator):
+            trained.append((rate, seed))
+            return run_of(abs(np.log(rate / self.best)), 0.5) | {"seconds": 0.0}
+
+    trained = []
+    monkeypatch.setattr(scale, "Trainer", Trainer)
+    task = scale.tasks(quick=True)["stages"]
+    runs = scale.Runs(tmp_path / "runs.json")
+    methods = {"asynchronous": scale.REMEDIES["asynchronous"]}
+    scale.train_stages(
+        task, {"test": scale.images(None)["test"]}, runs, methods, 2, None, (1, 2, 7)
+    )
+    # In paired ticks the layers of two stages are one update late, as those of one stage.
+    assert len(trained) == 5 * 5 and len(runs.found) == 6 * 5
+    assert runs.found["asynchronous|paired|2|0.1|1"]
+    for S, best in (1, "0.1"), (7, "0.025"):
+        for ticks in "paired", "unit":
+            assert f"asynchronous|{ticks}|{S}|{best}|1" in runs.found
