@@ -4,7 +4,7 @@
 
 trains a byte-level GPT, a ResNet on images and a translator. A layer reads the weights that it would read as one of S stages:
 delays fall evenly from S - 1 at the first layer to 0 at the last, which is a pipeline in unit ticks with one microbatch
-per update (N = 1). It keeps the weights of each forward for its backward (PipeDream), but for PipeMare's method, whose
+per update (N = 1). It keeps the weights of each forward for its backward (PipeDream), but for PipeMare's methods, whose
 backwards read the newest weights.
 
 `--data` is a folder with `text` (files that end in `train.txt.gz`, `valid.txt.gz` and `test.txt.gz`), `fashion-mnist` (the four
@@ -176,11 +176,17 @@ class Method(NamedTuple):
       options: of `train.config.OptimizerConfig`.
       rates: where the search begins without delay, at 8 stages and at 100.
       discrepancy: whether backwards read the newest weights instead of those of their forwards.
+      warm_up: part of the steps that come first and have no delays (T3).
     """
 
     options: dict
     rates: tuple[float, float, float]
     discrepancy: bool = False
+    warm_up: float = 0.0
+
+    def synchronous_steps(self, num_steps: int) -> int:
+        """Steps of a run that have no delays."""
+        return int(self.warm_up * num_steps)
 
 
 FACTOR, MOST_RATES = 3.0, 4
@@ -206,6 +212,10 @@ METHODS = {
     "PipeMare T1+T2": Method(
         {**ADAM, **T1, "discrepancy_decay": 0.1}, ANNEALED, discrepancy=True
     ),
+    "PipeMare T1+T2+T3": Method(
+        {**ADAM, **T1, "discrepancy_decay": 0.1}, ANNEALED, True, warm_up=1 / 8
+    ),
+    "prediction": Method({**ADAM, **AHEAD}, RATES),
     "prediction +T1": Method({**ADAM, **T1, **AHEAD}, ANNEALED),
     "NAdam": Method(dict(name="nadamw", momentum=0.99), (3e-3, 1e-3, 3e-4)),
     "DC-ASGD": Method({**ADAM, "delay_compensation": 2.0}, RATES),
@@ -270,31 +280,36 @@ class Trainer:
         def optimizer(learning_rate: Any) -> optax.GradientTransformation:
             return config.transform(task.num_steps, learning_rate)
 
-        self.pipe = jpipe.Pipeline(
+        make = functools.partial(
+            jpipe.Pipeline,
             layers,
             loss=task.model.loss(),
             has_aux=True,
             optimizer=optax.inject_hyperparams(optimizer)(learning_rate=1.0),
-            schedule=jpipe.schedules.with_delays(
-                late, backward_delays=0 * late if method.discrepancy else None
-            ),
             boundaries=list(range(1, len(layers))),
             **config.options_of_pipeline(),
         )
+        table, none = jpipe.schedules.with_delays, 0 * late
+        backward = none if method.discrepancy else None
+        self.pipe = make(schedule=table(late, backward_delays=backward))
+        self.warm_up = method.synchronous_steps(task.num_steps)
+        self.first = make(schedule=table(none)) if self.warm_up else self.pipe
 
     def first_state(self, seed: int) -> jpipe.PipelineState:
         if seed not in self.first_states:
             batches = shuffled(self.data["train"], self.task.batch_size, seed)
-            state = self.pipe.init(jax.random.key(seed), next(batches))
+            state = self.first.init(jax.random.key(seed), next(batches))
             self.first_states[seed] = state
         # A step overwrites its state.
         return jax.tree.map(jnp.copy, self.first_states[seed])
 
-    def evaluate(self, state: jpipe.PipelineState, part: str) -> tuple[float, float]:
+    def evaluate(
+        self, pipe: jpipe.Pipeline, state: jpipe.PipelineState, part: str
+    ) -> tuple[float, float]:
         """The metric and the loss of the newest weights, on "validation" or "test"."""
         examples = self.data[part]
         batch = examples.batch(np.arange(len(examples)), None)
-        found = self.pipe.evaluate(state, batch)
+        found = pipe.evaluate(state, batch)
         loss, accuracy = float(found["loss"]), float(found["aux"]["accuracy"])
         return (loss if self.task.better is min else accuracy), loss
 
@@ -306,21 +321,24 @@ class Trainer:
           "validation", the loss of the last weights on the validation examples, infinite if a loss
           was not finite; "averaged", the test metric of the average of the weights; "seconds".
         """
-        task, pipe, start = self.task, self.pipe, time.perf_counter()
+        task, pipe, start = self.task, self.first, time.perf_counter()
         batches = shuffled(self.data["train"], task.batch_size, seed)
         state = with_rate(self.first_state(seed), rate)
         losses, curve = [], []
         for step in range(1, task.num_steps + 1):
+            if pipe is not self.pipe and step > self.warm_up:
+                pipe = self.pipe
+                state = pipe.adopt(state)
             state, metrics = pipe.step(state, next(batches))
             losses.append(metrics["loss"])
             if step % (task.num_steps // min(10, task.num_steps)) == 0:
                 mean, losses = float(np.mean(jax.device_get(losses))), []
-                curve.append([step, mean, *self.evaluate(state, "test")])
+                curve.append([step, mean, *self.evaluate(pipe, state, "test")])
                 if not math.isfinite(mean + curve[-1][-1]):
                     break
-        _, validation = self.evaluate(state, "validation")
+        _, validation = self.evaluate(pipe, state, "validation")
         average = pipe.with_params(state, optim.averaged_params)
-        averaged, _ = self.evaluate(average, "test")
+        averaged, _ = self.evaluate(pipe, average, "test")
         if not math.isfinite(curve[-1][1] + validation):
             validation = math.inf
         return {
@@ -445,11 +463,34 @@ def _spread(values: list[float]) -> str:
     return mean_of(values, 2 if values[0] > 20 else 3)
 
 
+def time_to(task: Task, rows: dict, cell: tuple[int, str], S: int) -> float | None:
+    """The time to the target of S stages, in steps of a pipeline that is never idle; None if it is not reached.
+
+    A synchronous pipeline of S stages with one microbatch per update is idle for all but 1 / S of the time, and so is
+    one in the synchronous steps of T3.
+
+    Args:
+      task: of the runs.
+      rows: of `rows_of`.
+      cell: the number of stages of a run, 1 for synchronous training, and its method.
+      S: stages of the pipeline.
+    """
+    steps = rows[cell].steps_to(task, target_of(task, rows, S))
+    if steps is None:
+        return None
+    stages, method = cell
+    slow = METHODS[method].synchronous_steps(task.num_steps)
+    return steps + (S - 1) * (steps if stages == 1 else min(steps, slow))
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
 def markdown(task: Task, rows: dict, S: int) -> str:
     """The table of a task at S stages: synchronous methods first, then the best of the others first.
 
-    Time is in steps of a pipeline that is never idle. A synchronous one of S stages with one microbatch
-    per update is idle for all but 1 / S of the time.
+    Time is that of `time_to`.
     """
     best, target = winner(task, rows, S), target_of(task, rows, S)
     sign = 1 if task.better is max else -1
@@ -466,8 +507,6 @@ def markdown(task: Task, rows: dict, S: int) -> str:
     for cell in sorted((cell for cell in rows if cell[0] in (1, S)), key=order):
         stages, method = cell
         row = rows[cell]
-        steps = row.steps_to(task, target)
-        idle = S if stages == 1 else 1
         name = f"synchronous {method}" if stages == 1 else method
         words = [
             f"**{name}**" if stages > 1 and method == best else name,
@@ -475,8 +514,8 @@ def markdown(task: Task, rows: dict, S: int) -> str:
             _spread(row.ends),
             _spread(row.averaged),
             f"{sign * (base - row.mean) + 0:.3f}" if math.isfinite(row.mean) else "-",
-            "-" if steps is None else f"{steps:,.0f}",
-            "-" if steps is None else f"{idle * steps:,.0f}",
+            _count(row.steps_to(task, target)),
+            _count(time_to(task, rows, cell, S)),
         ]
         lines.append("| " + " | ".join(words) + " |")
     lines.append(
@@ -497,8 +536,6 @@ def summary(found: dict[str, tuple[Task, dict]]) -> str:
         for S in sorted({S for S, _ in rows} - {1}):
             best = winner(task, rows, S)
             row, sync, naive = rows[S, best], rows[1, base], rows.get((S, "Adam"))
-            target = target_of(task, rows, S)
-            times = [of.steps_to(task, target) for of in (row, sync)]
             words = [
                 f"{TITLES[name]}, {task.metric}",
                 str(S),
@@ -507,7 +544,7 @@ def summary(found: dict[str, tuple[Task, dict]]) -> str:
                 f"{_spread(sync.ends)} ({base})",
                 f"{sign * (sync.mean - row.mean):.3f}",
                 _spread(naive.ends) if naive else "-",
-                *("-" if t is None else f"{t * n:,.0f}" for t, n in zip(times, (1, S))),
+                *(_count(time_to(task, rows, of, S)) for of in ((S, best), (1, base))),
             ]
             lines.append("| " + " | ".join(words) + " |")
     return "\n".join(lines)

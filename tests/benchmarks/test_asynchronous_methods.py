@@ -94,6 +94,23 @@ def test_a_rate_in_the_state_trains_like_a_rate_in_the_program(name):
     assert optax.tree.norm(jax.tree.map(np.subtract, before, found)) > 0.01
 
 
+def test_steps_of_a_warm_up_have_no_delays():
+    """As long as the warm-up lasts, T1 + T2 + T3 trains like Adam without delays: T1 and T2 change nothing then."""
+    task = methods.tasks(quick=True)["gpt"]
+    task = task._replace(model=dataclasses.replace(task.model, dim=8, num_blocks=1))
+    data, losses = task.data(None), {}
+    for name, S, warm_up in ("Adam", 1, 0.0), ("PipeMare T1+T2+T3", 5, 0.5):
+        method = methods.METHODS[name]._replace(warm_up=warm_up)
+        trainer = methods.Trainer(task, data, method, S)
+        run = trainer.run(0.02, 0)
+        losses[name] = [point[1] for point in run["curve"]]
+    plain, warm = losses.values()
+    assert len(plain) == 4 and np.isfinite([plain, warm]).all()
+    # The first step with delays has no older weights than the newest ones.
+    np.testing.assert_allclose(warm[:3], plain[:3], rtol=1e-5)
+    assert abs(warm[3] - plain[3]) > 1e-3
+
+
 def fake(validation, *metrics):
     """A run with these metrics after 50, 100, ... steps."""
     curve = [[50 * i, 1.0, value, 1.0] for i, value in enumerate(metrics, 1)]
@@ -152,6 +169,22 @@ def test_figures():
     overview = methods.summary({"images": (task, rows)}).split("\n")[-1]
     assert "| 8 | Muon | 82.00 ± 4.24 | 81.00 ± 1.41 (Adam) | -1.000 |" in overview
     assert overview.endswith(f"| {8 * steps:,.0f} |")
+
+
+def test_synchronous_steps_of_a_warm_up_take_longer():
+    method = "PipeMare T1+T2+T3"
+    task = TASKS["images"]._replace(num_steps=160)  # 20 of them have no delays
+    runs = {
+        f"images|{S}|{of}|0.01|0": fake(0.5, *metrics)
+        for S, of, metrics in ((1, "Adam", (0.7, 0.9)), (8, method, (0.6, 0.8)))
+    }
+    rows = methods.rows_of("images", task, runs)
+    assert methods.time_to(task, rows, (8, method), 8) == pytest.approx(100 + 7 * 20)
+    assert methods.time_to(task, rows, (1, "Adam"), 8) == pytest.approx(8 * 75)
+    rows = methods.rows_of(
+        "images", task, runs | {f"images|8|{method}|0.01|0": fake(0.5, 0.8)}
+    )
+    assert methods.time_to(task, rows, (8, method), 8) == pytest.approx(50 + 7 * 20)
 
 
 def test_search_stops_when_all_diverge():
