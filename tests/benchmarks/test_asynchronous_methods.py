@@ -15,6 +15,7 @@ from helpers import benchmark
 
 import jpipe
 from train.data import shuffled
+from train.text import Windows
 
 methods = benchmark("asynchronous_methods")
 TASKS = methods.tasks(quick=False)
@@ -94,11 +95,14 @@ def test_a_rate_in_the_state_trains_like_a_rate_in_the_program(name):
     assert optax.tree.norm(jax.tree.map(np.subtract, before, found)) > 0.01
 
 
+@pytest.mark.exhaustive
 def test_steps_of_a_warm_up_have_no_delays():
     """As long as the warm-up lasts, T1 + T2 + T3 trains like Adam without delays: T1 and T2 change nothing then."""
     task = methods.tasks(quick=True)["gpt"]
     task = task._replace(model=dataclasses.replace(task.model, dim=8, num_blocks=1))
     data, losses = task.data(None), {}
+    short = Windows(data["test"].text[:129].tobytes(), methods.SEQ_LEN)
+    data |= {"test": short, "validation": short}
     for name, S, warm_up in ("Adam", 1, 0.0), ("PipeMare T1+T2+T3", 5, 0.5):
         method = methods.METHODS[name]._replace(warm_up=warm_up)
         trainer = methods.Trainer(task, data, method, S)
