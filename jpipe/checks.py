@@ -475,12 +475,12 @@ def check_same_parts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None
 
 
 def check_offload(
-    offload: Any, mesh: Mesh, schedule: Schedule, recompute: Any
+    offload: Any, mesh: Mesh, schedule: Schedule, recompute: Any, hooks: Mapping
 ) -> Offload:
     """`offload` of a pipeline, an `Offload` or None.
 
     Raises:
-      ValueError: if it is something else, devices have no memory of the host, or stashes cannot go there.
+      ValueError: if it is something else, devices have no memory of the host, or stashes or weights cannot go there.
     """
     if offload is None:
         return NO_OFFLOAD
@@ -512,6 +512,12 @@ def check_offload(
         raise ValueError(
             '`activations` of `Offload` is about what a forward keeps for its backward, and with `recompute="full"` a stage '
             "keeps only its inputs. Leave one of them out."
+        )
+    if offload.weights and hooks:
+        names = " and ".join(f"`{name}_params`" for name in hooks)
+        raise ValueError(
+            f"`weights` of `Offload` needs passes that read the weights themselves, and {names} computes others for them. "
+            f"Leave out {names}, or offload the optimizer's state alone."
         )
     return offload
 

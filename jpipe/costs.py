@@ -233,6 +233,7 @@ def memory(program: Program) -> Memory:
         temporaries=int(analysis.temp_size_in_bytes),
         padding=round(
             weights
+            + host_bytes.get("parameters", 0)
             + whole_optimizer
             + gradients
             - (used * copies + used_gradients + used_state / settings.num_replicas)

@@ -6,19 +6,22 @@ but the compiler's temporaries:
 - The optimizer's state is read once in a step, so a byte of it in host memory moves twice in a step.
 - A stash in host memory moves twice for every microbatch that goes there. `jpipe.lowering.spills` says which
   go, by Belady's rule, for each number of slots on a device.
+- A weight in host memory moves in every forward and every backward of its stage, and twice in the update.
 - An update needs room for a few chunks of state. Large chunks move faster, so the largest that fits is taken.
 
-Of all combinations the one that moves the fewest bytes is taken.
+Of all combinations the one that moves the fewest bytes is taken. A byte of a weight moves most often, so weights go
+after all of the optimizer's state.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jpipe import costs
 from jpipe.lowering.lower import STASHES
 from jpipe.mesh import HOST_MEMORY
-from jpipe.offload import LEAST_SLOTS, NO_OFFLOAD, Offload
+from jpipe.offload import LEAST_SLOTS, NO_OFFLOAD, Offload, weight_moves
 from jpipe.packing import CHUNK
 from jpipe.program import Program
 from jpipe.sizes import size_text
@@ -27,8 +30,8 @@ _CHUNKS = (CHUNK, CHUNK // 4, CHUNK // 16, CHUNK // 64)
 """The chunks that are tried, in numbers."""
 
 _SMALL_STEP, _LARGE_STEP = 1 / 64, 1 / 4
-"""By how much the part of the optimizer's state in host memory grows, if the arrays are too large, because weights are
-not divided; and if the temporaries are, which only the compiler knows."""
+"""By how much the part of the optimizer's state, or of the weights, in host memory grows, if the arrays are too large,
+because no weight is divided; and if the temporaries are, which only the compiler knows."""
 
 
 class _Stashes(NamedTuple):
@@ -62,37 +65,50 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
     if plain_arrays <= limit and plain_arrays + _temporary_bytes(plain) <= limit:
         return plain
     options = list(_stash_options(plain))
-    for chunk in _CHUNKS:
-        smallest = make(Offload(1.0, options[-1].slots, chunk))
+    settings = plain.settings
+    can_move_weights = not settings.hooks
+    for weights, chunk in itertools.product(
+        (0.0, 1.0)[: 1 + can_move_weights], _CHUNKS
+    ):
+        smallest = make(Offload(1.0, options[-1].slots, chunk, weights=weights))
         temporaries = _temporary_bytes(smallest)
         least = _array_bytes(smallest) + temporaries
         if least <= limit:
             break
     else:
         raise ValueError(_too_little(smallest, temporaries, limit, least))
-    movable = (
-        make(Offload(optimizer=1.0))
-        .engine.layout["optimizer_state"]
-        .num_bytes(plain.settings.platform, HOST_MEMORY)
+    layout = make(Offload(1.0, weights=weights)).engine.layout
+    state, of_weights = (
+        layout[name].num_bytes(settings.platform, HOST_MEMORY)
+        for name in ("optimizer_state", "parameters")
     )
     others = plain_arrays - options[0].num_bytes
+    moves = weight_moves(settings.schedule, settings.recompute == "full")
 
-    def state_to_move(option: _Stashes) -> float:
-        """Bytes of the optimizer's state that must go to the host beside an option."""
-        return max(others + option.num_bytes + temporaries - limit, 0)
+    def to_move(option: _Stashes) -> tuple[float, float]:
+        """Bytes of the optimizer's state and of weights that must go to the host beside an option."""
+        over = max(others + option.num_bytes + temporaries - limit, 0)
+        return min(over, state), max(over - state, 0)
 
-    fitting = [o for o in options if state_to_move(o) <= movable] or options[-1:]
-    best = min(fitting, key=lambda o: o.moved + 2 * state_to_move(o))
-    share = state_to_move(best) / max(movable, 1)
-    while share < 1:
-        program = make(Offload(share, best.slots, chunk))
+    def moved(option: _Stashes) -> float:
+        of_state, of_weights = to_move(option)
+        return option.moved + 2 * of_state + moves * of_weights
+
+    fitting = [o for o in options if to_move(o)[1] <= of_weights] or options[-1:]
+    best = min(fitting, key=moved)
+    shares = [
+        over / max(most, 1) for over, most in zip(to_move(best), (state, of_weights))
+    ]
+    last = 1 if weights else 0  # the share that grows
+    while shares[last] < 1:
+        program = make(Offload(shares[0], best.slots, chunk, weights=shares[1]))
         if _array_bytes(program) + temporaries > limit:
-            share += _SMALL_STEP
+            shares[last] += _SMALL_STEP
         elif _array_bytes(program) + _temporary_bytes(program) > limit:
-            share += _LARGE_STEP
+            shares[last] += _LARGE_STEP
         else:
             return program
-    program = make(Offload(1.0, best.slots, chunk))
+    program = make(Offload(1.0, best.slots, chunk, weights=weights))
     if _array_bytes(program) + _temporary_bytes(program) <= limit:
         return program
     return smallest

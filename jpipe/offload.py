@@ -5,6 +5,7 @@ import numbers
 from typing import Any
 
 from jpipe.packing import CHUNK
+from jpipe.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,9 @@ class Offload:
         few arrays of a chunk are on the device during an update.
       required: whether a pipeline is refused on devices that cannot use host memory. If False, it trains without
         offloading there, and says so.
+      weights: the part of the weights of stages, from 0 to 1: whole weights, the largest first. A forward and a
+        backward bring the weights of a layer to the device when they run the layer. An update brings a chunk of a
+        weight to the device and back.
 
     References:
       Fang et al., PatrickStar, 2021, arXiv:2108.05818. Belady, A study of replacement algorithms for a
@@ -29,22 +33,18 @@ class Offload:
 
     Example:
       >>> Offload(optimizer=1.0, activations=2)
-      Offload(optimizer=1.0, activations=2, chunk=1048576, required=True)
+      Offload(optimizer=1.0, activations=2, chunk=1048576, required=True, weights=0.0)
     """
 
     optimizer: float = 0.0
     activations: int | None = None
     chunk: int = CHUNK
     required: bool = True
+    weights: float = 0.0
 
     def __post_init__(self) -> None:
-        share: Any = self.optimizer
-        is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
-        if not is_number or not 0 <= share <= 1:
-            raise ValueError(
-                "`optimizer` of `Offload` is the part of the optimizer's state that goes to host memory, from 0 to 1, got "
-                f"{share!r}. 1.0 keeps all of it there."
-            )
+        _check_share("optimizer", self.optimizer, "optimizer's state")
+        _check_share("weights", self.weights, "weights")
         chunk: Any = self.chunk
         if not isinstance(chunk, numbers.Integral) or chunk < LEAST_CHUNK:
             raise ValueError(
@@ -66,7 +66,29 @@ class Offload:
 
     def __bool__(self) -> bool:
         """Whether anything is offloaded."""
-        return self.optimizer > 0 or self.activations is not None
+        return max(self.optimizer, self.weights) > 0 or self.activations is not None
+
+
+def _check_share(name: str, share: Any, what: str) -> None:
+    is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
+    if not is_number or not 0 <= share <= 1:
+        raise ValueError(
+            f"`{name}` of `Offload` is the part of the {what} that goes to host memory, from 0 to 1, got {share!r}. 1.0 "
+            "keeps all of it there."
+        )
+
+
+def weight_moves(schedule: Schedule, recompute: bool) -> int:
+    """How often a step moves a weight that is in host memory.
+
+    Every forward and every backward of a microbatch brings it to the device. An update brings it and takes it back.
+
+    Args:
+      schedule: the table.
+      recompute: whether a backward runs the forward again.
+    """
+    passes = 2 + recompute + schedule.splits_backward
+    return schedule.num_microbatches * passes + 2
 
 
 LEAST_CHUNK = 1024

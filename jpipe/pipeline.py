@@ -262,7 +262,9 @@ class Pipeline:
             compress_messages=self.compress_messages,
             compress_gradients=self.compress_gradients,
             accumulate_gradients=self.accumulate_gradients,
-            offload=checks.check_offload(offload, self.mesh, schedule, recompute),
+            offload=checks.check_offload(
+                offload, self.mesh, schedule, recompute, hooks
+            ),
             donate=bool(donate),
             compiler_options=checks.check_compiler_options(compiler_options),
         )

@@ -290,6 +290,7 @@ class Settings:
             compression=self.compress_messages,
             accumulate=self.accumulate_gradients,
             devices=self.schedule.copies,
+            offload=self.offload,
         )
 
 

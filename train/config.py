@@ -250,6 +250,8 @@ class MeshConfig:
     that fit, the one that moves the fewest bytes. None: no limit."""
     offload_optimizer: float = 0.0
     """The part of the optimizer's state that is in host memory, from 0 to 1."""
+    offload_weights: float = 0.0
+    """The part of the weights that is in host memory, from 0 to 1: the largest first."""
     offload_activations: int | None = None
     """The most microbatches whose stashes stay on a device; others go to host memory between their
     forward and their backward. None: all stay."""
@@ -267,8 +269,8 @@ class MeshConfig:
         if self.device_memory is not None:
             if self.offload() is not None:
                 raise ValueError(
-                    "`device_memory` chooses what goes to host memory, and `offload_optimizer` and `offload_activations` "
-                    f"say it, got {self.device_memory}. Leave it out, or leave them out."
+                    "`device_memory` chooses what goes to host memory, and `offload_optimizer`, `offload_weights` and "
+                    f"`offload_activations` say it, got {self.device_memory}. Leave it out, or leave them out."
                 )
             try:
                 parse_size(self.device_memory)
@@ -297,7 +299,11 @@ class MeshConfig:
 
     def offload(self) -> jpipe.Offload | None:
         """`offload` of `jpipe.Pipeline`."""
-        offload = jpipe.Offload(self.offload_optimizer, self.offload_activations)
+        offload = jpipe.Offload(
+            self.offload_optimizer,
+            self.offload_activations,
+            weights=self.offload_weights,
+        )
         return offload or None
 
     def axis_rules(self) -> tuple:

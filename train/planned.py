@@ -107,6 +107,7 @@ def planned_config(
         shard_optimizer=best.shard_optimizer,
         device_memory=None,
         offload_optimizer=best.offload.optimizer,
+        offload_weights=best.offload.weights,
         offload_activations=best.offload.activations,
         compress_gradients=config.mesh.compress_gradients if has_replicas else None,
     )

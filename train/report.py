@@ -218,11 +218,15 @@ def _on_host(plan: Candidate) -> str:
     parts = []
     if plan.offload.optimizer:
         parts.append(f"{plan.offload.optimizer:.0%} of the optimizer's state")
+    if plan.offload.weights:
+        parts.append(f"{plan.offload.weights:.0%} of the weights")
     if plan.offload.activations is not None:
         parts.append(f"stashes of all but {plan.offload.activations} microbatches")
     if not parts:
         return ""
-    return f"{' and '.join(parts)} in host memory ({size_text(plan.prediction.memory.host)})"
+    return (
+        f"{', '.join(parts)} in host memory ({size_text(plan.prediction.memory.host)})"
+    )
 
 
 def _skipped(skipped: Sequence[Skipped]) -> list[str]:
@@ -265,6 +269,7 @@ def plan_record(plan: Candidate | Skipped) -> dict[str, Any]:
         "recompute": plan.recompute,
         "shard_optimizer": plan.shard_optimizer,
         "offload_optimizer": plan.offload.optimizer,
+        "offload_weights": plan.offload.weights,
         "offload_activations": plan.offload.activations,
         "host_seconds": prediction.host_seconds,
         "boundaries": list(plan.boundaries),

@@ -20,6 +20,7 @@ from jpipe.engine.guard import guarded
 from jpipe.lowering.scalars import TickScalars
 from jpipe.mesh import STAGE
 from jpipe.packing import Place
+from jpipe.stages.accumulators import flat_places
 
 IN_A_RING = ("tpu",)
 """The platforms that add by permutes: see `Ring`."""
@@ -67,10 +68,12 @@ def sum_over_copies(
     """
     spec = device.spec
     for s, copies in enumerate(spec.lowered.copies):
-        places = [
+        places: list[tuple[Place, int]] = [
             (place, row)
             for _, run, row in spec.stages.layer_runs(s)
-            for place in (run.parameters if operation == "update" else run.state)
+            for place in (
+                flat_places(run.gradients) if operation == "update" else run.state
+            )
         ]
         if len(copies) > 1 and places:
             now = scalars.get("copies", operation, s) >= 0

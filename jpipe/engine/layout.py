@@ -108,6 +108,11 @@ class StatePackings:
     head_input: Sequence[jax.ShapeDtypeStruct] = ()
 
     @property
+    def weights_on_host(self) -> frozenset[str]:
+        """The names of the arrays of weights in host memory. The parts of vocabulary layers are on the devices."""
+        return self.parameters.on_host
+
+    @property
     def state_on_host(self) -> frozenset[str]:
         """The names of the arrays of the optimizer's state in host memory."""
         assert self.optimizer_state is not None
@@ -295,6 +300,7 @@ def training_layout(
     private = {"optimizer_state"} if shares_updates else set()
     private |= {"gradient_compression", "message_compression", "gradients", "buffers"}
     on_host = {
+        "parameters": packings.weights_on_host,
         "optimizer_state": packings.state_on_host,
         "buffers": frozenset(["host_stash"] if buffers["host_stash"] else []),
     }
@@ -331,7 +337,8 @@ def forward_only_layout(
         "message_compression": message_compression or {},
         "buffers": buffer_shapes(mesh, lowered, packings, rows, microbatch),
     }
-    return _layout(mesh, groups, {"message_compression", "buffers"})
+    on_host = {"parameters": packings.weights_on_host}
+    return _layout(mesh, groups, {"message_compression", "buffers"}, on_host)
 
 
 def _layout(

@@ -261,8 +261,10 @@ class Builder:
         shapes = self.layout["parameters"].shapes
         for s in self.held:
             for layer, run, _ in self.stages.layer_runs(s):
+                # Those in host memory are on the device while their layer runs, as temporaries.
                 size = self.layout.leaf_bytes(
-                    run.parameters, self.stages.parameters.arrays
+                    [place for place in run.parameters if not place.on_host],
+                    self.stages.parameters.arrays,
                 )
                 blocks += self._versions(
                     f"{self.words(s, layer)}: weights",

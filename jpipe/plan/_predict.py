@@ -18,7 +18,7 @@ from jpipe.layers.avals import num_bytes
 from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, lower
-from jpipe.offload import NO_OFFLOAD, Offload
+from jpipe.offload import NO_OFFLOAD, Offload, weight_moves
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
@@ -341,10 +341,15 @@ def predict_memory(
         for ring, arrays in in_flight["staged"].items()
     }
     state_on_host = offload.optimizer * optimizer
-    moved = 2 * state_on_host + sum(
+    weights_on_host = offload.weights * weights
+    moved = 2 * state_on_host
+    moved += weight_moves(schedule, recompute) * offload.weights * gradients
+    moved += sum(
         2 * slots[ring] * int((spill.stores >= 0).sum(axis=0).max())
         for ring, spill in lowered.spills.items()
     )
+    if offload.weights:
+        slots["weights"] = max(layer.parameter_bytes for layer in layers)
     used = sum(
         count * (layer.weight_bytes + (copies * V - 1) * layer.parameter_bytes)
         for count, V, (start, stop) in zip(
@@ -360,7 +365,7 @@ def predict_memory(
     memory = Memory(
         compression=_kept_bytes(parameters, gradients, R, compress_gradients)
         * (num_replicas > 1 or schedule.has_copies),
-        weights=copies * weights,
+        weights=math.ceil(copies * weights - weights_on_host),
         optimizer=math.ceil(optimizer - state_on_host),
         gradients=gradients,
         activations=activations,
@@ -368,7 +373,7 @@ def predict_memory(
         temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss))
         + sum(slots.values()),
         padding=max(held - used // schedule.num_devices, 0),
-        host=math.floor(state_on_host) + stashes_on_host,
+        host=math.floor(state_on_host) + math.floor(weights_on_host) + stashes_on_host,
     )
     return memory, moved
 

@@ -9,6 +9,7 @@ a trunk of equal layers compiles once.
 Letters: S stages.
 """
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -17,11 +18,13 @@ from typing import Any, NamedTuple
 import jax
 
 from jpipe.compress import StreamingPCA
+from jpipe.layers.avals import num_bytes
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.equations import Equations
 from jpipe.layers.layer import Layer
 from jpipe.layers.sharding import ValueSplit
 from jpipe.layers.trace import Mutable, Traced
+from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import Leaf, Packing
 from jpipe.solvers import min_max
 from jpipe.stages.accumulators import FACTORS, Accumulators, GradientPlace
@@ -331,6 +334,7 @@ def cut(
     compression: MessageCompression = NO_COMPRESSION,
     accumulate: StreamingPCA | None = None,
     devices: Sequence[Sequence[int]] | None = None,
+    offload: Offload = NO_OFFLOAD,
 ) -> Stages:
     """Cuts traced layers into stages.
 
@@ -344,6 +348,7 @@ def cut(
       compression: of messages between stages.
       accumulate: how gradients are accumulated that are products; None: as they are, all are formed.
       devices: for each stage the devices of its copies; None: every stage is on a device of its own.
+      offload: the part of the weights that is in host memory.
 
     Raises:
       ValueError: if a message cannot be compressed.
@@ -359,6 +364,7 @@ def cut(
     check_inner(starts, inner)
     firsts = [inner.start, *starts[1:-1], inner.stop]
     groups = group(signature_of_layer, firsts, ends_apart)
+    on_host = _on_host(traced, inner, offload)
     packings = {}
     for name in _LEAVES_OF:
         loss: tuple = ()
@@ -366,7 +372,13 @@ def cut(
             loss = traced.loss.stash
 
         def leaves_of(signature: _Signature, name: str = name) -> list[Leaf]:
-            return _leaves(traced, name, signature.kind)
+            leaves, k = _leaves(traced, name, signature.kind), signature.kind
+            return [
+                leaf._replace(on_host=True, chunk=offload.chunk)
+                if name == "parameters" and (k, j) in on_host
+                else leaf
+                for j, leaf in enumerate(leaves)
+            ]
 
         packings[name] = groups.pack(
             leaves_of,
@@ -474,6 +486,26 @@ def _leaves(traced: Traced, name: str, k: int) -> list[Leaf]:
     avals = _LEAVES_OF[name](traced, k)
     specs = _SPECS_OF[name](traced, k) if name in _SPECS_OF else [()] * len(avals)
     return [Leaf(a, spec=spec) for a, spec in zip(avals, specs, strict=True)]
+
+
+def _on_host(traced: Traced, layers: range, offload: Offload) -> set[tuple[int, int]]:
+    """`(kind of layer, leaf)` of the weights in host memory: the largest that have the share of all bytes."""
+    sizes = {
+        (k, j): num_bytes([aval])
+        for k, kind in enumerate(traced.layer_kinds)
+        for j, aval in enumerate(kind.parameters)
+    }
+    count = collections.Counter(traced.kind_of_layer[i] for i in layers)
+    wanted = offload.weights * sum(n * count[k] for (k, _), n in sizes.items())
+    found: set[tuple[int, int]] = set()
+    total = 0
+    for k, j in sorted(sizes, key=sizes.__getitem__, reverse=True):
+        if total >= wanted:
+            break
+        if count[k]:
+            found.add((k, j))
+            total += count[k] * sizes[k, j]
+    return found
 
 
 def _pack_accumulators(

@@ -63,6 +63,7 @@ CASES = [
     ("one_f_one_b", 4, 8, Offload(1.0, 3), {}),
     ("gpipe", 2, 8, Offload(0.5, 2), {"data": 2}),
     ("pipedream", 2, 4, Offload(1.0), {}),
+    ("interleaved", 4, 4, Offload(weights=1.0), {}),
     pytest.param("zero_bubble_v", 8, 8, Offload(1.0, 7), {}, marks=SLOW),
     pytest.param("one_f_one_b/unit", 4, 8, Offload(0.7, 3), {}, marks=SLOW),
     pytest.param("interleaved", 4, 4, Offload(0.3, 3), {}, marks=SLOW),
@@ -72,6 +73,18 @@ CASES = [
     pytest.param("gpipe", 2, 8, Offload(1.0, 2), {"overlap": True}, marks=SLOW),
     pytest.param(
         "gpipe", 2, 8, Offload(1.0, 2), {"data": 2, "shard_optimizer": True}, marks=SLOW
+    ),
+    pytest.param("pipedream", 2, 4, Offload(1.0, weights=1.0), {}, marks=SLOW),
+    pytest.param("pipemare", 4, 4, Offload(0.5, weights=0.5), {}, marks=SLOW),
+    pytest.param("zero_bubble_v", 8, 8, Offload(1.0, 7, weights=1.0), {}, marks=SLOW),
+    pytest.param("gpipe/1-2", 2, 8, Offload(1.0, 5, weights=1.0), {}, marks=SLOW),
+    pytest.param(
+        "gpipe",
+        2,
+        8,
+        Offload(1.0, 2, weights=1.0),
+        {"data": 2, "shard_optimizer": True},
+        marks=SLOW,
     ),
     pytest.param("gpipe", 2, 4, Offload(0.8, 3), {"loss_scale": 64.0}, marks=SLOW),
     pytest.param(
@@ -92,14 +105,17 @@ def test_numbers_are_those_without_offload(
     assert_equal(offloaded.get_params(got), plain.get_params(want))
     assert not on_host(want)
     found = on_host(got)
-    assert any("optimizer_state" in path for path in found)
+    assert any("optimizer_state" in path for path in found) == (offload.optimizer > 0)
+    assert any("parameters" in path for path in found) == (offload.weights > 0)
     spills = offload.activations is not None
     assert any("host_stash" in path for path in found) == spills
     assert_equal(offloaded.evaluate(got, data[0]), plain.evaluate(want, data[0]))
     memory, whole = offloaded.memory(data[0]), plain.memory(data[0])
     of_arrays = sum(a.addressable_data(0).nbytes for a in found.values())
     assert memory.host == of_arrays
-    assert whole.host == 0 and memory.optimizer < whole.optimizer
+    assert whole.host == 0 and memory.padding == whole.padding
+    assert (memory.optimizer < whole.optimizer) == (offload.optimizer > 0)
+    assert (memory.weights < whole.weights) == (offload.weights > 0)
     # A state moves into a pipeline with offload, back, and in again.
     flushed, _ = plain.flush(want)
     state = offloaded.adopt(plain.adopt(offloaded.adopt(flushed)))
@@ -148,8 +164,9 @@ def test_running_statistics_and_dropout(recompute):
             assert_close(of_states[1], of_states[0], "float64")
 
 
-def test_large_weights_move_in_chunks():
-    """An update on chunks is the update on whole leaves, whether weights lie in pools or in a vector."""
+@pytest.mark.parametrize("weights", [0.0, 0.5, 1.0])
+def test_large_weights_move_in_chunks(weights):
+    """An update on chunks is the update on whole leaves, whether weights lie in pools, in a vector or in host memory."""
     data = [
         {"inputs": a, "targets": b}
         for a, b in np.random.default_rng(0)
@@ -170,7 +187,8 @@ def test_large_weights_move_in_chunks():
             offload=offload,
         )
 
-    plain, offloaded = make(None), make(Offload(1.0, chunk=2048))
+    plain = make(None)
+    offloaded = make(Offload(1.0, chunk=2048, weights=weights))
     (want, _), (got, _) = run(plain, data), run(offloaded, data)
     assert_equal(offloaded.get_params(got), plain.get_params(want))
     rows = {
@@ -179,11 +197,16 @@ def test_large_weights_move_in_chunks():
     # 128 x 128 numbers in eight chunks of 16 rows.
     assert rows["host float32[128, 128]"] == (16, 128)
     assert all(np.prod(row) <= 2048 for row in rows.values())
+    # Half of the bytes are the two largest of the four matrices.
+    of_weights = {name for name in got.parameters if "host" in name}
+    sizes = {0.0: [], 0.5: [256], 1.0: [128, 256]}[weights]
+    assert any("[128, 256]" in name for name in of_weights) == (256 in sizes)
+    assert any("[128, 128]" in name for name in of_weights) == (128 in sizes)
 
 
 def test_checkpoints_restore_with_and_without_offload(tmp_path):
     table, data = jpipe.schedules.gpipe(2, 4), batches(3)
-    offload = Offload(1.0, 2)
+    offload = Offload(1.0, 2, weights=1.0)
     pipe, plain = linear(table, offload), linear(table, None)
     state, _ = run(pipe, data, 1)
     with jpipe.Checkpoints(tmp_path / "run") as checkpoints:
@@ -212,7 +235,7 @@ def test_axes_of_the_compiler_split_what_is_in_host_memory():
             offload=offload,
         )
 
-    plain, offloaded = make(None), make(Offload(1.0, 2))
+    plain, offloaded = make(None), make(Offload(1.0, 2, weights=1.0))
     states = []
     for pipe in (plain, offloaded):
         state, _ = pipe.step(pipe.init(KEY, data), data)
@@ -271,8 +294,17 @@ def test_a_limit_is_kept_and_moves_no_more_than_needed():
     # The first state fixes what is offloaded.
     pipe.init(KEY, ROWS)
     assert "Offload" in str(pipe._settings.offload)
+    # Below that, weights go too.
+    smallest = wide(offload=Offload(1.0, 2, weights=1.0)).memory(ROWS)
+    assert on_device(smallest) < on_device(least) - 100_000
+    limit = (on_device(smallest) + on_device(least)) / 2
+    pipe = wide(device_memory=limit)
+    found = pipe.memory(ROWS)
+    assert on_device(found) <= limit and found.host > least.host
+    pipe.init(KEY, ROWS)
+    assert 0 < pipe._settings.offload.weights <= 1
     with pytest.raises(ValueError, match="is too little.*a device needs") as error:
-        wide(device_memory=on_device(least) - 1000).init(KEY, ROWS)
+        wide(device_memory=on_device(smallest) / 2).init(KEY, ROWS)
     said = int(re.search("([0-9]+) bytes;", str(error.value))[1])
     wide(device_memory=said).init(KEY, ROWS)
     with pytest.raises(ValueError, match=f"{said} bytes"):
@@ -288,13 +320,14 @@ def test_a_limit_is_kept_and_moves_no_more_than_needed():
         (2, None, "from 0 to 1, got 2"),
         ("all", None, "from 0 to 1, got 'all'"),
         (True, None, "from 0 to 1, got True"),
+        (0.0, None, "`weights` of .* from 0 to 1, got 1.5"),
         (1.0, 1, "at least 2 .*, got 1"),
         (1.0, 2.5, "a whole number .*, got 2.5"),
     ],
 )
 def test_wrong_offloads_are_refused(share, kept, message):
     with refused(message):
-        Offload(share, kept)
+        Offload(share, kept, weights=1.5 if "weights" in message else 0.0)
 
 
 @pytest.mark.parametrize(
@@ -306,6 +339,10 @@ def test_wrong_offloads_are_refused(share, kept, message):
         ({"device_memory": -1}, "above 0"),
         ({"device_memory": True}, "above 0"),
         ({"offload": Offload(0, 2), "recompute": "full"}, "keeps only its inputs"),
+        (
+            {"offload": Offload(weights=1), "backward_params": lambda p, s, d: p},
+            "`backward_params` computes others .* offload the optimizer's state alone",
+        ),
         (
             {"offload": Offload(0, 2), "schedule": jpipe.schedules.pipemare(2, 8)},
             "is asynchronous. Offload the optimizer's state alone",
@@ -347,7 +384,7 @@ def test_both_guards_take_arrays_in_host_memory(monkeypatch):
     monkeypatch.setattr("jpipe.engine.guard.compiler_options", lambda _: {})
     monkeypatch.setattr("jpipe.engine.engine.compiler_options", lambda _: {})
     table, data = jpipe.schedules.gpipe(2, 4), batches(2)
-    plain, offloaded = linear(table, None), linear(table, Offload(1.0, 2))
+    plain, offloaded = linear(table, None), linear(table, Offload(1.0, 2, weights=1.0))
     (want, _), (got, _) = run(plain, data), run(offloaded, data)
     assert_close(offloaded.get_params(got), plain.get_params(want), "float32")
 
