@@ -474,13 +474,48 @@ def check_same_parts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None
             )
 
 
+def why_weights_stay(hooks: Mapping) -> str:
+    """Why weights cannot be in host memory; empty: they can."""
+    if not hooks:
+        return ""
+    names = " and ".join(f"`{name}_params`" for name in hooks)
+    return f"passes read the weights themselves, and {names} computes others for them"
+
+
+def why_gradients_stay(
+    schedule: Schedule, compress_gradients: Any, accumulate_gradients: Any
+) -> str:
+    """Why gradients cannot be in host memory; empty: they can."""
+    if schedule.has_copies:
+        return "a stage is on one device, and this schedule has copies of stages, which add up their gradients"
+    for name, value in (
+        ("compress_gradients", compress_gradients),
+        ("accumulate_gradients", accumulate_gradients),
+    ):
+        if value is not None:
+            return f"gradients are accumulated and exchanged as they are, and `{name}` changes that"
+    return ""
+
+
 def check_offload(
-    offload: Any, mesh: Mesh, schedule: Schedule, recompute: Any, hooks: Mapping
+    offload: Any,
+    mesh: Mesh,
+    schedule: Schedule,
+    recompute: Any,
+    *,
+    weights_stay: str = "",
+    gradients_stay: str = "",
 ) -> Offload:
     """`offload` of a pipeline, an `Offload` or None.
 
+    Args:
+      offload: the argument.
+      mesh, schedule, recompute: of the pipeline.
+      weights_stay: of `why_weights_stay`.
+      gradients_stay: of `why_gradients_stay`.
+
     Raises:
-      ValueError: if it is something else, devices have no memory of the host, or stashes or weights cannot go there.
+      ValueError: if it is something else, devices have no memory of the host, or a part of the state cannot go there.
     """
     if offload is None:
         return NO_OFFLOAD
@@ -513,12 +548,12 @@ def check_offload(
             '`activations` of `Offload` is about what a forward keeps for its backward, and with `recompute="full"` a stage '
             "keeps only its inputs. Leave one of them out."
         )
-    if offload.weights and hooks:
-        names = " and ".join(f"`{name}_params`" for name in hooks)
-        raise ValueError(
-            f"`weights` of `Offload` needs passes that read the weights themselves, and {names} computes others for them. "
-            f"Leave out {names}, or offload the optimizer's state alone."
-        )
+    for name, why in ("weights", weights_stay), ("gradients", gradients_stay):
+        if getattr(offload, name) and why:
+            raise ValueError(
+                f"`{name}` of `Offload` go to host memory where {why}. Leave one of them out, or offload the optimizer's "
+                "state alone."
+            )
     return offload
 
 

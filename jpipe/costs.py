@@ -233,9 +233,9 @@ def memory(program: Program) -> Memory:
         temporaries=int(analysis.temp_size_in_bytes),
         padding=round(
             weights
-            + host_bytes.get("parameters", 0)
             + whole_optimizer
             + gradients
+            + sum(host_bytes.get(name, 0) for name in ("parameters", "gradients"))
             - (used * copies + used_gradients + used_state / settings.num_replicas)
             / settings.schedule.num_devices
         ),

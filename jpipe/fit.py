@@ -6,11 +6,12 @@ but the compiler's temporaries:
 - The optimizer's state is read once in a step, so a byte of it in host memory moves twice in a step.
 - A stash in host memory moves twice for every microbatch that goes there. `jpipe.lowering.spills` says which
   go, by Belady's rule, for each number of slots on a device.
-- A weight in host memory moves in every forward and every backward of its stage, and twice in the update.
+- A weight in host memory moves in every forward and every backward of its stage, and twice in the update; a gradient
+  twice in every backward, and three times in the update.
 - An update needs room for a few chunks of state. Large chunks move faster, so the largest that fits is taken.
 
-Of all combinations the one that moves the fewest bytes is taken. A byte of a weight moves most often, so weights go
-after all of the optimizer's state.
+Of all combinations the one that moves the fewest bytes is taken. Weights and gradients move most often, so they go after
+all of the optimizer's state, equal parts of both.
 """
 
 import dataclasses
@@ -19,9 +20,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jpipe import costs
+from jpipe.checks import why_gradients_stay, why_weights_stay
 from jpipe.lowering.lower import STASHES
 from jpipe.mesh import HOST_MEMORY
-from jpipe.offload import LEAST_SLOTS, NO_OFFLOAD, Offload, weight_moves
+from jpipe.offload import LEAST_SLOTS, NO_OFFLOAD, Moves, Offload
 from jpipe.packing import CHUNK
 from jpipe.program import Program
 from jpipe.sizes import size_text
@@ -30,7 +32,7 @@ _CHUNKS = (CHUNK, CHUNK // 4, CHUNK // 16, CHUNK // 64)
 """The chunks that are tried, in numbers."""
 
 _SMALL_STEP, _LARGE_STEP = 1 / 64, 1 / 4
-"""By how much the part of the optimizer's state, or of the weights, in host memory grows, if the arrays are too large,
+"""By how much the part of the optimizer's state, or of weights and gradients, in host memory grows, if the arrays are too large,
 because no weight is divided; and if the temporaries are, which only the compiler knows."""
 
 
@@ -66,49 +68,72 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
         return plain
     options = list(_stash_options(plain))
     settings = plain.settings
-    can_move_weights = not settings.hooks
-    for weights, chunk in itertools.product(
-        (0.0, 1.0)[: 1 + can_move_weights], _CHUNKS
-    ):
-        smallest = make(Offload(1.0, options[-1].slots, chunk, weights=weights))
+    movable = [
+        name
+        for name, why in (
+            ("weights", why_weights_stay(settings.hooks)),
+            (
+                "gradients",
+                why_gradients_stay(
+                    settings.schedule,
+                    settings.compress_gradients,
+                    settings.accumulate_gradients,
+                ),
+            ),
+        )
+        if not why
+    ]
+
+    def offload(state: float, slots: int | None, chunk: int, others: float) -> Offload:
+        """`others` is the part of weights and of gradients, as far as they can move."""
+        weights, gradients = (
+            others * (name in movable) for name in ("weights", "gradients")
+        )
+        return Offload(state, slots, chunk, weights=weights, gradients=gradients)
+
+    for others, chunk in itertools.product((0.0, 1.0), _CHUNKS):
+        smallest = make(offload(1.0, options[-1].slots, chunk, others))
         temporaries = _temporary_bytes(smallest)
         least = _array_bytes(smallest) + temporaries
         if least <= limit:
             break
     else:
         raise ValueError(_too_little(smallest, temporaries, limit, least))
-    layout = make(Offload(1.0, weights=weights)).engine.layout
-    state, of_weights = (
+    layout = make(offload(1.0, None, chunk, others)).engine.layout
+    state, weights, gradients = (
         layout[name].num_bytes(settings.platform, HOST_MEMORY)
-        for name in ("optimizer_state", "parameters")
+        for name in ("optimizer_state", "parameters", "gradients")
     )
-    others = plain_arrays - options[0].num_bytes
-    moves = weight_moves(settings.schedule, settings.recompute == "full")
+    left = plain_arrays - options[0].num_bytes
+    moves = Moves.of(settings.schedule, settings.recompute == "full")
+    moved_of_others = moves.weights * weights + moves.gradients * gradients
+    moves_of_others = moved_of_others / max(weights + gradients, 1)
 
     def to_move(option: _Stashes) -> tuple[float, float]:
-        """Bytes of the optimizer's state and of weights that must go to the host beside an option."""
-        over = max(others + option.num_bytes + temporaries - limit, 0)
+        """Bytes of the optimizer's state, and of weights and gradients, that must go to the host beside an option."""
+        over = max(left + option.num_bytes + temporaries - limit, 0)
         return min(over, state), max(over - state, 0)
 
     def moved(option: _Stashes) -> float:
-        of_state, of_weights = to_move(option)
-        return option.moved + 2 * of_state + moves * of_weights
+        of_state, of_others = to_move(option)
+        return option.moved + moves.optimizer * of_state + moves_of_others * of_others
 
-    fitting = [o for o in options if to_move(o)[1] <= of_weights] or options[-1:]
-    best = min(fitting, key=moved)
+    fitting = [o for o in options if to_move(o)[1] <= weights + gradients]
+    best = min(fitting or options[-1:], key=moved)
     shares = [
-        over / max(most, 1) for over, most in zip(to_move(best), (state, of_weights))
+        over / max(most, 1)
+        for over, most in zip(to_move(best), (state, weights + gradients))
     ]
-    last = 1 if weights else 0  # the share that grows
+    last = 1 if others else 0  # the share that grows
     while shares[last] < 1:
-        program = make(Offload(shares[0], best.slots, chunk, weights=shares[1]))
+        program = make(offload(shares[0], best.slots, chunk, shares[1]))
         if _array_bytes(program) + temporaries > limit:
             shares[last] += _SMALL_STEP
         elif _array_bytes(program) + _temporary_bytes(program) > limit:
             shares[last] += _LARGE_STEP
         else:
             return program
-    program = make(Offload(1.0, best.slots, chunk, weights=weights))
+    program = make(offload(1.0, best.slots, chunk, others))
     if _array_bytes(program) + _temporary_bytes(program) <= limit:
         return program
     return smallest

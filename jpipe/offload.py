@@ -2,7 +2,7 @@
 
 import dataclasses
 import numbers
-from typing import Any
+from typing import Any, NamedTuple
 
 from jpipe.packing import CHUNK
 from jpipe.schedule import Schedule
@@ -10,7 +10,8 @@ from jpipe.schedule import Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Offload:
-    """What `Pipeline(offload=...)` keeps in host memory. The operations of a training do not change.
+    """What `Pipeline(offload=...)` keeps in host memory. The operations of a training do not change, but for one: the norm
+    of gradients in host memory is summed up chunk by chunk, so its last bits may differ.
 
     Attributes:
       optimizer: the part of the optimizer's state, from 0 to 1. A weight's part of the state is in host memory
@@ -26,6 +27,8 @@ class Offload:
       weights: the part of the weights of stages, from 0 to 1: whole weights, the largest first. A forward and a
         backward bring the weights of a layer to the device when they run the layer. An update brings a chunk of a
         weight to the device and back.
+      gradients: the same part of the gradients. A backward brings the gradients of a layer to the device, adds to
+        them, and takes them back.
 
     References:
       Fang et al., PatrickStar, 2021, arXiv:2108.05818. Belady, A study of replacement algorithms for a
@@ -33,7 +36,7 @@ class Offload:
 
     Example:
       >>> Offload(optimizer=1.0, activations=2)
-      Offload(optimizer=1.0, activations=2, chunk=1048576, required=True, weights=0.0)
+      Offload(optimizer=1.0, activations=2, chunk=1048576, required=True, weights=0.0, gradients=0.0)
     """
 
     optimizer: float = 0.0
@@ -41,10 +44,12 @@ class Offload:
     chunk: int = CHUNK
     required: bool = True
     weights: float = 0.0
+    gradients: float = 0.0
 
     def __post_init__(self) -> None:
         _check_share("optimizer", self.optimizer, "optimizer's state")
         _check_share("weights", self.weights, "weights")
+        _check_share("gradients", self.gradients, "gradients")
         chunk: Any = self.chunk
         if not isinstance(chunk, numbers.Integral) or chunk < LEAST_CHUNK:
             raise ValueError(
@@ -66,7 +71,8 @@ class Offload:
 
     def __bool__(self) -> bool:
         """Whether anything is offloaded."""
-        return max(self.optimizer, self.weights) > 0 or self.activations is not None
+        shares = self.optimizer, self.weights, self.gradients
+        return max(shares) > 0 or self.activations is not None
 
 
 def _check_share(name: str, share: Any, what: str) -> None:
@@ -78,17 +84,32 @@ def _check_share(name: str, share: Any, what: str) -> None:
         )
 
 
-def weight_moves(schedule: Schedule, recompute: bool) -> int:
-    """How often a step moves a weight that is in host memory.
+class Moves(NamedTuple):
+    """How often a step moves what is in host memory.
 
-    Every forward and every backward of a microbatch brings it to the device. An update brings it and takes it back.
-
-    Args:
-      schedule: the table.
-      recompute: whether a backward runs the forward again.
+    Attributes:
+      optimizer: a byte of the optimizer's state.
+      weights: of a weight.
+      gradients: of a gradient.
     """
-    passes = 2 + recompute + schedule.splits_backward
-    return schedule.num_microbatches * passes + 2
+
+    optimizer: int
+    weights: int
+    gradients: int
+
+    @classmethod
+    def of(cls, schedule: Schedule, recompute: bool) -> "Moves":
+        """The moves of a table.
+
+        Every forward and every backward of a microbatch brings a weight. A backward brings a gradient and takes it back.
+        An update brings and takes back weight, gradient and state, and brings the gradient once more for its norm.
+
+        Args:
+          schedule: the table.
+          recompute: whether a backward runs the forward again.
+        """
+        N = schedule.num_microbatches
+        return cls(2, (2 + recompute + schedule.splits_backward) * N + 2, 2 * N + 3)
 
 
 LEAST_CHUNK = 1024

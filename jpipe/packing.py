@@ -543,14 +543,16 @@ def add_all(
     joined: bool = False,
 ) -> Mapping[str, jax.Array]:
     """The arrays with a value added to leaf i of every place; see `write_all`."""
-    if not joined:
-        # In the shape of the leaf: at a constant index XLA for CPUs would else read in the kernel
-        # that writes, and that kernel would then go over the whole array.
-        for place, value in zip(places, values, strict=True):
+    alone = [place for place in places if not joined or place.on_host]
+    for place, value in zip(places, values, strict=True):
+        if place in alone:
+            # In the shape of the leaf: at a constant index XLA for CPUs would else read in the kernel
+            # that writes, and that kernel would then go over the whole array.
             value = read(arrays, place, lead, i) + value
             arrays = write(arrays, place, lead, value, i)
-        return arrays
-    for place, leading, block in _blocks(places, values, lead, joined=True):
+    left = [(p, v) for p, v in zip(places, values) if p not in alone]
+    left_places, left_values = [p for p, _ in left], [v for _, v in left]
+    for place, leading, block in _blocks(left_places, left_values, lead, joined=True):
         array = arrays[place.array]
         start = _start(array, place, leading, i)
         # XLA for GPUs reads, adds and writes in one kernel only if the block is not reshaped between.
@@ -590,6 +592,55 @@ def _blocks(
         if first.on_host:
             block = jax.device_put(block, jax.memory.Space.Host)
         yield first, leading, block
+
+
+def is_on_host(array: jax.Array) -> bool:
+    """Whether an array of a traced function is in host memory."""
+    return jax.typeof(array).memory_space == jax.memory.Space.Host
+
+
+def each_row(
+    array: jax.Array,
+    lead: Sequence,
+    change: Callable[[jax.Array], jax.Array],
+) -> jax.Array:
+    """A pool in host memory with every row changed on the device, one at a time.
+
+    Args:
+      array: `[*leading axes, n, *shape]`.
+      lead: indices of the leading axes.
+      change: `[1, ..., 1, *shape]` -> a new row.
+    """
+    row = [1] * (len(lead) + 1) + list(array.shape[len(lead) + 1 :])
+    zeros = [jnp.int32(0)] * (array.ndim - len(lead) - 1)
+
+    def turn(i: jax.Array, array: jax.Array) -> jax.Array:
+        start = [*lead, i, *zeros]
+        old = lax.dynamic_slice(array, start, row, allow_negative_indices=False)
+        new = change(jax.device_put(old, jax.memory.Space.Device))
+        return _updated(array, jax.device_put(new, jax.memory.Space.Host), start)
+
+    return lax.fori_loop(0, array.shape[len(lead)], turn, array)
+
+
+def sum_of_rows(
+    array: jax.Array, of_row: Callable[[jax.Array], jax.Array]
+) -> jax.Array:
+    """`[R]`, for each first index of a pool in host memory `[R, n, *shape]` the sum over n of what is computed of a row.
+
+    Args:
+      array: the pool.
+      of_row: `[*shape]` -> `[]`; it is called with one row at a time, on the device.
+    """
+    num_rows, number = array.shape[:2]
+
+    def turn(i: jax.Array, sums: jax.Array) -> jax.Array:
+        row = lax.dynamic_index_in_dim(array, i, 1, False, allow_negative_indices=False)
+        row = jax.device_put(row, jax.memory.Space.Device)
+        return sums + jax.vmap(of_row)(row)
+
+    like = jax.eval_shape(of_row, jax.ShapeDtypeStruct(array.shape[2:], array.dtype))
+    return lax.fori_loop(0, number, turn, jnp.zeros(num_rows, like.dtype))
 
 
 def _updated(array: jax.Array, block: jax.Array, start: list[jax.Array]) -> jax.Array:

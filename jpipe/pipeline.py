@@ -263,7 +263,14 @@ class Pipeline:
             compress_gradients=self.compress_gradients,
             accumulate_gradients=self.accumulate_gradients,
             offload=checks.check_offload(
-                offload, self.mesh, schedule, recompute, hooks
+                offload,
+                self.mesh,
+                schedule,
+                recompute,
+                weights_stay=checks.why_weights_stay(hooks),
+                gradients_stay=checks.why_gradients_stay(
+                    schedule, self.compress_gradients, self.accumulate_gradients
+                ),
             ),
             donate=bool(donate),
             compiler_options=checks.check_compiler_options(compiler_options),

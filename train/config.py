@@ -252,6 +252,8 @@ class MeshConfig:
     """The part of the optimizer's state that is in host memory, from 0 to 1."""
     offload_weights: float = 0.0
     """The part of the weights that is in host memory, from 0 to 1: the largest first."""
+    offload_gradients: float = 0.0
+    """The part of the gradients that is in host memory, from 0 to 1: the largest first."""
     offload_activations: int | None = None
     """The most microbatches whose stashes stay on a device; others go to host memory between their
     forward and their backward. None: all stay."""
@@ -269,8 +271,9 @@ class MeshConfig:
         if self.device_memory is not None:
             if self.offload() is not None:
                 raise ValueError(
-                    "`device_memory` chooses what goes to host memory, and `offload_optimizer`, `offload_weights` and "
-                    f"`offload_activations` say it, got {self.device_memory}. Leave it out, or leave them out."
+                    "`device_memory` chooses what goes to host memory, and `offload_optimizer`, `offload_weights`, "
+                    "`offload_gradients` and `offload_activations` "
+                    f"say it, got {self.device_memory}. Leave it out, or leave them out."
                 )
             try:
                 parse_size(self.device_memory)
@@ -303,6 +306,7 @@ class MeshConfig:
             self.offload_optimizer,
             self.offload_activations,
             weights=self.offload_weights,
+            gradients=self.offload_gradients,
         )
         return offload or None
 

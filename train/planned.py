@@ -108,6 +108,7 @@ def planned_config(
         device_memory=None,
         offload_optimizer=best.offload.optimizer,
         offload_weights=best.offload.weights,
+        offload_gradients=best.offload.gradients,
         offload_activations=best.offload.activations,
         compress_gradients=config.mesh.compress_gradients if has_replicas else None,
     )

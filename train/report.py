@@ -220,6 +220,8 @@ def _on_host(plan: Candidate) -> str:
         parts.append(f"{plan.offload.optimizer:.0%} of the optimizer's state")
     if plan.offload.weights:
         parts.append(f"{plan.offload.weights:.0%} of the weights")
+    if plan.offload.gradients:
+        parts.append(f"{plan.offload.gradients:.0%} of the gradients")
     if plan.offload.activations is not None:
         parts.append(f"stashes of all but {plan.offload.activations} microbatches")
     if not parts:
@@ -270,6 +272,7 @@ def plan_record(plan: Candidate | Skipped) -> dict[str, Any]:
         "shard_optimizer": plan.shard_optimizer,
         "offload_optimizer": plan.offload.optimizer,
         "offload_weights": plan.offload.weights,
+        "offload_gradients": plan.offload.gradients,
         "offload_activations": plan.offload.activations,
         "host_seconds": prediction.host_seconds,
         "boundaries": list(plan.boundaries),

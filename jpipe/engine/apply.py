@@ -125,7 +125,13 @@ class Apply:
         own = {name: gradients[name] for name in self.program.gradient_arrays}
         if self.device.spec.lowered.guard == "cond":
             return {**gradients, **_emptied_by_rows(own, lead, num_done > 0)}
-        own, _ = lax.optimization_barrier((own, updated))
+        far = {name: a for name, a in own.items() if packing.is_on_host(a)}
+        far = {
+            name: packing.each_row(a, lead(name), jnp.zeros_like)
+            for name, a in far.items()
+        }
+        near = {name: a for name, a in own.items() if name not in far}
+        near, _ = lax.optimization_barrier((near, updated))
 
         # XLA writes a selection in place, and would make a new array of zeros.
         def emptied(name: str, array: jax.Array) -> jax.Array:
@@ -136,7 +142,8 @@ class Apply:
                 array, column, row, 0, allow_negative_indices=False
             )
 
-        return {**gradients, **{name: emptied(name, a) for name, a in own.items()}}
+        emptied_here = {name: emptied(name, a) for name, a in near.items()}
+        return {**gradients, **far, **emptied_here}
 
 
 class _Turn(NamedTuple):
@@ -283,6 +290,8 @@ def _emptied_by_rows(
         num_rows = array.shape[1] if array.ndim > 2 else 1  # of a pool, or a vector
         row_shape = (1, array.shape[1] // num_rows, *array.shape[2:])
         zeros = jnp.zeros(row_shape, array.dtype)
+        if packing.is_on_host(array):
+            zeros = jax.device_put(zeros, jax.memory.Space.Host)
 
         def row(i: jax.Array, array: jax.Array) -> jax.Array:
             start = [column, i, *[jnp.int32(0)] * (array.ndim - 2)]

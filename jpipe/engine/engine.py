@@ -124,8 +124,10 @@ class Engine(PassSpec):
             if name in of_units:
                 row = jnp.mod(version, of_units[name])
                 return jnp.broadcast_to(array[row][None], array.shape)
-            d = lax.axis_index(STAGE)
             first, modulus = of_rows(name)
+            if modulus.max() == 1:
+                return array
+            d = lax.axis_index(STAGE)
             row = jnp.asarray(first)[d] + jnp.mod(version, jnp.asarray(modulus)[d])
             return array[row]
 

@@ -22,6 +22,7 @@ from jax import lax
 
 from jpipe.engine.arrays import ReadOnly, TickArrays, Written
 from jpipe.lowering.lower import GUARDS
+from jpipe.packing import is_on_host
 
 WrittenArrays = TypeVar("WrittenArrays")
 ReadArrays = TypeVar("ReadArrays")
@@ -161,8 +162,7 @@ def _touched(number: jax.Array, tree: WrittenArrays) -> WrittenArrays:
     """
 
     def touched(array: jax.Array) -> jax.Array:
-        is_on_host = jax.typeof(array).memory_space == jax.memory.Space.Host
-        if is_on_host or array.size * array.dtype.itemsize < _LARGE:
+        if is_on_host(array) or array.size * array.dtype.itemsize < _LARGE:
             return array
         # XLA writes in place if it reads the array at the same index, and if it does not know the
         # index. An index outside of the array is moved into it.

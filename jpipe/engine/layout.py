@@ -108,11 +108,6 @@ class StatePackings:
     head_input: Sequence[jax.ShapeDtypeStruct] = ()
 
     @property
-    def weights_on_host(self) -> frozenset[str]:
-        """The names of the arrays of weights in host memory. The parts of vocabulary layers are on the devices."""
-        return self.parameters.on_host
-
-    @property
     def state_on_host(self) -> frozenset[str]:
         """The names of the arrays of the optimizer's state in host memory."""
         assert self.optimizer_state is not None
@@ -300,7 +295,9 @@ def training_layout(
     private = {"optimizer_state"} if shares_updates else set()
     private |= {"gradient_compression", "message_compression", "gradients", "buffers"}
     on_host = {
-        "parameters": packings.weights_on_host,
+        # The parts of vocabulary layers are on the devices.
+        "parameters": packings.parameters.on_host,
+        "gradients": packings.accumulators.on_host,
         "optimizer_state": packings.state_on_host,
         "buffers": frozenset(["host_stash"] if buffers["host_stash"] else []),
     }
@@ -337,7 +334,7 @@ def forward_only_layout(
         "message_compression": message_compression or {},
         "buffers": buffer_shapes(mesh, lowered, packings, rows, microbatch),
     }
-    on_host = {"parameters": packings.weights_on_host}
+    on_host = {"parameters": packings.parameters.on_host}
     return _layout(mesh, groups, {"message_compression", "buffers"}, on_host)
 
 

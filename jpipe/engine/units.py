@@ -28,14 +28,14 @@ def row_of(device: Device, lane: LaneScalars) -> jax.Array:
     return lane.chunk if unit_of(device, lane) is None else jnp.int32(0)
 
 
-def own_arrays(device: Device, lane: LaneScalars, arrays: Packed) -> Packed:
-    """Those of packed arrays in which a lane updates its weights."""
-    return arrays_of(device, unit_of(device, lane), arrays)
+def own_gradients(device: Device, lane: LaneScalars, gradients: Packed) -> Packed:
+    """Those of packed gradients that a lane updates with."""
+    return gradients_of(device, unit_of(device, lane), gradients)
 
 
-def arrays_of(device: Device, unit: int | None, arrays: Packed) -> Packed:
-    """Those of packed arrays that a unit has; None: those of columns."""
+def gradients_of(device: Device, unit: int | None, gradients: Packed) -> Packed:
+    """Those of packed gradients that a unit has; None: those of columns."""
     stages = device.spec.stages
     packings = [u.packing for u in stages.vocabulary.units]
-    names = (stages.parameters if unit is None else packings[unit]).arrays
-    return {name: a for name, a in arrays.items() if name in names}
+    names = (stages.accumulators if unit is None else packings[unit]).arrays
+    return {name: a for name, a in gradients.items() if name in names}

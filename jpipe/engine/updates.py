@@ -36,7 +36,7 @@ from jpipe.engine.shares import (
 )
 from jpipe.engine.spec import TiedCopy
 from jpipe.engine.transport import put_row
-from jpipe.engine.units import arrays_of, own_arrays, programs_of, row_of
+from jpipe.engine.units import gradients_of, own_gradients, programs_of, row_of
 from jpipe.lowering.norms import NormTable
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA, STAGE
@@ -271,12 +271,22 @@ def _mean_over_replicas(device: Device, lane: LaneScalars, arrays: Record) -> Re
     def mean(gradients: Packed, row: jax.Array) -> Packed:
         lead = device.lead("gradients", row)
         rows = {name: lead(name)[0] for name in gradients}
-        own = {n: lax.dynamic_index_in_dim(a, rows[n]) for n, a in gradients.items()}
+        own = {
+            name: lax.dynamic_index_in_dim(a, rows[name])
+            for name, a in gradients.items()
+            if not packing.is_on_host(a)
+        }
         means = device.mean_over_replicas(own)
 
         def written(name: str, array: jax.Array) -> jax.Array:
             # The row of an array that the stage does not use is one of another stage.
             used = device.uses("gradients", name, row)
+
+            def mean_of(own: jax.Array) -> jax.Array:
+                return jnp.where(used, device.mean_over_replicas(own), own)
+
+            if name not in own:
+                return packing.each_row(array, [rows[name]], mean_of)
             new = jnp.where(used, means[name], own[name])
             return put_row(array, new, rows[name])
 
@@ -286,7 +296,7 @@ def _mean_over_replicas(device: Device, lane: LaneScalars, arrays: Record) -> Re
         device.spec.lowered.guard,
         lane.program >= 0,
         mean,
-        own_arrays(device, lane, arrays.gradients),
+        own_gradients(device, lane, arrays.gradients),
         row_of(device, lane),
     )
     return arrays.replace(gradients={**arrays.gradients, **gradients})
@@ -509,7 +519,7 @@ def _squares(device: Device, scalars: TickScalars, arrays: TickArrays) -> jax.Ar
     def squares(_: jax.Array, packed: tuple[Packed, Packed]) -> jax.Array:
         sigmas, gradients = packed
         total = jnp.zeros(num_chunks, dtype)
-        for name, a in {**sigmas, **arrays_of(device, None, gradients)}.items():
+        for name, a in {**sigmas, **gradients_of(device, None, gradients)}.items():
             of_rows = of_each_row(a)
             if name in rows.tables:
                 (row,) = lead(name)
@@ -518,11 +528,15 @@ def _squares(device: Device, scalars: TickScalars, arrays: TickArrays) -> jax.Ar
             total += of_rows
         totals = [total]
         for unit in units:
-            part = arrays_of(device, unit, gradients)
+            part = gradients_of(device, unit, gradients)
             totals.append(sum(map(of_each_row, part.values()), jnp.zeros(1, dtype)))
         return totals[0] if len(totals) == 1 else jnp.concatenate(totals)
 
     def of_each_row(a: jax.Array) -> jax.Array:
+        if packing.is_on_host(a):
+            return packing.sum_of_rows(
+                a, lambda b: jnp.sum(jnp.square(b.astype(dtype)))
+            )
         return jnp.sum(jnp.square(a.astype(dtype)), axis=tuple(range(1, a.ndim)))
 
     before = arrays.squared_norm[0]

@@ -357,7 +357,10 @@ class Builder:
         blocks = []
         for s in self.held:
             for layer, run, _ in self.stages.layer_runs(s):
-                size = self.layout.leaf_bytes(flat_places(run.gradients), arrays)
+                places = flat_places(run.gradients)
+                size = self.layout.leaf_bytes(
+                    [place for place in places if not place.on_host], arrays
+                )
                 times = [
                     (self._update_time(s, f), k)
                     for f, k in ((0.2, "read"), (0.8, "write"))

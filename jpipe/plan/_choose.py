@@ -521,7 +521,7 @@ def _offloaded(
       limit: bytes of a device.
     """
     optimizer = plain.prediction.memory.optimizer
-    weights = plain.prediction.memory.weights
+    others = plain.prediction.memory.weights + plain.prediction.memory.gradients
     kept: list[int | None] = [None]
     if schedule.synchronous and plain.recompute != "full":
         most = int(schedule.facts().in_flight.max())
@@ -538,11 +538,11 @@ def _offloaded(
             yield price(Offload((over + 1) / optimizer, slots))
         else:
             # What a layer brings to the device has to fit, too.
-            least = price(Offload(1.0, slots, weights=1.0))
+            least = price(Offload(1.0, slots, weights=1.0, gradients=1.0))
             room = limit - least.prediction.num_bytes
             if room >= 0:
-                share = 1 - room / weights
-                yield price(Offload(1.0, slots, weights=max(share, 0.0)))
+                share = max(1 - room / others, 0.0)
+                yield price(Offload(1.0, slots, weights=share, gradients=share))
 
 
 # -- Why a candidate lost

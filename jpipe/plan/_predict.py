@@ -18,7 +18,7 @@ from jpipe.layers.avals import num_bytes
 from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, lower
-from jpipe.offload import NO_OFFLOAD, Offload, weight_moves
+from jpipe.offload import NO_OFFLOAD, Moves, Offload
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
@@ -342,14 +342,17 @@ def predict_memory(
     }
     state_on_host = offload.optimizer * optimizer
     weights_on_host = offload.weights * weights
-    moved = 2 * state_on_host
-    moved += weight_moves(schedule, recompute) * offload.weights * gradients
+    gradients_on_host = offload.gradients * gradients
+    moves = Moves.of(schedule, recompute)
+    moved = moves.optimizer * state_on_host + moves.gradients * gradients_on_host
+    moved += moves.weights * offload.weights * gradients  # of one version
     moved += sum(
         2 * slots[ring] * int((spill.stores >= 0).sum(axis=0).max())
         for ring, spill in lowered.spills.items()
     )
-    if offload.weights:
-        slots["weights"] = max(layer.parameter_bytes for layer in layers)
+    largest_layer = max(layer.parameter_bytes for layer in layers)
+    for name in ("weights", "gradients"):
+        slots[name] = largest_layer * (getattr(offload, name) > 0)
     used = sum(
         count * (layer.weight_bytes + (copies * V - 1) * layer.parameter_bytes)
         for count, V, (start, stop) in zip(
@@ -367,13 +370,14 @@ def predict_memory(
         * (num_replicas > 1 or schedule.has_copies),
         weights=math.ceil(copies * weights - weights_on_host),
         optimizer=math.ceil(optimizer - state_on_host),
-        gradients=gradients,
+        gradients=math.ceil(gradients - gradients_on_host),
         activations=activations,
         batch=schedule.num_microbatches * profile.microbatch_bytes,
         temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss))
         + sum(slots.values()),
         padding=max(held - used // schedule.num_devices, 0),
-        host=math.floor(state_on_host) + math.floor(weights_on_host) + stashes_on_host,
+        host=sum(map(math.floor, (state_on_host, weights_on_host, gradients_on_host)))
+        + stashes_on_host,
     )
     return memory, moved
 

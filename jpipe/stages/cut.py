@@ -12,7 +12,7 @@ Letters: S stages.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -364,7 +364,7 @@ def cut(
     check_inner(starts, inner)
     firsts = [inner.start, *starts[1:-1], inner.stop]
     groups = group(signature_of_layer, firsts, ends_apart)
-    on_host = _on_host(traced, inner, offload)
+    weights_on_host = _on_host(traced, inner, offload.weights)
     packings = {}
     for name in _LEAVES_OF:
         loss: tuple = ()
@@ -373,12 +373,8 @@ def cut(
 
         def leaves_of(signature: _Signature, name: str = name) -> list[Leaf]:
             leaves, k = _leaves(traced, name, signature.kind), signature.kind
-            return [
-                leaf._replace(on_host=True, chunk=offload.chunk)
-                if name == "parameters" and (k, j) in on_host
-                else leaf
-                for j, leaf in enumerate(leaves)
-            ]
+            on_host = weights_on_host if name == "parameters" else set()
+            return _to_host(leaves, k, on_host, offload)
 
         packings[name] = groups.pack(
             leaves_of,
@@ -389,7 +385,10 @@ def cut(
     accumulators = Accumulators.of(
         accumulate, traced.layer_kinds, traced.kind_of_layer, ties
     )
-    packings |= _pack_accumulators(traced, groups, accumulators, devices)
+    gradients_on_host = _on_host(traced, inner, offload.gradients)
+    packings |= _pack_accumulators(
+        traced, groups, accumulators, devices, gradients_on_host, offload
+    )
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     codecs = [
         codecs_of(
@@ -488,15 +487,15 @@ def _leaves(traced: Traced, name: str, k: int) -> list[Leaf]:
     return [Leaf(a, spec=spec) for a, spec in zip(avals, specs, strict=True)]
 
 
-def _on_host(traced: Traced, layers: range, offload: Offload) -> set[tuple[int, int]]:
-    """`(kind of layer, leaf)` of the weights in host memory: the largest that have the share of all bytes."""
+def _on_host(traced: Traced, layers: range, share: float) -> set[tuple[int, int]]:
+    """`(kind of layer, leaf)` of the weights in host memory: the largest that have a share of all bytes."""
     sizes = {
         (k, j): num_bytes([aval])
         for k, kind in enumerate(traced.layer_kinds)
         for j, aval in enumerate(kind.parameters)
     }
     count = collections.Counter(traced.kind_of_layer[i] for i in layers)
-    wanted = offload.weights * sum(n * count[k] for (k, _), n in sizes.items())
+    wanted = share * sum(n * count[k] for (k, _), n in sizes.items())
     found: set[tuple[int, int]] = set()
     total = 0
     for k, j in sorted(sizes, key=sizes.__getitem__, reverse=True):
@@ -508,17 +507,30 @@ def _on_host(traced: Traced, layers: range, offload: Offload) -> set[tuple[int, 
     return found
 
 
+def _to_host(
+    leaves: Sequence[Leaf], k: int, on_host: Container, offload: Offload
+) -> list[Leaf]:
+    """The leaves of a layer of kind k, with those in host memory that `on_host` says."""
+    return [
+        leaf._replace(on_host=True, chunk=offload.chunk) if (k, j) in on_host else leaf
+        for j, leaf in enumerate(leaves)
+    ]
+
+
 def _pack_accumulators(
     traced: Traced,
     groups: Groups,
     accumulators: Accumulators,
     devices: Sequence[Sequence[int]] | None,
+    on_host: Container,
+    offload: Offload,
 ) -> dict[str, Packing]:
     """How gradients, and factors of gradients, are packed. Factors are all in pools."""
 
     def plain(signature: _Signature) -> list[Leaf]:
         k = signature.kind
-        return accumulators.plain(k, _leaves(traced, "parameters", k))
+        leaves = _leaves(traced, "parameters", k)
+        return accumulators.plain(k, _to_host(leaves, k, on_host, offload))
 
     def factors(signature: _Signature) -> list[Leaf]:
         k = signature.kind

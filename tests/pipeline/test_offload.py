@@ -21,14 +21,14 @@ KEY = jax.random.key(3)
 SLOW = pytest.mark.exhaustive
 
 
-def run(pipe, data, steps=2):
+def run(pipe, data, steps=2, read="loss"):
     state = with_nan_buffers(pipe.init(KEY, data[0]))
     if not pipe.schedule.synchronous:
         state = pipe.init(KEY, data[0])
     losses = []
     for step in range(steps):
         state, metrics = pipe.step(state, data[step])
-        losses.append(np.asarray(metrics["loss"]))
+        losses.append(np.asarray(metrics[read]))
     return state, losses
 
 
@@ -63,7 +63,7 @@ CASES = [
     ("one_f_one_b", 4, 8, Offload(1.0, 3), {}),
     ("gpipe", 2, 8, Offload(0.5, 2), {"data": 2}),
     ("pipedream", 2, 4, Offload(1.0), {}),
-    ("interleaved", 4, 4, Offload(weights=1.0), {}),
+    ("interleaved", 4, 4, Offload(weights=1.0, gradients=1.0), {}),
     pytest.param("zero_bubble_v", 8, 8, Offload(1.0, 7), {}, marks=SLOW),
     pytest.param("one_f_one_b/unit", 4, 8, Offload(0.7, 3), {}, marks=SLOW),
     pytest.param("interleaved", 4, 4, Offload(0.3, 3), {}, marks=SLOW),
@@ -74,18 +74,28 @@ CASES = [
     pytest.param(
         "gpipe", 2, 8, Offload(1.0, 2), {"data": 2, "shard_optimizer": True}, marks=SLOW
     ),
-    pytest.param("pipedream", 2, 4, Offload(1.0, weights=1.0), {}, marks=SLOW),
+    pytest.param(
+        "pipedream", 2, 4, Offload(1.0, weights=1.0, gradients=0.5), {}, marks=SLOW
+    ),
     pytest.param("pipemare", 4, 4, Offload(0.5, weights=0.5), {}, marks=SLOW),
-    pytest.param("zero_bubble_v", 8, 8, Offload(1.0, 7, weights=1.0), {}, marks=SLOW),
+    pytest.param(
+        "zero_bubble_v",
+        8,
+        8,
+        Offload(1.0, 7, weights=1.0, gradients=1.0),
+        {},
+        marks=SLOW,
+    ),
     pytest.param("gpipe/1-2", 2, 8, Offload(1.0, 5, weights=1.0), {}, marks=SLOW),
     pytest.param(
         "gpipe",
         2,
         8,
-        Offload(1.0, 2, weights=1.0),
+        Offload(1.0, 2, weights=1.0, gradients=1.0),
         {"data": 2, "shard_optimizer": True},
         marks=SLOW,
     ),
+    pytest.param("gpipe", 2, 8, Offload(gradients=1.0), {"data": 2}, marks=SLOW),
     pytest.param("gpipe", 2, 4, Offload(0.8, 3), {"loss_scale": 64.0}, marks=SLOW),
     pytest.param(
         "gpipe", 2, 8, Offload(1.0), {"optimizer": optax.contrib.muon(0.01)}, marks=SLOW
@@ -103,10 +113,14 @@ def test_numbers_are_those_without_offload(
     got, got_losses = run(offloaded, data)
     np.testing.assert_array_equal(got_losses, want_losses)
     assert_equal(offloaded.get_params(got), plain.get_params(want))
+    norms = [run(p, data, read="gradient_norm")[1] for p in (plain, offloaded)]
+    np.testing.assert_allclose(norms[1], norms[0], rtol=1e-6)
+    assert np.max(norms) > 0
     assert not on_host(want)
     found = on_host(got)
     assert any("optimizer_state" in path for path in found) == (offload.optimizer > 0)
     assert any("parameters" in path for path in found) == (offload.weights > 0)
+    assert any("gradients" in path for path in found) == (offload.gradients > 0)
     spills = offload.activations is not None
     assert any("host_stash" in path for path in found) == spills
     assert_equal(offloaded.evaluate(got, data[0]), plain.evaluate(want, data[0]))
@@ -116,6 +130,7 @@ def test_numbers_are_those_without_offload(
     assert whole.host == 0 and memory.padding == whole.padding
     assert (memory.optimizer < whole.optimizer) == (offload.optimizer > 0)
     assert (memory.weights < whole.weights) == (offload.weights > 0)
+    assert (memory.gradients < whole.gradients) == (offload.gradients > 0)
     # A state moves into a pipeline with offload, back, and in again.
     flushed, _ = plain.flush(want)
     state = offloaded.adopt(plain.adopt(offloaded.adopt(flushed)))
@@ -188,7 +203,7 @@ def test_large_weights_move_in_chunks(weights):
         )
 
     plain = make(None)
-    offloaded = make(Offload(1.0, chunk=2048, weights=weights))
+    offloaded = make(Offload(1.0, chunk=2048, weights=weights, gradients=weights))
     (want, _), (got, _) = run(plain, data), run(offloaded, data)
     assert_equal(offloaded.get_params(got), plain.get_params(want))
     rows = {
@@ -198,15 +213,16 @@ def test_large_weights_move_in_chunks(weights):
     assert rows["host float32[128, 128]"] == (16, 128)
     assert all(np.prod(row) <= 2048 for row in rows.values())
     # Half of the bytes are the two largest of the four matrices.
-    of_weights = {name for name in got.parameters if "host" in name}
-    sizes = {0.0: [], 0.5: [256], 1.0: [128, 256]}[weights]
-    assert any("[128, 256]" in name for name in of_weights) == (256 in sizes)
-    assert any("[128, 128]" in name for name in of_weights) == (128 in sizes)
+    for arrays in got.parameters, got.gradients:
+        names = {name for name in arrays if "host" in name}
+        sizes = {0.0: [], 0.5: [256], 1.0: [128, 256]}[weights]
+        assert any("[128, 256]" in name for name in names) == (256 in sizes)
+        assert any("[128, 128]" in name for name in names) == (128 in sizes)
 
 
 def test_checkpoints_restore_with_and_without_offload(tmp_path):
     table, data = jpipe.schedules.gpipe(2, 4), batches(3)
-    offload = Offload(1.0, 2, weights=1.0)
+    offload = Offload(1.0, 2, weights=1.0, gradients=1.0)
     pipe, plain = linear(table, offload), linear(table, None)
     state, _ = run(pipe, data, 1)
     with jpipe.Checkpoints(tmp_path / "run") as checkpoints:
@@ -235,7 +251,7 @@ def test_axes_of_the_compiler_split_what_is_in_host_memory():
             offload=offload,
         )
 
-    plain, offloaded = make(None), make(Offload(1.0, 2, weights=1.0))
+    plain, offloaded = make(None), make(Offload(1.0, 2, weights=1.0, gradients=1.0))
     states = []
     for pipe in (plain, offloaded):
         state, _ = pipe.step(pipe.init(KEY, data), data)
@@ -295,7 +311,7 @@ def test_a_limit_is_kept_and_moves_no_more_than_needed():
     pipe.init(KEY, ROWS)
     assert "Offload" in str(pipe._settings.offload)
     # Below that, weights go too.
-    smallest = wide(offload=Offload(1.0, 2, weights=1.0)).memory(ROWS)
+    smallest = wide(offload=Offload(1.0, 2, weights=1.0, gradients=1.0)).memory(ROWS)
     assert on_device(smallest) < on_device(least) - 100_000
     limit = (on_device(smallest) + on_device(least)) / 2
     pipe = wide(device_memory=limit)
@@ -344,6 +360,13 @@ def test_wrong_offloads_are_refused(share, kept, message):
             "`backward_params` computes others .* offload the optimizer's state alone",
         ),
         (
+            {
+                "offload": Offload(gradients=1),
+                "schedule": schedule_named("gpipe/1-2", 2, 8),
+            },
+            "this schedule has copies of stages",
+        ),
+        (
             {"offload": Offload(0, 2), "schedule": jpipe.schedules.pipemare(2, 8)},
             "is asynchronous. Offload the optimizer's state alone",
         ),
@@ -384,7 +407,10 @@ def test_both_guards_take_arrays_in_host_memory(monkeypatch):
     monkeypatch.setattr("jpipe.engine.guard.compiler_options", lambda _: {})
     monkeypatch.setattr("jpipe.engine.engine.compiler_options", lambda _: {})
     table, data = jpipe.schedules.gpipe(2, 4), batches(2)
-    plain, offloaded = linear(table, None), linear(table, Offload(1.0, 2, weights=1.0))
+    plain, offloaded = (
+        linear(table, None),
+        linear(table, Offload(1.0, 2, weights=1.0, gradients=1.0)),
+    )
     (want, _), (got, _) = run(plain, data), run(offloaded, data)
     assert_close(offloaded.get_params(got), plain.get_params(want), "float32")
 
