@@ -4,10 +4,11 @@
     python benchmarks/offload_tpu.py
     python benchmarks/offload_tpu.py --redraw benchmarks/offload_tpu.json  # the table of saved rows
 
-Each row is a decoder of as many blocks as fit into the memory of a chip by prediction, on eight stages, and is compiled
-then. Its stages run their forward again before their backward.
+Each row is a decoder of as many blocks as fit into the memory of a chip, and its part of the host's, by prediction, on
+eight stages, and is compiled then. Its stages run their forward again before their backward.
 
 - *weights*: dtype of the weights, and the optimizer: AdamW, or AdamW on a float32 copy (`jpipe.optim.master_weights`).
+- *in host memory*: nothing, the optimizer's state, or all: state, weights and gradients.
 - *predicted*, *compiled*: GB of a chip without and with the compiler's temporaries.
 - *host*: GB of host memory for each chip, predicted and compiled.
 - *transfers*: starts of transfers between host and device in the compiled program; *apart*: of these, those with compute
@@ -80,7 +81,7 @@ def pipeline(
         mesh=jpipe.make_mesh(stage=STAGES, devices=devices, ring=schedule.ring),
         compute_dtype=jnp.bfloat16,
         recompute="full",
-        offload=jpipe.Offload(optimizer=share, weights=weights),
+        offload=jpipe.Offload(optimizer=share, weights=weights, gradients=weights),
     )
     tokens = jax.ShapeDtypeStruct((args.microbatches, args.seq), jnp.int32)
     return pipe, {"inputs": tokens, "labels": tokens}
@@ -114,7 +115,9 @@ def largest(
         pipe, batch = pipeline(args, dtype, share, weights, blocks)
         groups = pipe._program(batch).engine.layout.groups.values()
         arrays = sum(group.num_bytes("tpu") for group in groups)
-        return arrays + args.temporaries_gb * 1e9 <= LIMIT
+        on_host = sum(group.num_bytes("tpu", "pinned_host") for group in groups)
+        fits = on_host <= args.host_gb * 1e9
+        return fits and arrays + args.temporaries_gb * 1e9 <= LIMIT
 
     blocks = 1
     while fits(blocks + 1):
@@ -164,7 +167,7 @@ def table(rows: list[dict]) -> str:
         compiled = r["arguments_gb"] + r["temporaries_gb"]
         where = "nothing"
         if r["share"]:
-            where = "state and weights" if r["weights_share"] else "state"
+            where = "all" if r["weights_share"] else "the optimizer's state"
         lines.append(
             f"| {r['dtype']} | {where} | {r['blocks']} | {r['parameters'] / 1e9:.2f} | {r['predicted_gb']:.2f} | "
             f"{compiled:.2f} | {r['temporaries_gb']:.2f} | {r['host_predicted_gb']:.2f} | {r['host_gb']:.2f} | "
@@ -184,6 +187,9 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--blocks", type=int, help="of a stage; else as many as fit")
     parser.add_argument("--temporaries-gb", type=float, default=2.0)
+    parser.add_argument(
+        "--host-gb", type=float, default=96.0, help="of the host, for a chip"
+    )
     parser.add_argument("--save", type=pathlib.Path, default=HERE / "offload_tpu.json")
     parser.add_argument("--redraw", type=pathlib.Path)
     args = parser.parse_args()

@@ -539,7 +539,7 @@ def _offloaded(
         else:
             # What a layer brings to the device has to fit, too.
             least = price(Offload(1.0, slots, weights=1.0, gradients=1.0))
-            room = limit - least.prediction.num_bytes
+            room = limit - least.prediction.num_bytes - 2  # both are rounded up
             if room >= 0:
                 share = max(1 - room / others, 0.0)
                 yield price(Offload(1.0, slots, weights=share, gradients=share))

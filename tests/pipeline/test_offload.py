@@ -127,7 +127,7 @@ def test_numbers_are_those_without_offload(
     memory, whole = offloaded.memory(data[0]), plain.memory(data[0])
     of_arrays = sum(a.addressable_data(0).nbytes for a in found.values())
     assert memory.host == of_arrays
-    assert whole.host == 0 and memory.padding == whole.padding
+    assert whole.host == 0
     assert (memory.optimizer < whole.optimizer) == (offload.optimizer > 0)
     assert (memory.weights < whole.weights) == (offload.weights > 0)
     assert (memory.gradients < whole.gradients) == (offload.gradients > 0)

@@ -26,22 +26,27 @@ PROFILE = timed(
 TABLE = jpipe.schedules.gpipe(3, 8)
 
 
-@pytest.mark.parametrize("slots", [None, 4, 2])
-def test_bytes_are_those_of_the_pipeline(slots):
+@pytest.mark.parametrize("slots, others", [(None, 0.0), (4, 1.0), (2, 1.0)])
+def test_bytes_are_those_of_the_pipeline(slots, others):
+    offload = Offload(1.0, slots, weights=others, gradients=others)
     pipe = jpipe.Pipeline(
         FAMILIES["mlp"].layers,
         loss=cross_entropy,
         optimizer=optax.adam(0.1),
         schedule=TABLE,
         boundaries=[1, 3],
-        offload=Offload(1.0, slots),
+        offload=offload,
     )
     batch = FAMILIES["mlp"].batches(1, 16)[0]
     groups = pipe._program(batch).engine.layout.groups
-    got = predict(TABLE, PROFILE, [1, 3], Machine(3), offload=Offload(1.0, slots))
+    got = predict(TABLE, PROFILE, [1, 3], Machine(3), offload=offload)
     assert got.memory.optimizer == 0
+    assert (got.memory.weights == 0) == (got.memory.gradients == 0) == (others == 1)
     # Counters stay on the device, and rows of pools in host memory are not joined in vectors.
-    of_state = groups["optimizer_state"].num_bytes("cpu", "pinned_host")
+    of_state = sum(
+        groups[name].num_bytes("cpu", "pinned_host")
+        for name in ("optimizer_state", "parameters", "gradients")
+    )
     stashes = sum(
         a.size * a.dtype.itemsize
         for arrays in groups["buffers"].shapes["host_stash"].values()
@@ -70,13 +75,28 @@ def test_seconds_are_bytes_by_bandwidth():
     )
 
 
-def tight():
-    """A machine into which no plan fits without host memory."""
+def test_weights_and_gradients_move_with_every_microbatch():
+    plain = predict(TABLE, PROFILE, [1, 3], Machine(3)).memory
+    N = TABLE.num_microbatches
+    for options, moved in (
+        ({"weights": 0.5}, (2 * N + 2) * plain.weights),
+        ({"gradients": 0.5}, (2 * N + 3) * plain.gradients),
+    ):
+        offload = dict(offload=Offload(**options), host_bandwidth=1000.0)
+        got = predict(TABLE, PROFILE, [1, 3], Machine(3), **offload)
+        assert got.host_seconds == pytest.approx(0.5 * moved / 1000)
+        (name,) = options
+        assert got.memory.host == getattr(plain, name) // 2
+
+
+def tight(others=0.0):
+    """A machine into which no plan fits without host memory; `others`: nor with the optimizer's state alone there."""
     smallest = min(
         (c.prediction for c in choose(PROFILE, Machine(3), 16)),
         key=lambda prediction: prediction.num_bytes,
     )
-    limit = smallest.num_bytes - 0.3 * smallest.memory.optimizer
+    limit = smallest.num_bytes - (1.0 if others else 0.3) * smallest.memory.optimizer
+    limit -= others * (smallest.memory.weights + smallest.memory.gradients)
     return Machine(3, memory_limit=limit)
 
 
@@ -99,6 +119,13 @@ def test_plans_that_fit_only_with_host_memory():
         )
         assert again.seconds == best.prediction.seconds
         assert again.host_seconds > 0
+        # Where transfers take time, weights and gradients stay.
+        assert bandwidth > 1e3 or not best.offload.weights
+    machine = tight(0.2)
+    best = choose(PROFILE, machine, 16, host_bandwidth=1e9)[0]
+    assert best.fits and best.prediction.num_bytes <= machine.memory_limit
+    assert best.offload.optimizer == 1 and 0 < best.offload.weights < 1
+    assert best.offload.gradients == best.offload.weights
     # Where all fits, nothing is in host memory.
     assert not any(
         c.offload for c in choose(PROFILE, Machine(3), 16, host_bandwidth=1.0)
