@@ -901,9 +901,10 @@ def draw(task: Task, summary: dict, path: pathlib.Path) -> None:
     )
     axes[0].legend(frameon=False, fontsize=8)
     num_seeds = max(len(row["best"]) for row in summary["methods"].values())
+    lines = f"lines: mean of {num_seeds} seeds, bands: their range"
     figure.suptitle(
-        f"{summary['num_stages']} stages, {summary['num_microbatches']} microbatches per update; lines: mean of "
-        f"{num_seeds} seeds, bands: their range",
+        f"{summary['num_stages']} stages, {summary['num_microbatches']} microbatches per update; "
+        + (lines if num_seeds > 1 else "one seed"),
         fontsize=11,
     )
     figure.savefig(path, dpi=120)

@@ -106,9 +106,7 @@ def transfers(text: str) -> tuple[int, int]:
     return started, apart
 
 
-def largest(
-    args: argparse.Namespace, dtype: str, share: float, weights: float
-) -> int:
+def largest(args: argparse.Namespace, dtype: str, share: float, weights: float) -> int:
     """The most blocks of a stage whose arrays leave room for the temporaries."""
 
     def fits(blocks: int) -> bool:

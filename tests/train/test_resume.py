@@ -91,8 +91,12 @@ def test_the_log_and_the_weights_are_those_of_the_whole_run(
     assert (folder / "run.png").exists() and not (folder / "config-1.json").exists()
 
 
+IN_HOST_MEMORY = tuple(
+    f"mesh.offload_{name}=1" for name in ("optimizer", "weights", "gradients")
+)
 CHANGES = [
     ("pipeline.num_stages=1",),
+    IN_HOST_MEMORY,
     ("pipeline.schedule=one_f_one_b",),
     ("mesh.data=2",),
     ("pipeline.schedule=pipedream", "pipeline.num_stages=2"),
@@ -159,13 +163,25 @@ def test_a_damaged_checkpoint_is_no_obstacle_to_new_ones(whole, tmp_path):
     np.testing.assert_equal(params(folder), params(whole))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-@pytest.mark.sampled(3)
-def test_a_run_that_was_ended_from_outside_goes_on(number, tmp_path):
+@pytest.mark.parametrize(
+    "number, words",
+    [
+        (signal.SIGTERM, ()),
+        (signal.SIGINT, ()),
+        (signal.SIGKILL, ()),
+        (signal.SIGKILL, IN_HOST_MEMORY),
+    ],
+)
+@pytest.mark.sampled(4)
+def test_a_run_that_was_ended_from_outside_goes_on(number, words, tmp_path):
     """After a signal that can be caught there is a checkpoint of the last step."""
     folder = tmp_path / "run"
     words = options(
-        f"run_dir={folder}", "num_steps=100000", "eval_every=none", "eval_batches=none"
+        f"run_dir={folder}",
+        "num_steps=100000",
+        "eval_every=none",
+        "eval_batches=none",
+        *words,
     )
     command = [sys.executable, str(ROOT / "train" / "train.py")]
     process = subprocess.Popen(
