@@ -105,7 +105,9 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
         for name in ("optimizer_state", "parameters", "gradients")
     )
     left = plain_arrays - options[0].num_bytes
-    moves = Moves.of(settings.schedule, settings.recompute == "full")
+    schedule = settings.schedule
+    passes = 2 + schedule.splits_backward + (settings.recompute == "full")
+    moves = Moves.of(schedule.num_microbatches, passes)
     moved_of_others = moves.weights * weights + moves.gradients * gradients
     moves_of_others = moved_of_others / max(weights + gradients, 1)
 

@@ -5,7 +5,6 @@ import numbers
 from typing import Any, NamedTuple
 
 from jpipe.packing import CHUNK
-from jpipe.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,18 +97,18 @@ class Moves(NamedTuple):
     gradients: int
 
     @classmethod
-    def of(cls, schedule: Schedule, recompute: bool) -> "Moves":
+    def of(cls, num_microbatches: int, passes: int) -> "Moves":
         """The moves of a table.
 
         Every forward and every backward of a microbatch brings a weight. A backward brings a gradient and takes it back.
         An update brings and takes back weight, gradient and state, and brings the gradient once more for its norm.
 
         Args:
-          schedule: the table.
-          recompute: whether a backward runs the forward again.
+          num_microbatches: N.
+          passes: of a microbatch that read the weights: 2, and one more each where a backward is split and where it
+            runs the forward again.
         """
-        N = schedule.num_microbatches
-        return cls(2, (2 + recompute + schedule.splits_backward) * N + 2, 2 * N + 3)
+        return cls(2, passes * num_microbatches + 2, 2 * num_microbatches + 3)
 
 
 LEAST_CHUNK = 1024

@@ -343,7 +343,8 @@ def predict_memory(
     state_on_host = offload.optimizer * optimizer
     weights_on_host = offload.weights * weights
     gradients_on_host = offload.gradients * gradients
-    moves = Moves.of(schedule, recompute)
+    passes = 2 + schedule.splits_backward + recompute
+    moves = Moves.of(schedule.num_microbatches, passes)
     moved = moves.optimizer * state_on_host + moves.gradients * gradients_on_host
     moved += moves.weights * offload.weights * gradients  # of one version
     moved += sum(
