@@ -538,11 +538,6 @@ def check_offload(
             )
         warn(f"{problem} The pipeline trains without offloading.")
         return NO_OFFLOAD
-    if offload.activations is not None and not schedule.synchronous:
-        raise ValueError(
-            "`activations` of `Offload` needs a table that begins and ends with nothing in flight, and "
-            f"{schedule.name!r} is asynchronous. Offload the optimizer's state alone, or choose a synchronous schedule."
-        )
     if offload.activations is not None and recompute == "full":
         raise ValueError(
             '`activations` of `Offload` is about what a forward keeps for its backward, and with `recompute="full"` a stage '

@@ -158,14 +158,14 @@ def _stash_options(plain: Program) -> Iterator[_Stashes]:
     """Stashes of all microbatches on a device, and of fewer and fewer."""
     engine, platform = plain.engine, plain.settings.platform
     yield _Stashes(None, engine.layout["buffers"].num_bytes(platform), 0)
-    if not engine.schedule.synchronous or engine.recompute:
+    if engine.recompute:
         return
     most = max(engine.lowered.num_slots[ring] for ring in STASHES)
     for slots in range(most - 1, LEAST_SLOTS - 1, -1):
         spilled = dataclasses.replace(engine, stash_slots=slots)
         try:
             lowered = spilled.lowered
-        except ValueError:  # too few slots for this table
+        except ValueError:  # too few slots, or microbatches, for this table
             return
         group, moved = spilled.layout["buffers"], 0.0
         for ring, spill in lowered.spills.items():

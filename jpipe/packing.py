@@ -603,6 +603,7 @@ def each_row(
     array: jax.Array,
     lead: Sequence,
     change: Callable[[jax.Array], jax.Array],
+    source: Sequence | None = None,
 ) -> jax.Array:
     """A pool in host memory with every row changed on the device, one at a time.
 
@@ -610,15 +611,17 @@ def each_row(
       array: `[*leading axes, n, *shape]`.
       lead: indices of the leading axes.
       change: `[1, ..., 1, *shape]` -> a new row.
+      source: indices of the leading axes where a row is read; None: `lead`, where it is written.
     """
     row = [1] * (len(lead) + 1) + list(array.shape[len(lead) + 1 :])
     zeros = [jnp.int32(0)] * (array.ndim - len(lead) - 1)
 
     def turn(i: jax.Array, array: jax.Array) -> jax.Array:
-        start = [*lead, i, *zeros]
+        start = [*(lead if source is None else source), i, *zeros]
         old = lax.dynamic_slice(array, start, row, allow_negative_indices=False)
         new = change(jax.device_put(old, jax.memory.Space.Device))
-        return _updated(array, jax.device_put(new, jax.memory.Space.Host), start)
+        new = jax.device_put(new, jax.memory.Space.Host)
+        return _updated(array, new, [*lead, i, *zeros])
 
     return lax.fori_loop(0, array.shape[len(lead)], turn, array)
 

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jpipe import packing
 from jpipe.engine import layout as layouts
 from jpipe.engine.device import run_pass
 from jpipe.engine.guard import compiler_options
@@ -129,7 +130,11 @@ class Engine(PassSpec):
                 return array
             d = lax.axis_index(STAGE)
             row = jnp.asarray(first)[d] + jnp.mod(version, jnp.asarray(modulus)[d])
-            return array[row]
+            if not packing.is_on_host(array):
+                return array[row]
+            for i in range(len(array)):
+                array = packing.each_row(array, [jnp.int32(i)], lambda a: a, [row[i]])
+            return array
 
         def on_device(weights: Any) -> Any:
             return jax.tree.map_with_path(lambda p, a: copied(p[-1].key, a), weights)

@@ -222,13 +222,14 @@ def _loss_and_stash(
 
 def _commit_state(stage: StageContext, written: Written) -> Written:
     """Moves mutable state after the last microbatch of a minibatch, by the minibatch's statistics."""
-    state, statistics = guarded(
-        stage.spec.lowered.guard,
-        stage.scalars.completes_minibatch == 1,
-        functools.partial(_committed, stage),
-        (written.mutable_state, written.statistics),
-        None,
-    )
+    with jax.named_scope("commit"):
+        state, statistics = guarded(
+            stage.spec.lowered.guard,
+            stage.scalars.completes_minibatch == 1,
+            functools.partial(_committed, stage),
+            (written.mutable_state, written.statistics),
+            None,
+        )
     return written.replace(mutable_state=state, statistics=statistics)
 
 
@@ -277,8 +278,9 @@ def _commit_layer(
     finite = jnp.stack([jnp.isfinite(a).all() for a in new]).all()
     new = [jnp.where(finite, b, a) for a, b in zip(old, new)]
     zeros = [jnp.zeros_like(a) for a in old]
-    state = packing.write_all(state, run.state, column, new, i)
-    return state, packing.write_all(statistics, run.state, column, zeros, i)
+    write = functools.partial(packing.write_all, i=i, joined=stage.joins)
+    state = write(state, run.state, column, new)
+    return state, write(statistics, run.state, column, zeros)
 
 
 # -- Backward

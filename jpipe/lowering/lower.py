@@ -146,14 +146,14 @@ def lower(
         same tick.
       together: name of each operation that all devices run together -> what it follows.
       stash_slots: the most microbatches of which a device keeps a stash, the others go to host memory; None: it
-        keeps all. For synchronous tables.
+        keeps all.
       reads_stale: whether updates read the weights that their gradients were computed at.
 
     Returns:
       The `Lowered` table.
 
     Raises:
-      ValueError: if `guard` is unknown, or `stash_slots` are too few.
+      ValueError: if `guard` is unknown, or `stash_slots` or the table's microbatches are too few.
     """
     if guard not in GUARDS:
         raise ValueError(

@@ -112,13 +112,16 @@ def make_rings(
         used = (first != IDLE) & (last != IDLE)
         rings[name] = share(schedule, position, num_in_column, first, last, used)
     if stash_slots is not None:
-        rings |= _spilled(schedule, position, rings, lifetimes, stash_slots)
+        rings |= _spilled(
+            schedule, position, num_in_column, rings, lifetimes, stash_slots
+        )
     return rings
 
 
 def _spilled(
     schedule: Schedule,
     position: np.ndarray,
+    num_in_column: np.ndarray,
     rings: Mapping[str, Ring],
     lifetimes: Mapping[str, tuple[np.ndarray, np.ndarray]],
     num_slots: int,
@@ -128,6 +131,7 @@ def _spilled(
     Args:
       schedule: the table.
       position: int `[N, C]`, rank of each microbatch in its column's order.
+      num_in_column: int `[C]`, microbatches of a minibatch that each column runs.
       rings: with slots for all microbatches.
       lifetimes: ring -> first and last tick.
       num_slots: on every device.
@@ -142,17 +146,32 @@ def _spilled(
         if ring.num_slots <= num_slots:
             continue
         used = (first != IDLE) & (last != IDLE)
+        longest = int((last - first)[used].max())
+        if longest >= schedule.num_ticks:
+            raise ValueError(
+                f"`activations` of `Offload` needs stashes that live shorter than a round of the table. In schedule "
+                f"{schedule.name!r} one lives for {longest} ticks, and a round of {schedule.num_microbatches} microbatches has "
+                f"{schedule.num_ticks}. Use more microbatches, or leave `activations` out."
+            )
         of_devices = stashes_of(schedule, first, last, used)
         stashes += of_devices
         spilled = spill(num_slots, schedule.num_ticks, first.shape, of_devices)
         if spilled is None:
             continue
-        written, read = ([slots.copy() for slots in ring.slots] for _ in range(2))
+        written, read = (
+            [
+                np.zeros(n if used[:, c].any() else 0, int)
+                for c, n in enumerate(num_in_column)
+            ]
+            for _ in range(2)
+        )
         for m, c in np.argwhere(used):
             written[c][position[m, c]] = spilled.written[m, c]
             read[c][position[m, c]] = spilled.read[m, c]
         result[name] = Ring(spilled.num_slots, written, read, spilled.spill)
-    least = least_slots([list(of_device.values()) for of_device in stashes])
+    least = least_slots(
+        [list(of_device.values()) for of_device in stashes], schedule.num_ticks
+    )
     if least > num_slots:
         raise ValueError(
             f"`activations={num_slots}` of `Offload` is too few: schedule {schedule.name!r} needs {least} slots of a stash "

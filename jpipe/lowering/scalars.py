@@ -492,7 +492,7 @@ def _add_slot(
       reads: whether the slot is that of an operation that reads what a forward has written.
     """
     ring, nothing = lowered.rings[ring_name], column < 0
-    if lowered.schedule.drains:
+    if lowered.schedule.drains or ring.spill is not None:
         slot = ring.slot(column, position, reads)
         table.add_plain(name, np.where(nothing, ring.num_slots, slot))
         return

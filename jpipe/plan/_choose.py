@@ -523,13 +523,13 @@ def _offloaded(
     optimizer = plain.prediction.memory.optimizer
     others = plain.prediction.memory.weights + plain.prediction.memory.gradients
     kept: list[int | None] = [None]
-    if schedule.synchronous and plain.recompute != "full":
+    if plain.recompute != "full":
         most = int(schedule.facts().in_flight.max())
         kept += [most // 2**k for k in range(1, most.bit_length() - 1)]
     for slots in kept:
         try:
             whole = price(Offload(0.0, slots))
-        except ValueError:  # too few slots for this table
+        except ValueError:  # too few slots, or microbatches, for this table
             return
         over = max(whole.prediction.num_bytes - limit, 0)
         if not over:

@@ -71,6 +71,9 @@ def check(pipe, batch, device, profile=None):
 CASES = {
     "gpipe": lambda: pipeline(S.gpipe(4, 6)),
     "offload": lambda: pipeline(S.gpipe(4, 6), offload=jpipe.Offload(1.0, 2)),
+    "offload, pipedream": lambda: pipeline(
+        S.pipedream(4, 6), offload=jpipe.Offload(1.0, 2)
+    ),
     "recompute": lambda: pipeline(S.one_f_one_b(4, 6), recompute="full"),
     "uneven cut": lambda: pipeline(S.one_f_one_b(4, 6), boundaries=[1, 3, 6]),
     "overlap": lambda: pipeline(S.one_f_one_b(4, 6, ticks="unit"), overlap=True),

@@ -62,14 +62,17 @@ def linear(table, offload, data=1, **options):
 CASES = [
     ("one_f_one_b", 4, 8, Offload(1.0, 3), {}),
     ("gpipe", 2, 8, Offload(0.5, 2), {"data": 2}),
-    ("pipedream", 2, 4, Offload(1.0), {}),
+    ("pipedream", 4, 4, Offload(1.0, 2), {}),
     ("interleaved", 4, 4, Offload(weights=1.0, gradients=1.0), {}),
     pytest.param("zero_bubble_v", 8, 8, Offload(1.0, 7), {}, marks=SLOW),
     pytest.param("one_f_one_b/unit", 4, 8, Offload(0.7, 3), {}, marks=SLOW),
     pytest.param("interleaved", 4, 4, Offload(0.3, 3), {}, marks=SLOW),
     pytest.param("zero_bubble_h1", 2, 8, Offload(1.0), {}, marks=SLOW),
     pytest.param("gpipe/1-2", 2, 8, Offload(1.0, 5), {}, marks=SLOW),
-    pytest.param("pipemare", 4, 4, Offload(0.5), {}, marks=SLOW),
+    pytest.param("pipemare", 4, 8, Offload(0.5, 3), {}, marks=SLOW),
+    pytest.param("pipemare/paired", 4, 8, Offload(activations=3), {}, marks=SLOW),
+    pytest.param("pipedream_2bw", 4, 8, Offload(0.5, 2), {"data": 2}, marks=SLOW),
+    pytest.param("pipedream/2-1-1-1", 4, 8, Offload(1.0, 2), {}, marks=SLOW),
     pytest.param("gpipe", 2, 8, Offload(1.0, 2), {"overlap": True}, marks=SLOW),
     pytest.param(
         "gpipe", 2, 8, Offload(1.0, 2), {"data": 2, "shard_optimizer": True}, marks=SLOW
@@ -131,8 +134,11 @@ def test_numbers_are_those_without_offload(
     assert (memory.optimizer < whole.optimizer) == (offload.optimizer > 0)
     assert (memory.weights < whole.weights) == (offload.weights > 0)
     assert (memory.gradients < whole.gradients) == (offload.gradients > 0)
-    # A state moves into a pipeline with offload, back, and in again.
     flushed, _ = plain.flush(want)
+    assert_equal(
+        offloaded.get_params(offloaded.flush(got)[0]), plain.get_params(flushed)
+    )
+    # A state moves into a pipeline with offload, back, and in again.
     state = offloaded.adopt(plain.adopt(offloaded.adopt(flushed)))
     assert on_host(state).keys() == found.keys()
 
@@ -236,6 +242,24 @@ def test_checkpoints_restore_with_and_without_offload(tmp_path):
         got, losses = by.step(restored, data[1])
         np.testing.assert_array_equal(losses["loss"], metrics["loss"])
         assert_equal(by.get_params(got), pipe.get_params(want))
+
+
+def test_checkpoints_keep_what_is_in_flight(tmp_path):
+    table, data = jpipe.schedules.pipedream(4, 4), batches(3)
+    pipe = linear(table, Offload(1.0, 2))
+    state, _ = run(pipe, data, 1)
+    assert any("host_stash" in path for path in on_host(state))
+    with jpipe.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        again = checkpoints.restore(linear(table, Offload(1.0, 2)), data[0]).state
+        with pytest.raises(ValueError, match="has microbatches in flight"):
+            checkpoints.restore(linear(table, None), data[0])
+    for i in (1, 2):
+        state, want = pipe.step(state, data[i])
+        again, got = pipe.step(again, data[i])
+        np.testing.assert_array_equal(got["loss"], want["loss"])
+    assert_equal(pipe.get_params(again), pipe.get_params(state))
 
 
 def test_axes_of_the_compiler_split_what_is_in_host_memory():
@@ -366,10 +390,6 @@ def test_wrong_offloads_are_refused(share, kept, message):
             },
             "this schedule has copies of stages",
         ),
-        (
-            {"offload": Offload(0, 2), "schedule": jpipe.schedules.pipemare(2, 8)},
-            "is asynchronous. Offload the optimizer's state alone",
-        ),
     ],
 )
 def test_wrong_arguments_are_refused(options, message):
@@ -380,6 +400,15 @@ def test_wrong_arguments_are_refused(options, message):
 def test_too_few_slots_are_refused_before_anything_compiles():
     pipe = wide(schedule=jpipe.schedules.one_f_one_b(4, 8), offload=Offload(0.0, 2))
     with refused("`activations=2` of `Offload` is too few: .* needs 3 slots"):
+        pipe.init(KEY, ROWS)
+
+
+def test_stashes_that_outlive_a_round_are_refused_before_anything_compiles():
+    schedule = jpipe.schedules.pipemare(4, 4, ticks="paired")
+    pipe = wide(schedule=schedule, offload=Offload(0.0, 2))
+    with refused(
+        "one lives for 7 ticks, and a round of 4 microbatches has 4. Use more"
+    ):
         pipe.init(KEY, ROWS)
 
 

@@ -26,20 +26,28 @@ PROFILE = timed(
 TABLE = jpipe.schedules.gpipe(3, 8)
 
 
-@pytest.mark.parametrize("slots, others", [(None, 0.0), (4, 1.0), (2, 1.0)])
-def test_bytes_are_those_of_the_pipeline(slots, others):
+@pytest.mark.parametrize(
+    "table, slots, others",
+    [
+        (TABLE, None, 0.0),
+        (TABLE, 4, 1.0),
+        (TABLE, 2, 1.0),
+        (jpipe.schedules.pipemare(3, 8, ticks="paired"), 3, 0.0),
+    ],
+)
+def test_bytes_are_those_of_the_pipeline(table, slots, others):
     offload = Offload(1.0, slots, weights=others, gradients=others)
     pipe = jpipe.Pipeline(
         FAMILIES["mlp"].layers,
         loss=cross_entropy,
         optimizer=optax.adam(0.1),
-        schedule=TABLE,
+        schedule=table,
         boundaries=[1, 3],
         offload=offload,
     )
     batch = FAMILIES["mlp"].batches(1, 16)[0]
     groups = pipe._program(batch).engine.layout.groups
-    got = predict(TABLE, PROFILE, [1, 3], Machine(3), offload=offload)
+    got = predict(table, PROFILE, [1, 3], Machine(3), offload=offload)
     assert got.memory.optimizer == 0
     assert (got.memory.weights == 0) == (got.memory.gradients == 0) == (others == 1)
     # Counters stay on the device, and rows of pools in host memory are not joined in vectors.
