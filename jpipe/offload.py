@@ -24,8 +24,8 @@ class Offload:
       required: whether a pipeline is refused on devices that cannot use host memory. If False, it trains without
         offloading there, and says so.
       weights: the part of the weights of stages, from 0 to 1: whole weights, the largest first. A forward and a
-        backward bring the weights of a layer to the device when they run the layer. An update brings a chunk of a
-        weight to the device and back.
+        backward bring the weights of a layer to the device while they run the layer before. An update brings a chunk
+        of a weight to the device and back.
       gradients: the same part of the gradients. A backward brings the gradients of a layer to the device, adds to
         them, and takes them back.
 

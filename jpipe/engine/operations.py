@@ -20,7 +20,9 @@ from jpipe.engine.context import Device, StageContext
 from jpipe.engine.factors import FactorSum, accumulators_of, with_accumulators
 from jpipe.engine.guard import guarded
 from jpipe.engine.stage_layers import (
+    Fetched,
     add_gradients,
+    fetch_parameters,
     for_each_layer,
     layer_parameters,
     read_layer_stash,
@@ -260,6 +262,7 @@ def _commit_layer(
     run: LayerRun,
     column: Lead,
     i: jax.Array | int,
+    _: Fetched,
     arrays: tuple,
 ) -> tuple:
     """Moves the mutable state of layer i and empties its statistics.
@@ -318,12 +321,13 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
 
         def layer(
             i: jax.Array | int,
+            fetched: Fetched,
             state: tuple,
             run: LayerRun = run,
             kind: LayerProgram = kind,
         ) -> tuple:
             gy, rings, gradients = state
-            parameters = layer_parameters(stage, read, "backward", run, i)
+            parameters = layer_parameters(stage, read, "backward", run, i, fetched)
             stash = read_layer_stash(rings, run, kind, stage.slot, i)
             if split:
                 gx, values = kind.input_grad(parameters, stash, gy)
@@ -339,8 +343,9 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
                 )
             return stage.stages.values.constrained(gx), rings, gradients
 
+        fetch = functools.partial(fetch_parameters, stage, read, "backward", run)
         gy, rings, gradients = for_each_layer(
-            stage, r, layer, (gy, rings, gradients), backwards=True
+            stage, r, layer, (gy, rings, gradients), fetch=fetch, backwards=True
         )
         inexact = [[a for a in leaves if is_inexact(a)] for _, leaves in run.pop]
         gy, *popped = split_leaves(gy, inexact)
@@ -441,11 +446,12 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
 
         def layer(
             i: jax.Array | int,
+            fetched: Fetched,
             gradients: Packed,
             run: LayerRun = run,
             kind: LayerProgram = kind,
         ) -> Packed:
-            parameters = layer_parameters(stage, read, "backward", run, i)
+            parameters = layer_parameters(stage, read, "backward", run, i, fetched)
             stash = read_layer_stash(
                 _rings(read), run, kind, stage.slot, i, only="weight_stash"
             )
@@ -461,7 +467,8 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
                 gradients, run, values, column, row, stage.joins, factors
             )
 
-        gradients = for_each_layer(stage, r, layer, gradients)
+        fetch = functools.partial(fetch_parameters, stage, read, "backward", run)
+        gradients = for_each_layer(stage, r, layer, gradients, fetch=fetch)
     return with_accumulators(written, gradients)
 
 

@@ -27,6 +27,9 @@ from jpipe.stages.accumulators import FactorPlaces
 from jpipe.stages.cut import LayerRun
 
 LoopState = TypeVar("LoopState")
+Fetched = Sequence[jax.Array]
+"""The weights of a layer that came from host memory."""
+
 SlotOf = Callable[[str], Lead]
 """Ring -> leading indices of a slot."""
 
@@ -37,35 +40,52 @@ SlotOf = Callable[[str], Lead]
 def for_each_layer(
     stage: StageContext,
     r: int,
-    body: Callable[[Any, LoopState], LoopState],
+    body: Callable[[Any, Fetched, LoopState], LoopState],
     state: LoopState,
     *,
+    fetch: Callable[[Any], Fetched] = lambda i: [],
     backwards: bool = False,
 ) -> LoopState:
-    """`state = body(i, state)` for each layer i of run r of the program.
+    """`state = body(i, fetch(i), state)` for each layer i of run r of the program.
 
     Args:
       stage: the stage.
       r: number of the run.
-      body: `(i, state) -> state`.
+      body: `(i, fetched, state) -> state`.
       state: before the first layer.
+      fetch: `i -> values` that a layer needs from host memory. In a loop they come while the layer before runs, so the last
+        layer stands after the loop: nothing is fetched that no layer reads.
       backwards: whether the last layer comes first.
     """
     lengths = {stage.stages.lengths[s][r] for s in stage.program.stages}
     longest = max(lengths)
     if lengths == {1}:
-        return body(0, state)
+        return body(0, fetch(0), state)
     length = longest if len(lengths) == 1 else stage.scalars.num_layers(r)
     policy = stage.spec.lowered.guard
     if policy == "cond":
-        turn = lambda i, s: body(length - 1 - i if backwards else i, s)  # noqa: E731
-        return lax.fori_loop(0, length, turn, state)
+
+        def number(turn: Any) -> Any:
+            return length - 1 - turn if backwards else turn
+
+        first = fetch(number(0))
+        if not first:
+            turn = lambda t, s: body(number(t), first, s)  # noqa: E731
+            return lax.fori_loop(0, length, turn, state)
+
+        def ahead(turn: Any, carry: tuple) -> tuple:
+            fetched, state = carry
+            following = fetch(number(turn + 1))
+            return following, body(number(turn), fetched, state)
+
+        last, state = lax.fori_loop(0, length - 1, ahead, (first, state))
+        return body(number(length - 1), last, state)
     # A GPU waits for the host before every turn of a loop inside of a branch.
     for i in reversed(range(longest)) if backwards else range(longest):
         if i < min(lengths):
-            state = body(i, state)
+            state = body(i, fetch(i), state)
         else:
-            run = functools.partial(lambda i, state, _: body(i, state), i)
+            run = functools.partial(lambda i, state, _: body(i, fetch(i), state), i)
             state = guarded(policy, i < length, run, state, None)
     return state
 
@@ -173,16 +193,43 @@ def split_leaves(leaves: Sequence, tails: Sequence[Sequence]) -> list[list]:
 # -- The layers of a stage
 
 
-def layer_parameters(
+def fetch_parameters(
     stage: StageContext,
     read: TickArrays,
     weight_pass: str,
     run: LayerRun,
     i: jax.Array | int,
 ) -> list[jax.Array]:
-    """The weights of layer i that a "forward" or a "backward" reads, gathered from the axis "fsdp"."""
+    """The weights of layer i that are in host memory, brought to the device."""
     arrays = read.read_parameters.get(weight_pass, read.parameters)
-    values = packing.read_all(arrays, run.parameters, stage.version, i)
+    far = [place for place in run.parameters if place.on_host]
+    return packing.read_all(arrays, far, stage.version, i)
+
+
+def layer_parameters(
+    stage: StageContext,
+    read: TickArrays,
+    weight_pass: str,
+    run: LayerRun,
+    i: jax.Array | int,
+    fetched: Fetched,
+) -> list[jax.Array]:
+    """The weights of layer i that a "forward" or a "backward" reads, gathered from the axis "fsdp".
+
+    Args:
+      stage: the stage.
+      read: hold the weights.
+      weight_pass: "forward" or "backward".
+      run: the run of the layer.
+      i: number of the layer in its run.
+      fetched: what `fetch_parameters` brought.
+    """
+    arrays = read.read_parameters.get(weight_pass, read.parameters)
+    from_host = iter(fetched)
+    values = [
+        next(from_host) if p.on_host else packing.read(arrays, p, stage.version, i)
+        for p in run.parameters
+    ]
     return _gathered(run.parameters, values, stage.spec.compute_dtype)
 
 
@@ -275,6 +322,7 @@ def run_layers(
 
         def layer(
             i: jax.Array | int,
+            fetched: Fetched,
             state: tuple,
             r: int = r,
             run: LayerRun = run,
@@ -282,7 +330,7 @@ def run_layers(
             popped: list[jax.Array] = popped,
         ) -> tuple:
             x, rings, statistics = state
-            parameters = layer_parameters(stage, read, weight_pass, run, i)
+            parameters = layer_parameters(stage, read, weight_pass, run, i, fetched)
             extra = _layer_extra(stage, mutable_state, run, kind, r, i)
             if rings is None:
                 y, aux = kind.forward(parameters, [*x, *popped], extra)
@@ -303,7 +351,10 @@ def run_layers(
                 )
             return stage.stages.values.constrained(y), rings, statistics
 
-        y, rings, statistics = for_each_layer(stage, r, layer, (x, rings, statistics))
+        fetch = functools.partial(fetch_parameters, stage, read, weight_pass, run)
+        y, rings, statistics = for_each_layer(
+            stage, r, layer, (x, rings, statistics), fetch=fetch
+        )
         x, *stashed = split_leaves(y, [leaves for _, leaves in run.stash])
         skips |= {name: leaves for (name, _), leaves in zip(run.stash, stashed)}
     return LayersResult(x, skips, rings, statistics)

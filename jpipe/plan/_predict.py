@@ -352,8 +352,9 @@ def predict_memory(
         for ring, spill in lowered.spills.items()
     )
     largest_layer = max(layer.parameter_bytes for layer in layers)
-    for name in ("weights", "gradients"):
-        slots[name] = largest_layer * (getattr(offload, name) > 0)
+    # The weights of a layer come while the layer before runs.
+    for name, num_layers in (("weights", 2), ("gradients", 1)):
+        slots[name] = num_layers * largest_layer * (getattr(offload, name) > 0)
     used = sum(
         count * (layer.weight_bytes + (copies * V - 1) * layer.parameter_bytes)
         for count, V, (start, stop) in zip(
