@@ -140,7 +140,7 @@ def _spilled(
       ValueError: if the table needs more slots.
     """
     result: dict[str, Ring] = {}
-    stashes: list[dict] = []
+    failed: list[tuple] = []
     for name in ("input_stash", "weight_stash"):
         ring, (first, last) = rings[name], lifetimes[name]
         if ring.num_slots <= num_slots:
@@ -154,9 +154,9 @@ def _spilled(
                 f"{schedule.num_ticks}. Use more microbatches, or leave `activations` out."
             )
         of_devices = stashes_of(schedule, first, last, used)
-        stashes += of_devices
         spilled = spill(num_slots, schedule.num_ticks, first.shape, of_devices)
         if spilled is None:
+            failed += [tuple(of_device.values()) for of_device in of_devices]
             continue
         written, read = (
             [
@@ -169,10 +169,8 @@ def _spilled(
             written[c][position[m, c]] = spilled.written[m, c]
             read[c][position[m, c]] = spilled.read[m, c]
         result[name] = Ring(spilled.num_slots, written, read, spilled.spill)
-    least = least_slots(
-        [list(of_device.values()) for of_device in stashes], schedule.num_ticks
-    )
-    if least > num_slots:
+    if failed:
+        least = least_slots(failed, schedule.num_ticks)
         raise ValueError(
             f"`activations={num_slots}` of `Offload` is too few: schedule {schedule.name!r} needs {least} slots of a stash "
             "on a device at once, with all others in host memory. Keep that many, or choose a schedule with fewer "

@@ -17,21 +17,23 @@ one size, and each comes back once, so no other choice moves fewer bytes. A weig
 backward reads the slot again, which stays on the device until then.
 
 An asynchronous table repeats, and lives go over its end. Its ticks are therefore a circle, and a microbatch has the same slots
-in every round. A stash may not live longer than a round. On a circle the rule is tried from every tick, and may still
+in every round. A stash may not live longer than a round. On a circle the rule is tried from several ticks, and may still
 move a stash more than is needed: in random columns of up to seven microbatches it does so in one of 100.
 
 Letters: T ticks, D devices, C columns, N microbatches, K slots on a device, H slots in host memory.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from jpipe.schedule import Schedule
 
-Key = TypeVar("Key", bound=Any)
+Key = TypeVar("Key")
+"""Of an interval."""
 
 SHORTEST = 3
 """The fewest ticks from the forward to the backward of a stash that goes to host memory."""
@@ -94,11 +96,18 @@ def choose(stashes: Sequence[Stash], num_slots: int, num_ticks: int) -> set[int]
       num_slots: K.
       num_ticks: T, after which the table repeats, and with it the stashes.
     """
+    if not stashes:
+        return set()
     wraps = any(
         stash.first // num_ticks != stash.last // num_ticks for stash in stashes
     )
-    # A circle has no first tick: which one the rule begins with makes a difference.
-    begins = range(num_ticks) if wraps else [0]
+    begins = [0]
+    if wraps:
+        # A circle has no first tick, and which one the rule begins with makes a difference. What is in flight repeats: after as
+        # many stashes as live at once, the rest is mostly the same.
+        intervals = [(2 * stash.first, 2 * stash.last) for stash in stashes]
+        most = int(_in_use(intervals, 2 * num_ticks).max())
+        begins = sorted(stash.first % num_ticks for stash in stashes)[: most + 1]
     found = [_chosen_from(stashes, num_slots, num_ticks, begin) for begin in begins]
     return min(
         (chosen for chosen in found if chosen is not None), key=len, default=None
@@ -111,37 +120,26 @@ def _chosen_from(
     """`choose` by Belady's rule, beginning with a tick of the round."""
     spilled: set[int] = set()
     T, circle = num_ticks, 2 * num_ticks
-
-    def is_away(stash: Stash, half: int) -> bool:
-        """Whether the stash, if it goes, is in host memory in a half tick of some round."""
-        since = (half - 2 * stash.first - 2) % circle
-        return since < 2 * (stash.back - stash.first) - 3
-
+    first, back, _ = np.array(stashes).T
+    # The half ticks that a stash which goes is in host memory.
+    away_from, away_for = 2 * first + 2, 2 * (back - first) - 3
+    movable = back >= first + SHORTEST
+    in_use = _in_use([(2 * stash.first, 2 * stash.last) for stash in stashes], circle)
     while True:
-        intervals = [
-            interval
-            for i, stash in enumerate(stashes)
-            for interval in stash.intervals(i in spilled)
-        ]
-        in_use = np.roll(_in_use(intervals, circle), -2 * begin)
-        over = np.flatnonzero(in_use > num_slots)
+        over = np.flatnonzero(np.roll(in_use, -2 * begin) > num_slots)
         if not over.size:
             return spilled
-        now = int(over[0]) + 2 * begin
-        leaving = {stashes[j].first % T for j in spilled}
-        coming = {stashes[j].back % T for j in spilled}
-        candidates = [
-            i
-            for i, stash in enumerate(stashes)
-            if i not in spilled
-            and stash.back >= stash.first + SHORTEST
-            and is_away(stash, now)
-            and stash.first % T not in leaving
-            and stash.back % T not in coming
-        ]
-        if not candidates:
+        now = over[0] + 2 * begin
+        candidates = movable & ((now - away_from) % circle < away_for)
+        if not candidates.any():
             return None
-        spilled.add(max(candidates, key=lambda i: (2 * stashes[i].back - now) % circle))
+        until_back = np.where(candidates, (2 * back - now) % circle, -1)
+        latest = int(until_back.argmax())
+        spilled.add(latest)
+        in_use[(away_from[latest] + np.arange(away_for[latest])) % circle] -= 1
+        # A device sends and fetches one stash in a tick.
+        movable &= (first - first[latest]) % T != 0
+        movable &= (back - back[latest]) % T != 0
 
 
 def _in_use(intervals: Iterable[tuple[int, int]], circle: int) -> np.ndarray:
@@ -166,8 +164,9 @@ class Assignment(NamedTuple):
     on_host: dict[int, int]
 
 
+@functools.lru_cache(256)  # several rings of a device may have the same stashes
 def assign(
-    stashes: Sequence[Stash], num_slots: int, num_ticks: int
+    stashes: tuple[Stash, ...], num_slots: int, num_ticks: int
 ) -> Assignment | None:
     """Slots of stashes, at most `num_slots` on the device; None: not possible. Arguments as of `choose`."""
     circle = 2 * num_ticks
@@ -192,7 +191,7 @@ def assign(
     return None
 
 
-def least_slots(stashes: Sequence[Sequence[Stash]], num_ticks: int) -> int:
+def least_slots(stashes: Sequence[tuple[Stash, ...]], num_ticks: int) -> int:
     """The fewest slots with which `assign` finds an answer for the stashes of every device."""
     num_slots = 1
     while any(assign(of_device, num_slots, num_ticks) is None for of_device in stashes):
@@ -279,7 +278,7 @@ def spill(
     leaves, stores, loads, arrives = np.full((4, num_ticks, len(of_devices)), -1)
     num_on_device = num_on_host = 0
     for d, of_device in enumerate(of_devices):
-        assigned = assign(list(of_device.values()), num_slots, num_ticks)
+        assigned = assign(tuple(of_device.values()), num_slots, num_ticks)
         if assigned is None:
             return None
         on_device, on_host = assigned.on_device, assigned.on_host

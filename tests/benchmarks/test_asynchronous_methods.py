@@ -53,6 +53,7 @@ def test_every_method_is_a_configuration(name):
         )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["Muon +T1", "PipeMare T1+T2"])
 def test_a_rate_in_the_state_trains_like_a_rate_in_the_program(name):
     task = methods.tasks(quick=True)["gpt"]
@@ -210,6 +211,7 @@ def quick(monkeypatch, tmp_path, *arguments):
     return json.loads((tmp_path / "runs.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_quick_run(monkeypatch, tmp_path, capsys):
     arguments = ["--tasks", "images", "--stages", "1", "8", "--seeds", "1"]
     arguments += ["--methods", "Adam"]

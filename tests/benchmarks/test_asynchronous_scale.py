@@ -123,6 +123,7 @@ def quick(monkeypatch, tmp_path, *arguments):
     return json.loads((tmp_path / "runs.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_quick_study_of_techniques(monkeypatch, tmp_path, capsys):
     arguments = ["resnet", "--seeds", "1", "--methods", "synchronous", "+T1+T2+T3"]
     runs = quick(monkeypatch, tmp_path, *arguments)

@@ -121,7 +121,7 @@ def test_no_two_stashes_are_in_a_slot_at_once(kind):
                 for b in [f + rng.integers(0, num_ticks)]
             ]
         num_slots = int(rng.integers(1, 7))
-        assigned = assign(stashes, num_slots, num_ticks)
+        assigned = assign(tuple(stashes), num_slots, num_ticks)
         if assigned is None:
             continue
         found += 1
@@ -247,7 +247,7 @@ def test_fewer_slots_move_more():
 
 def test_the_least_number_of_slots_is_said():
     stashes = [Stash(0, 1, 1), Stash(0, 1, 1), Stash(1, 2, 2)]
-    assert least_slots([stashes, stashes[:1]], num_ticks=3) == 3
+    assert least_slots([tuple(stashes), tuple(stashes[:1])], num_ticks=3) == 3
     with pytest.raises(ValueError, match="`activations=2`.*needs 3 slots"):
         lower(jpipe.schedules.one_f_one_b(4, 8), stash_slots=2)
 

@@ -111,7 +111,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("case", CASES)
 def test_peak_is_the_compilers(case):
     pipe = CASES[case]()

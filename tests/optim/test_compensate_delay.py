@@ -179,6 +179,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.sampled(3)
 def test_two_stages_compute_what_is_emulated(name):
     table = SCHEDULES[name]
     family = FAMILIES["mlp"].in_dtype("float64")
