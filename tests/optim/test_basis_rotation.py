@@ -95,7 +95,9 @@ def test_the_basis_becomes_that_of_the_covariance():
     rng = np.random.default_rng(0)
     rotation = np.linalg.qr(rng.normal(size=(3, 3)))[0]
     z = rng.normal(size=(400, 3, 3)) * np.array([10.0, 3.0, 1.0])[:, None]
-    _, state = updates_of(scale_by_basis_rotation(b2=0.995, frequency=1), rotation @ z)
+    transform = scale_by_basis_rotation(b2=0.995, frequency=1)
+    compiled = transform._replace(update=jax.jit(transform.update))
+    _, state = updates_of(compiled, rotation @ z)
     overlap = np.abs(np.asarray(state.basis.left).T @ rotation)
     np.testing.assert_allclose(overlap, np.eye(3), atol=0.15)
 

@@ -179,7 +179,7 @@ SCHEDULES = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_two_stages_compute_what_is_emulated(name):
     table = SCHEDULES[name]
     family = FAMILIES["mlp"].in_dtype("float64")
@@ -205,6 +205,7 @@ def test_two_stages_compute_what_is_emulated(name):
     assert (max(moved) > 1e-6) == (name != "gpipe")
 
 
+@pytest.mark.exhaustive
 def test_replicas_that_share_the_update_compute_the_same():
     table = schedules.pipemare(2, 1, ticks="paired")
     family = FAMILIES["mlp"].in_dtype("float64")
@@ -275,6 +276,7 @@ def test_memory_counts_the_versions():
     assert asking.memory(batch).weights == 6 * pipe.memory(batch).weights
 
 
+@pytest.mark.exhaustive
 def test_a_state_is_adopted_and_goes_on():
     """Behind a synchronous warm-up the ring holds the newest weights in every slot."""
     family = FAMILIES["mlp"].in_dtype("float64")

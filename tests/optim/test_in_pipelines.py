@@ -65,6 +65,7 @@ def trained(schedule, num_steps, **options):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.sampled(3)
 def test_two_stages_compute_what_is_emulated(name):
     table = schedules.pipemare(2, 1, ticks="paired")
     with jax.enable_x64(True):
@@ -80,6 +81,7 @@ def test_two_stages_compute_what_is_emulated(name):
 
 
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.sampled(5)
 def test_runs_at_a_stage_for_each_layer(name):
     """Delays of 11 to 1 on six stages: the weights move, and differ from those without delay."""
     late = schedules.emulated(schedules.pipemare(6, 1, ticks="paired"))

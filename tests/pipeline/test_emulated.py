@@ -53,9 +53,9 @@ CLIPPING = dict(
 )
 # schedule, S, N, family, dtype, options of the pipeline
 CASES = {
+    "zb-v": ("zero_bubble_v", 4, 4, "mlp", "float32", CLIPPING),
     "gpipe": ("gpipe", 3, 4, "transformer", "float32", {}),
     "1f1b, recompute": ("one_f_one_b/paired", 4, 4, "mixed", "float32", dict(recompute="full")),
-    "zb-v": ("zero_bubble_v", 4, 4, "mlp", "float32", CLIPPING),
     # The bias before a norm has a gradient of zero but for rounding, and a stash has another layout on one device.
     "interleaved": ("interleaved", 4, 4, "resnet", "float64", {}),
     "loss scale": ("one_f_one_b/unit", 2, 3, "mlp", "float32", dict(loss_scale=jpipe.LossScale(initial=64.0, growth_interval=3))),
@@ -215,6 +215,7 @@ def test_skipped_updates_are_those_of_the_pipeline():
     assert_close(found[1][1], found[0][1], "float32")
 
 
+@pytest.mark.exhaustive
 def test_replicas_along_data_stay():
     table, family = pipedream(2, 2), FAMILIES["mlp"]
     found = []
@@ -377,6 +378,7 @@ def test_memory_is_that_of_the_versions_that_the_table_asks_for():
 @pytest.mark.parametrize(
     "optimizer,copies", [(optax.sgd(1e-3, momentum=0.9), 1), (optax.adam(1e-3), 2)]
 )
+@pytest.mark.sampled(2)
 def test_stages_that_differ_take_what_they_need(optimizer, copies):
     """Convolutions, norms and a dense layer, one stage each: nothing is padded to the largest stage."""
     model = ResNet(
