@@ -134,7 +134,7 @@ SYNCHRONOUS = ["gpipe", "one_f_one_b", "one_f_one_b/unit", "zero_bubble_h1"]
 
 @pytest.mark.parametrize("data", [1, 2])
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 def test_equals_the_recursion_by_hand(schedule, data):
     pipe = make(schedule, data)
     state, metrics = trained(pipe)
@@ -145,6 +145,7 @@ def test_equals_the_recursion_by_hand(schedule, data):
     close([m["gradient_norm"] for m in metrics], norms)
 
 
+@pytest.mark.exhaustive
 def test_equals_the_recursion_on_interleaved_stages():
     pipe = make(jpipe.schedules.interleaved(4, N, num_chunks=2))
     state, _ = trained(pipe)
@@ -153,7 +154,7 @@ def test_equals_the_recursion_on_interleaved_stages():
 
 
 @pytest.mark.parametrize("schedule", ["pipemare", "pipedream", "pipedream_2bw"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_asynchronous_tables_update_in_order(schedule):
     """With weights that stay, nothing is late: the sigmas are those of the plain loop."""
     pipe = make(schedule, optimizer=optax.sgd(0.0))
@@ -178,6 +179,7 @@ def test_replicas_are_equal():
             np.testing.assert_array_equal(shards[own], shards[other])
 
 
+@pytest.mark.exhaustive
 def test_clipping_and_recompute():
     """The norm that clips is that of the whole gradient, and recomputing changes nothing."""
     clipped = optax.chain(jpipe.optim.clip_by_global_norm(0.3), optax.sgd(0.2))
@@ -206,6 +208,7 @@ def test_the_policy_of_gpus_trains_the_same(monkeypatch):
     jax.tree.map(close, *found)
 
 
+@pytest.mark.exhaustive
 def test_the_loss_scale_may_move():
     scale = jpipe.LossScale(2.0**8, growth_interval=1)
     got, want = (trained(make(loss_scale=s)) for s in (scale, None))
@@ -285,6 +288,7 @@ def state_of(layers, batch):
     return make(jpipe.schedules.gpipe(2, 1), layers=layers).init(KEY, batch)
 
 
+@pytest.mark.exhaustive
 def test_tied_weights_are_accumulated_as_they_are():
     shapes = ((12, 12), (12, 20), (20, 12), (12, 12))
     layers = [functools.partial(nnx.Linear, *shape) for shape in shapes]
@@ -339,6 +343,7 @@ def test_messages_count_what_replicas_exchange():
 # -- States that go on
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_and_adopt_keep_factors(tmp_path):
     pipe = make()
     state, _ = trained(pipe)

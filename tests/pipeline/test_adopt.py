@@ -145,6 +145,7 @@ def goes_on_alike(pipe, state, other, adopted, batches):
     return state, adopted, metrics, others
 
 
+@pytest.mark.exhaustive
 def test_adopt_from_replicas_keeps_the_whole_minibatch():
     """A minibatch of 8 rows on two replicas is one of 8 rows on one, and the other way round."""
     meshes = [jpipe.make_mesh(stage=2, data=n) for n in (2, 1, 2)]
@@ -163,6 +164,7 @@ def test_adopt_from_replicas_keeps_the_whole_minibatch():
     assert_close(pipes[-1].get_params(state), alone.get_params(start), "float32")
 
 
+@pytest.mark.exhaustive
 def test_adopt_keeps_a_loss_scale_that_moves():
     scale = jpipe.LossScale(initial=4.0, growth_interval=2, largest=64.0)
     one, two = (

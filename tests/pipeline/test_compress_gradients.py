@@ -88,7 +88,7 @@ LOSSY = [
 
 @pytest.mark.parametrize("compressor", EXACT, ids=str)
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "pipedream"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_without_loss_it_is_the_plain_run(compressor, schedule):
     got, want = (
         make(c, schedule).get_params(trained(make(c, schedule))[0])
@@ -154,7 +154,7 @@ def test_each_replica_keeps_its_error(compressor):
 
 
 @pytest.mark.parametrize("compressor", LOSSY, ids=str)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_replicas_stay_equal(compressor):
     pipe = make(compressor, optimizer=optax.adam(1e-2))
     state, metrics = trained(pipe, 4)
