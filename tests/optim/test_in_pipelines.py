@@ -65,7 +65,7 @@ def trained(schedule, num_steps, **options):
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 def test_two_stages_compute_what_is_emulated(name):
     table = schedules.pipemare(2, 1, ticks="paired")
     with jax.enable_x64(True):
