@@ -158,13 +158,7 @@ def _spilled(
         if spilled is None:
             failed += [tuple(of_device.values()) for of_device in of_devices]
             continue
-        written, read = (
-            [
-                np.zeros(n if used[:, c].any() else 0, int)
-                for c, n in enumerate(num_in_column)
-            ]
-            for _ in range(2)
-        )
+        written, read = (_slots_to_fill(num_in_column, used) for _ in range(2))
         for m, c in np.argwhere(used):
             written[c][position[m, c]] = spilled.written[m, c]
             read[c][position[m, c]] = spilled.read[m, c]
@@ -179,6 +173,13 @@ def _spilled(
     return result
 
 
+def _slots_to_fill(num_in_column: np.ndarray, used: np.ndarray) -> list[np.ndarray]:
+    """For each column a slot, still 0, for each of its microbatches; none if the column does not use the ring."""
+    return [
+        np.zeros(n if used[:, c].any() else 0, int) for c, n in enumerate(num_in_column)
+    ]
+
+
 def _shared_slots(
     schedule: Schedule,
     position: np.ndarray,
@@ -189,9 +190,7 @@ def _shared_slots(
 ) -> Ring:
     """Slots that all columns of a device share; all arrays but `num_in_column` are `[N, C]`."""
     num_slots = 0
-    slots = [
-        np.zeros(n if used[:, c].any() else 0, int) for c, n in enumerate(num_in_column)
-    ]
+    slots = _slots_to_fill(num_in_column, used)
     for d in range(schedule.num_devices):
         free: list[int] = []
         busy: list[tuple[int, int]] = []  # (last tick, slot)

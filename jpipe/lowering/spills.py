@@ -87,6 +87,11 @@ class Stash(NamedTuple):
             (2 * self.back - 1, 2 * self.last),
         ]
 
+    @property
+    def away(self) -> tuple[int, int]:
+        """The half ticks between these two intervals, first and last: when it is in host memory, if it goes there."""
+        return 2 * self.first + 2, 2 * self.back - 2
+
 
 def choose(stashes: Sequence[Stash], num_slots: int, num_ticks: int) -> set[int] | None:
     """The stashes that go to host memory, so that at most `num_slots` are on the device; None: not possible.
@@ -101,30 +106,38 @@ def choose(stashes: Sequence[Stash], num_slots: int, num_ticks: int) -> set[int]
     wraps = any(
         stash.first // num_ticks != stash.last // num_ticks for stash in stashes
     )
+    whole = [interval for stash in stashes for interval in stash.intervals(False)]
+    in_use = _in_use(whole, 2 * num_ticks)
     begins = [0]
     if wraps:
         # A circle has no first tick, and which one the rule begins with makes a difference. What is in flight repeats: after as
         # many stashes as live at once, the rest is mostly the same.
-        intervals = [(2 * stash.first, 2 * stash.last) for stash in stashes]
-        most = int(_in_use(intervals, 2 * num_ticks).max())
-        begins = sorted(stash.first % num_ticks for stash in stashes)[: most + 1]
-    found = [_chosen_from(stashes, num_slots, num_ticks, begin) for begin in begins]
+        begins = sorted(stash.first % num_ticks for stash in stashes)
+        begins = begins[: int(in_use.max()) + 1]
+    found = [_chosen_from(stashes, num_slots, in_use.copy(), begin) for begin in begins]
     return min(
         (chosen for chosen in found if chosen is not None), key=len, default=None
     )
 
 
 def _chosen_from(
-    stashes: Sequence[Stash], num_slots: int, num_ticks: int, begin: int
+    stashes: Sequence[Stash], num_slots: int, in_use: np.ndarray, begin: int
 ) -> set[int] | None:
-    """`choose` by Belady's rule, beginning with a tick of the round."""
+    """`choose` by Belady's rule, beginning with a tick of the round.
+
+    Args:
+      stashes: of one round.
+      num_slots: K.
+      in_use: int `[2 T]`, stashes on the device in each half tick, with none in host memory; is written to.
+      begin: the tick.
+    """
     spilled: set[int] = set()
-    T, circle = num_ticks, 2 * num_ticks
+    circle = len(in_use)
+    T = circle // 2
     first, back, _ = np.array(stashes).T
-    # The half ticks that a stash which goes is in host memory.
-    away_from, away_for = 2 * first + 2, 2 * (back - first) - 3
+    away_from, away_to = np.array([stash.away for stash in stashes]).T
+    away_for = away_to - away_from + 1
     movable = back >= first + SHORTEST
-    in_use = _in_use([(2 * stash.first, 2 * stash.last) for stash in stashes], circle)
     while True:
         over = np.flatnonzero(np.roll(in_use, -2 * begin) > num_slots)
         if not over.size:
@@ -184,9 +197,7 @@ def assign(
             circle,
         )
         if max(on_device.values(), default=0) < num_slots:
-            away = {
-                i: (2 * stashes[i].first + 2, 2 * stashes[i].back - 2) for i in spilled
-            }
+            away = {i: stashes[i].away for i in spilled}
             return Assignment(spilled, on_device, _coloured(away, circle))
     return None
 
