@@ -22,7 +22,7 @@ BIN := .venv/bin
 STAMP := .venv/requirements.stamp
 DOCS_STAMP := .venv/docs.stamp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
 .PHONY: train test test-all test-slow test-wheel gpu-compiler check types docs format clean
 

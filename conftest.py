@@ -44,23 +44,57 @@ jpipe.distributed.initialize()
 # its bias correction raises a Python float to an int32 power.
 
 
+_PROGRAMS_KEPT = 500
+_num_compiled = 0
+
+
+def _count_programs(event: str, *_, **__):
+    global _num_compiled
+    _num_compiled += event == "/jax/core/compile/backend_compile_duration"
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_programs)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs():
-    """Compiled programs of a module are of no use to the next: thousands of them slow every later test down."""
+    """Thousands of compiled programs slow every later test down, and are of little use to the next modules."""
+    global _num_compiled
     yield
-    jax.clear_caches()
+    if _num_compiled > _PROGRAMS_KEPT:
+        _num_compiled = 0
+        jax.clear_caches()
+        gc.collect()
+
+
+def pytest_collection_finish():
+    """Most objects are modules and tests, which stay. The garbage collector looks at them no more, and less often at the others."""
     gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
+
+
+_SHARE_OF_EXHAUSTIVE = 5
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves out what `-m` does not ask for
 def pytest_collection_modifyitems(items):
-    """Of the cases of a test marked `sampled(n)`, all but every n-th are `exhaustive`."""
-    seen = collections.Counter()
+    """Marks most cases of a test marked `sampled(n)`.
+
+    Every n-th case keeps the marks of the test. Of the others every fifth is `exhaustive`, and the rest are `slow`. All are
+    `slow` if the test is `exhaustive`.
+    """
+    seen, others = collections.Counter(), collections.Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")
         if mark is None or item.get_closest_marker("slow"):
             continue
         test = item.nodeid.partition("[")[0]
         if seen[test] % mark.args[0]:
-            item.add_marker(pytest.mark.exhaustive)
+            rare = (
+                item.get_closest_marker("exhaustive")
+                or others[test] % _SHARE_OF_EXHAUSTIVE
+            )
+            item.add_marker("slow" if rare else "exhaustive")
+            others[test] += 1
         seen[test] += 1

@@ -23,6 +23,7 @@ owner uses.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -450,6 +451,11 @@ def _row_major(place: Place, block: jax.Array) -> jax.Array:
     """
     if any(place.spec):
         return block
+    return _with_last_dim_innermost(block)
+
+
+@functools.partial(jax.jit, inline=True)  # traced once per shape and dtype
+def _with_last_dim_innermost(block: jax.Array) -> jax.Array:
     layout = Layout(tuple(range(block.ndim)))
     return lax.platform_dependent(
         block,

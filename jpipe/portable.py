@@ -275,6 +275,8 @@ def initial(
     layers = stages.layers
     init_one = shared_jit(program.settings.mesh.devices.flat[0].platform)
     given: Any = (params, mutable_state)
+    # Before `new_state` changes the default device: `fold_in` would compile on each.
+    *keys, training_key = (jax.random.fold_in(key, i) for i in range(len(layers) + 1))
 
     def initial_layer(i: int) -> list:
         """Weights and mutable state of a layer."""
@@ -285,7 +287,7 @@ def initial(
         fresh = layer.given
         if fresh is None:
             assert layer.init is not None
-            fresh = init_one(layer.init, jax.random.fold_in(key, i))
+            fresh = init_one(layer.init, keys[i])
         return [
             a if tree is not None else b
             for tree, a, b in zip(given, from_caller, fresh)
@@ -309,7 +311,6 @@ def initial(
         seen = seen_by_optimizer(stages, numbers, weights)
         return weights, mutable, init_one(optimizer.init, seen)
 
-    training_key = jax.random.fold_in(key, len(layers))
     return new_state(program, of_layers, jax.random.key_data(training_key), 0)
 
 

@@ -552,6 +552,7 @@ def test_memory_by_hand():
     assert memory.activations == 4 * (12 * rows) + 4
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "schedule,kernels",
     [

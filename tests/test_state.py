@@ -55,6 +55,7 @@ def assert_same(a, b):
 # -- Donation
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [gpipe(2, 2), pipemare(2, 2)])
 def test_without_donation_the_old_state_can_be_used_again(schedule):
     pipe = make(schedule=schedule, donate=False)
@@ -123,6 +124,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("part", OTHERS)
 def test_other_pipelines_are_refused_with_the_part_that_differs(part):
@@ -159,6 +161,7 @@ def test_a_batch_of_another_shape_is_refused_before_tracing():
 # -- Copies
 
 
+@pytest.mark.exhaustive
 def test_copies_of_a_state():
     pipe = make()
     state = trained(pipe)

@@ -258,6 +258,7 @@ def test_all_end_and_say_why(tmp_path, fault, process):
 
 
 @pytest.mark.parametrize("fault", ["nothing", "work"])
+@pytest.mark.sampled(2)
 def test_what_is_no_fault(tmp_path, fault):
     printed, code, _ = run(tmp_path, fault, 1)
     assert code == 0

@@ -53,7 +53,7 @@ def test_every_method_is_a_configuration(name):
         )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Muon +T1", "PipeMare T1+T2"])
 def test_a_rate_in_the_state_trains_like_a_rate_in_the_program(name):
     task = methods.tasks(quick=True)["gpt"]
@@ -96,7 +96,7 @@ def test_a_rate_in_the_state_trains_like_a_rate_in_the_program(name):
     assert optax.tree.norm(jax.tree.map(np.subtract, before, found)) > 0.01
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_steps_of_a_warm_up_have_no_delays():
     """As long as the warm-up lasts, T1 + T2 + T3 trains like Adam without delays: T1 and T2 change nothing then."""
     task = methods.tasks(quick=True)["gpt"]
@@ -211,7 +211,7 @@ def quick(monkeypatch, tmp_path, *arguments):
     return json.loads((tmp_path / "runs.json").read_text())
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_quick_run(monkeypatch, tmp_path, capsys):
     arguments = ["--tasks", "images", "--stages", "1", "8", "--seeds", "1"]
     arguments += ["--methods", "Adam"]

@@ -136,6 +136,7 @@ LIMITS = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.__name__)
 @pytest.mark.parametrize(
     "name",

@@ -74,6 +74,7 @@ def test_the_same_layout_goes_on_bit_for_bit(name, tmp_path):
     again.step(pipe.step(state, data[0])[0], data[1])  # equal pipelines share states
 
 
+@pytest.mark.exhaustive
 def test_after_a_flush_nothing_is_in_flight(tmp_path):
     pipe = pipeline(schedules.pipedream(4, 2))
     data = batches(4)
@@ -150,6 +151,7 @@ def test_microbatches_in_flight_need_the_layout(tmp_path):
     np.testing.assert_equal(other.get_params(started), params)
 
 
+@pytest.mark.exhaustive
 def test_a_measured_cut_is_taken_over(tmp_path):
     """Another process would measure another cut."""
     pipe = pipeline(schedules.gpipe(2, 4), boundaries=[3])

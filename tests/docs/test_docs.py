@@ -43,8 +43,10 @@ TOO_LONG = (
     "benchmarks/race.py",
     "--graph",
 )
-# Pages whose programs `make test` runs; `make test-all` runs those of all pages.
+# Pages whose programs `make test` runs, and those whose programs take more than a minute on a slow
+# machine. `make test-all` runs those of all other pages.
 FIRST = ("README.md",)
+LAST = ("docs/how_to/asynchronous.md", "docs/planning.md")
 # Commands of seconds.
 QUICK = ("-m jpipe.draw", "--help")
 
@@ -76,18 +78,20 @@ def is_quick(text):
     return any(word in text for word in QUICK)
 
 
+def marks_of_page(page):
+    if pages.name(page) in FIRST:
+        return ()
+    return pytest.mark.slow if pages.name(page) in LAST else pytest.mark.exhaustive
+
+
 @pytest.mark.parametrize(
     "page",
     [
-        page
-        if pages.name(page) in FIRST
-        else pytest.param(page, marks=pytest.mark.exhaustive)
+        pytest.param(page, marks=marks_of_page(page), id=pages.name(page))
         for page in PAGES
         if pages.has_program(page)
     ],
-    ids=pages.name,
 )
-@pytest.mark.sampled(3)
 def test_the_programs_of_a_page_run(page, tmp_path):
     result = pages.run_apart(page, tmp_path)
     assert result.returncode == 0, result.stderr

@@ -68,6 +68,7 @@ def pipelines():
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", range(3), ids=["data axis", "asynchronous", "skips"])
 def test_groups_are_the_arrays_of_a_state(case):
     pipe, batch = list(pipelines())[case]

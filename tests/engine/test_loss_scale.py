@@ -44,6 +44,7 @@ def trained(num_steps=3, weight=1.0, **options):
     return pipe.get_params(state), all_metrics
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("scale", [2.0**10, jpipe.LossScale(2.0**12, 2)])
 def test_in_float32_a_power_of_two_changes_nothing(scale):
     clip = optax.chain(jpipe.optim.clip_by_global_norm(0.1), optax.sgd(0.1))

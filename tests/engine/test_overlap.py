@@ -34,6 +34,8 @@ def make(schedule, **options):
     )
 
 
+@pytest.mark.exhaustive
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name,S,recompute",
     [
@@ -43,7 +45,6 @@ def make(schedule, **options):
         slow("pipemare/unit", 4, "none"),
     ],
 )
-@pytest.mark.sampled(2)
 def test_overlap_changes_no_number(name, S, recompute):
     table = schedule_named(name, S, 8)
     found = []

@@ -87,6 +87,7 @@ def plain(params, state, x, microbatch, train):
     return x @ params[4]["kernel"] + params[4]["bias"][None], statistics
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("S,N", [(1, 1), (3, 1)])
 def test_linen_and_pairs_equal_their_libraries(S, N):
     """One microbatch: then running statistics are Flax's own."""
@@ -133,6 +134,7 @@ def test_the_same_numbers_at_any_number_of_stages():
         assert_close(other, results[0], "float32")
 
 
+@pytest.mark.exhaustive
 def test_state_can_be_given_and_adopted():
     pipe, batch = pipeline(2, 3), batch_of(12)
     state, _ = pipe.step(pipe.init(KEY, batch), batch)

@@ -171,6 +171,7 @@ def test_rules_of_a_parameter_come_first():
     assert specs(pipeline([Dense(rules)] * 2, mesh)) == {(4, 8): (None, "fsdp")}
 
 
+@pytest.mark.exhaustive
 def test_the_mesh_of_the_surroundings_does_not_matter():
     mesh = jpipe.make_mesh(stage=2, fsdp=2, model=2)
     found = []

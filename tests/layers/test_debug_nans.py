@@ -34,7 +34,7 @@ def pipeline(layers, loss=loss_fn):
 
 
 @pytest.mark.parametrize("source", ["batch", "weights", "layer", "loss"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_a_nan_is_a_floating_point_error(debug_nans, source):
     batch = {"inputs": np.ones((4, 3), np.float32)}
     layers, loss, message = [LINEAR, LINEAR], loss_fn, "nan"

@@ -115,8 +115,9 @@ DELAYS = {  # of the forward's weights and of the backward's
 }
 
 
-@pytest.mark.parametrize("schedule", DELAYS)
+@pytest.mark.exhaustive
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("schedule", DELAYS)
 def test_a_masked_mean_under_asynchronous_schedules(schedule):
     """Equal to the loop of the definition, whose microbatches get the sum times N over the minibatch's weight."""
     S, N, steps = 3, 5, 3
@@ -161,8 +162,9 @@ def test_a_masked_mean_under_asynchronous_schedules(schedule):
         assert np.isfinite(metrics["loss"])
 
 
-@pytest.mark.parametrize("schedule", ["pipemare/unit", "zero_bubble_h1"])
+@pytest.mark.exhaustive
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("schedule", ["pipemare/unit", "zero_bubble_h1"])
 def test_a_masked_mean_equals_the_table_walked_in_python(schedule):
     table = schedule_named(schedule, 3, 4)
     batches = batches_with_mask(3, 8, "float32")
@@ -349,7 +351,7 @@ def plain_reporting(params, batch):
         ("gpipe", 1, 2, {"recompute": jax.checkpoint_policies.dots_saveable}),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_the_loss_sees_what_layers_report(schedule, S, N, options):
     table, options = schedule_named(schedule, S, N), dict(options)
     mesh = jpipe.make_mesh(stage=table.num_devices, data=options.pop("data", 1))

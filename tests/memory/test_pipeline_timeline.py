@@ -111,7 +111,7 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("case", CASES)
 def test_peak_is_the_compilers(case):
     pipe = CASES[case]()
@@ -130,7 +130,8 @@ VOCABULARY = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.exhaustive
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", VOCABULARY)
 def test_vocabulary_layers(name):
     model = Transformer(vocab_size=50, seq_len=8, dim=16, num_heads=2, num_blocks=2)
@@ -241,6 +242,7 @@ class Seconds:
         return [of[operation] / 2] * 8
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_h1"])
 def test_seconds_are_the_simulators(name):
     schedule = S.get(name)(4, 6)

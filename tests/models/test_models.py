@@ -447,6 +447,7 @@ def modules_of_part(part):
     return own if type(part).__name__.endswith("Part") else [part]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "model, shape, num_layers",
     [
@@ -493,7 +494,7 @@ def test_fine_grained_models_have_the_same_size(model, num_layers):
 
 
 @pytest.mark.parametrize("model, shape", MODELS, ids=IDS)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_first_loss_is_that_of_a_guess(model, shape):
     logits = run(build(model), example(model, shape))
     labels = jnp.zeros(logits.shape[:-1], jnp.int32)

@@ -178,8 +178,9 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.exhaustive
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.sampled(6)
 def test_two_stages_compute_what_is_emulated(name):
     table = SCHEDULES[name]
     family = FAMILIES["mlp"].in_dtype("float64")
@@ -266,6 +267,7 @@ def test_versions_are_kept_only_where_somebody_reads_them():
     assert synchronous.num_versions.tolist() == [1, 1, 1]
 
 
+@pytest.mark.exhaustive
 def test_memory_counts_the_versions():
     table = schedules.pipemare(3, 1, ticks="paired")
     _, pipe, _ = rows_of(optax.sgd(0.1), table)

@@ -64,8 +64,9 @@ def trained(schedule, num_steps, **options):
     return pipe, state
 
 
+@pytest.mark.exhaustive
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.sampled(5)
 def test_two_stages_compute_what_is_emulated(name):
     table = schedules.pipemare(2, 1, ticks="paired")
     with jax.enable_x64(True):
@@ -80,8 +81,9 @@ def test_two_stages_compute_what_is_emulated(name):
     assert all(np.isfinite(a).all() for a in jax.tree.leaves(results))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.sampled(5)
 def test_runs_at_a_stage_for_each_layer(name):
     """Delays of 11 to 1 on six stages: the weights move, and differ from those without delay."""
     late = schedules.emulated(schedules.pipemare(6, 1, ticks="paired"))
@@ -98,6 +100,7 @@ def test_runs_at_a_stage_for_each_layer(name):
 # -- Weights that the optimizer keeps ----------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("devices", ["emulated", "real"])
 def test_the_average_of_a_pipeline_is_that_of_its_weights(devices):
     schedule = schedules.pipemare(2, 2)

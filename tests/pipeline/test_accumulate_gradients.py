@@ -153,8 +153,9 @@ def test_equals_the_recursion_on_interleaved_stages():
     jax.tree.map(close, pipe.get_params(state), params)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", ["pipemare", "pipedream", "pipedream_2bw"])
-@pytest.mark.sampled(3)
 def test_asynchronous_tables_update_in_order(schedule):
     """With weights that stay, nothing is late: the sigmas are those of the plain loop."""
     pipe = make(schedule, optimizer=optax.sgd(0.0))
@@ -197,6 +198,7 @@ def test_clipping_and_recompute():
     assert norm > 0.3
 
 
+@pytest.mark.exhaustive
 def test_the_policy_of_gpus_trains_the_same(monkeypatch):
     """Run on CPU devices."""
     found = []
@@ -217,6 +219,7 @@ def test_the_loss_scale_may_move():
         close(a["gradient_norm"], b["gradient_norm"])
 
 
+@pytest.mark.exhaustive
 def test_a_gradient_that_is_not_finite_is_skipped():
     pipe = make()
     state, metrics = trained(pipe, spoil=1)
@@ -243,6 +246,7 @@ class Mixed(nnx.Module):
         return self.norm(self.out(h))
 
 
+@pytest.mark.exhaustive
 def test_products_of_any_shape_are_the_gradients():
     """`Product.gradient` of each weight is the gradient that the plain backward computes."""
     rng = np.random.default_rng(0)

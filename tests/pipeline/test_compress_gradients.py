@@ -88,7 +88,7 @@ LOSSY = [
 
 @pytest.mark.parametrize("compressor", EXACT, ids=str)
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "pipedream"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 def test_without_loss_it_is_the_plain_run(compressor, schedule):
     got, want = (
         make(c, schedule).get_params(trained(make(c, schedule))[0])
@@ -136,6 +136,7 @@ def error_feedback(compressor, pipe, number):
     return tree.unflatten(leaves), errors
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compressor", [Quantize(8), TopK(0.1)], ids=str)
 def test_each_replica_keeps_its_error(compressor):
     pipe = make(compressor, optimizer=optax.sgd(0.1))
@@ -213,6 +214,7 @@ def test_bytes_of_the_compiled_program(compressor, times):
     assert 0.97 * plain / times / 2 < received <= 1.03 * plain / times
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("compressor", [TopK(0.2), PowerSGD(2)], ids=str)
 def test_a_gradient_that_is_not_finite_is_skipped_and_leaves_no_trace(compressor):
     pipe = make(compressor)
@@ -228,6 +230,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_leaves_no_trace(compressor
     assert np.isfinite(of_step["loss"]) and not np.any(of_step["skipped_updates"])
 
 
+@pytest.mark.exhaustive
 def test_the_policy_of_gpus_trains_the_same(monkeypatch):
     """Run on CPU devices."""
     messages, losses = Threshold(0.3), []
@@ -241,6 +244,7 @@ def test_the_policy_of_gpus_trains_the_same(monkeypatch):
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_the_loss_scale_may_move():
     """Errors have the unit of the gradient without scale: powers of two change no bit."""
     scale = jpipe.LossScale(2.0**8, growth_interval=1)
@@ -253,6 +257,7 @@ def test_the_loss_scale_may_move():
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("data", [1, 2])
 def test_copies_of_a_stage(data):
@@ -295,6 +300,7 @@ def test_a_checkpoint_keeps_what_compressors_keep(tmp_path):
     )
 
 
+@pytest.mark.exhaustive
 def test_an_equal_pipeline_adopts_what_compressors_keep(recwarn):
     pipe = make(PowerSGD(2))
     state, _ = trained(pipe, 2)

@@ -65,7 +65,7 @@ def trained(pipe, number=3, poison=False):
 @pytest.mark.parametrize(
     "compress", [Threshold(1.0), TopK(1.0), Cast("float32")], ids=str
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 def test_without_loss_it_is_the_plain_run(schedule, options, compress):
     got, want = (trained(make(c, schedule, **options)) for c in (compress, None))
     assert got[1] == want[1]
@@ -130,7 +130,7 @@ def masked_training(compressor, S, N, number, straight_through=None):
     [Threshold(0.3, every=3, room=1), TopK(0.25), Threshold(0.02)],
     ids=str,
 )
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_a_sparse_message_is_a_mask(schedule, S, recompute, compressor):
     """Also the gradient, and also when thresholds are kept, renewed and overflow."""
     pipe = make(compressor, schedule, S, recompute=recompute)
@@ -164,7 +164,7 @@ def test_a_rounded_message_passes_its_gradient(compressor):
     ids=str,
 )
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "pipedream"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 def test_training_with_any_pair_goes_on(compress, schedule):
     pipe = make(compress, schedule, S=4)
     state, losses = trained(pipe, 8)
@@ -173,6 +173,7 @@ def test_training_with_any_pair_goes_on(compress, schedule):
     assert np.isfinite(outputs).all()
 
 
+@pytest.mark.exhaustive
 def test_skips_are_compressed_and_integers_are_not():
     """Skips that nest and cross, with integers among them."""
     rng = np.random.default_rng(0)
@@ -264,6 +265,7 @@ def test_only_a_renewed_threshold_sorts():
 # -- States
 
 
+@pytest.mark.exhaustive
 def test_evaluation_sends_what_training_sends():
     """Also of another number of rows, and without a change of the state."""
     pipe = make(TopK(0.2), S=4)

@@ -266,9 +266,10 @@ def test_dropout_and_tied_weights_are_those_without_copies():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), got, want)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("schedule", ["gpipe/3-1", "pipedream/unit/3-1"])
-@pytest.mark.sampled(2)
 def test_a_gradient_that_is_not_finite_on_one_copy_is_skipped_on_all(schedule):
     table = schedule_named(schedule, 2, 3)
     family = FAMILIES["mlp"]
@@ -339,9 +340,10 @@ def assert_trains_as(plain, pipe, batches):
     assert_copies_equal(state, pipe.schedule)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("schedule", ["one_f_one_b/3-1", "pipemare/2-1-2"])
-@pytest.mark.sampled(2)
 def test_copies_add_in_a_ring_as_on_tpus(schedule, monkeypatch):
     S = schedule.count("-") + 1
     table = schedule_named(schedule, S, 6)
@@ -369,6 +371,7 @@ def test_copies_add_in_a_ring_as_on_tpus(schedule, monkeypatch):
     assert_close(found[1][1], found[0][1], "float32")
 
 
+@pytest.mark.exhaustive
 def test_copies_under_the_policy_of_gpus(monkeypatch):
     for module in ("jpipe.engine.spec", "jpipe.settings"):
         monkeypatch.setattr(f"{module}.guard_of", lambda platform: "switch")
@@ -414,6 +417,7 @@ def test_only_the_stages_own_gradients_travel_and_only_between_its_copies():
     assert elsewhere <= 8  # the loss and the like
 
 
+@pytest.mark.exhaustive
 def test_copies_at_different_positions_of_their_devices():
     family = FAMILIES["mlp"]
     table = jpipe.Schedule.from_text(COPIES_IN_TURN, name="in turn").check()

@@ -137,8 +137,9 @@ def test_gradients_are_reduced_once_a_minibatch():
     assert counts[0] == counts[1] and 1 <= counts[0] <= len(arrays) + 4
 
 
-@pytest.mark.parametrize("axes", [("stage", "data"), ("data", "stage")])
+@pytest.mark.exhaustive
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("axes", [("stage", "data"), ("data", "stage")])
 def test_the_order_of_the_axes_does_not_matter(axes):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = Mesh(devices, axes, axis_types=(AxisType.Auto,) * 2)
@@ -150,6 +151,7 @@ def test_the_order_of_the_axes_does_not_matter(axes):
     assert_close(pipe.get_params(state), alone.get_params(want), "float32")
 
 
+@pytest.mark.exhaustive
 def test_adopting_from_one_pipeline_to_replicas():
     pipe, batch = of_mesh(jpipe.make_mesh(stage=2, data=2))
     alone, _ = of_mesh(jpipe.make_mesh(stage=2))

@@ -112,7 +112,7 @@ def rounds_late(table):
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(15)
 def test_every_step_is_that_of_the_pipeline(name):
     schedule, S, N, family, dtype, options = CASES[name]
     rtol = 1e-9 if dtype == "float64" else 1e-6
@@ -163,6 +163,7 @@ def test_every_step_is_that_of_the_pipeline(name):
         np.testing.assert_allclose(norms_of_one[:n], norms[:n], rtol=10 * rtol)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["one_f_one_b/unit", slow("pipemare/unit")])
 @pytest.mark.parametrize("model", ["tied transformer", slow("unet"), slow("resnet50"), slow("recurrent lm")])  # fmt: skip
 def test_models_with_ties_skips_and_statistics(model, schedule):
@@ -188,6 +189,7 @@ def test_models_with_ties_skips_and_statistics(model, schedule):
     assert_close(found[1], found[0], "float32")
 
 
+@pytest.mark.exhaustive
 def test_skipped_updates_are_those_of_the_pipeline():
     """A gradient that is not finite makes every stage of the minibatch keep its weights."""
     table, family = pipemare(3, 2), FAMILIES["mlp"]
@@ -235,6 +237,7 @@ def test_replicas_along_data_stay():
     assert_close(found[1], found[0], "float32")
 
 
+@pytest.mark.exhaustive
 def test_states_go_from_one_to_the_other(tmp_path):
     """`adopt`, checkpoints, `predict` and `evaluate`; both go on alike."""
     table, family = pipemare(3, 2), FAMILIES["mlp"]
@@ -375,10 +378,11 @@ def test_memory_is_that_of_the_versions_that_the_table_asks_for():
     assert 0 <= others < 100  # the random key and the counters
 
 
+@pytest.mark.exhaustive
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "optimizer,copies", [(optax.sgd(1e-3, momentum=0.9), 1), (optax.adam(1e-3), 2)]
 )
-@pytest.mark.sampled(2)
 def test_stages_that_differ_take_what_they_need(optimizer, copies):
     """Convolutions, norms and a dense layer, one stage each: nothing is padded to the largest stage."""
     model = ResNet(

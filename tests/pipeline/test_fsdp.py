@@ -213,6 +213,7 @@ def test_the_compiled_step_gathers_weights_and_no_activations():
     assert re.search(r"f32\[(10,6|6,10)\]\S*.* all-reduce\(", text)
 
 
+@pytest.mark.exhaustive
 def test_weights_are_cast_before_they_are_gathered():
     """XLA for CPUs would gather them in float32 all the same, so this reads the program that it gets."""
     batch = {"inputs": np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)}

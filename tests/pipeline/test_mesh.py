@@ -271,6 +271,7 @@ def test_asynchronous_schedules_equal_themselves_without_the_axes(name):
 SEQUENCE = (("length", "model"), *jpipe.AXIS_RULES)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name, schedule, options",
     [
@@ -348,6 +349,7 @@ FAMILIES = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", FAMILIES)
 def test_collectives_over_fsdp(name):
     """Weights are gathered for their uses, gradients are summed. Activations stay, and messages travel as shards."""
@@ -391,6 +393,7 @@ def test_collectives_over_model():
     assert len(of_activations) == 2 * 2 * 2 + 1 + 1
 
 
+@pytest.mark.exhaustive
 def test_collectives_of_sequence_parallelism():
     """Positions are gathered before a branch, and scattered after it; no matrix is gathered."""
     sizes = {"data": 1, "stage": 2, "fsdp": 1, "model": 2}
@@ -426,6 +429,7 @@ class Loops(nnx.Module):
         return linen.with_logical_constraint(x, ("batch", "length", "embed"))
 
 
+@pytest.mark.exhaustive
 def test_layers_with_loops_may_constrain_their_values():
     rng = np.random.default_rng(0)
     batch = {"inputs": rng.normal(size=(B, T, 4)).astype(np.float32)}

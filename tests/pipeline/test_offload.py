@@ -106,6 +106,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name, stages, microbatches, offload, options", CASES)
 def test_numbers_are_those_without_offload(
     name, stages, microbatches, offload, options
@@ -156,6 +157,7 @@ class Block(nnx.Module):
         return x + self.dropout(nnx.relu(self.norm(self.linear(x))))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "recompute",
     [
@@ -185,6 +187,7 @@ def test_running_statistics_and_dropout(recompute):
             assert_close(of_states[1], of_states[0], "float64")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", [0.0, 0.5, 1.0])
 def test_large_weights_move_in_chunks(weights):
     """An update on chunks is the update on whole leaves, whether weights lie in pools, in a vector or in host memory."""
@@ -244,6 +247,7 @@ def test_checkpoints_restore_with_and_without_offload(tmp_path):
         assert_equal(by.get_params(got), pipe.get_params(want))
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_keep_what_is_in_flight(tmp_path):
     table, data = jpipe.schedules.pipedream(4, 4), batches(3)
     pipe = linear(table, Offload(1.0, 2))
@@ -262,6 +266,7 @@ def test_checkpoints_keep_what_is_in_flight(tmp_path):
     assert_equal(pipe.get_params(again), pipe.get_params(state))
 
 
+@pytest.mark.exhaustive
 def test_axes_of_the_compiler_split_what_is_in_host_memory():
     family, data = FAMILIES["mlp"], FAMILIES["mlp"].batches(1, 16)[0]
 
@@ -322,6 +327,7 @@ def on_device(memory):
     return sum(memory) - memory.padding - memory.host
 
 
+@pytest.mark.exhaustive
 def test_a_limit_is_kept_and_moves_no_more_than_needed():
     plain = wide().memory(ROWS)
     assert wide(device_memory=on_device(plain) + 1000).memory(ROWS) == plain
@@ -430,6 +436,7 @@ def test_offload_is_part_of_what_makes_states_equal():
         pipeline(table, 3).step(state, data)
 
 
+@pytest.mark.exhaustive
 def test_both_guards_take_arrays_in_host_memory(monkeypatch):
     monkeypatch.setattr("jpipe.engine.spec.guard_of", lambda _: "switch")
     monkeypatch.setattr("jpipe.settings.guard_of", lambda _: "switch")
@@ -444,6 +451,7 @@ def test_both_guards_take_arrays_in_host_memory(monkeypatch):
     assert_close(offloaded.get_params(got), plain.get_params(want), "float32")
 
 
+@pytest.mark.exhaustive
 def test_old_states_stay_usable_without_donation():
     table, data = jpipe.schedules.gpipe(2, 4), batches(2)
     pipe = linear(table, Offload(1.0, 2), donate=False)

@@ -217,7 +217,7 @@ LABELLED = ("partition", "muon")
         for i, name in enumerate(OPTIMIZERS)
     ],
 )
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 def test_equals_the_plain_model(name, cut):
     with jax.enable_x64(name not in FLOAT32):
         check(OPTIMIZERS[name](), cut)

@@ -185,6 +185,7 @@ def test_every_model_equals_itself_without_sharing(name):
     jax.tree.map(close, found[1], found[0])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("axis", ["fsdp", "model"])
 def test_weights_that_the_compiler_splits_are_shared(axis):
     """Each block of a split weight is shared, so no weight and no state moves along the axis."""
@@ -264,7 +265,7 @@ def wide(optimizer, table, **options):
     "data, replicas", [(2, None), (4, None), (1, (2, 2)), (2, (2, 2))]
 )
 @pytest.mark.parametrize("name", ["adamw", "masked"])
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 def test_the_state_of_a_device_falls_with_the_replicas(name, data, replicas):
     """By the figure that the compiler takes: the arrays of the state on a device."""
     batch = {"inputs": np.zeros((16, 32), np.float32)}
@@ -333,6 +334,7 @@ def kept(state):
     return {jax.tree_util.keystr(path): np.asarray(a) for path, a in leaves}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble")
 def test_a_state_moves_between_pipelines_that_share_and_do_not():
     """Batch norm and dropout included; to other stages, replicas and copies, and back, bit for bit."""
@@ -386,8 +388,9 @@ class Scaled(nnx.Module):
         return x + self.scale[...] * jnp.tanh(self.linear(x))
 
 
-@pytest.mark.parametrize("replicas, data", [(None, 2), ((1, 2), 2)])
+@pytest.mark.exhaustive
 @pytest.mark.sampled(2)
+@pytest.mark.parametrize("replicas, data", [(None, 2), ((1, 2), 2)])
 def test_norms_count_every_number_once(replicas, data):
     """Weights of one number, and a tied weight, with clipping, a loss scale and a gradient that is not finite."""
     with jax.enable_x64(True):

@@ -92,6 +92,7 @@ def plain_transformer():
     return plain, oracles.train(plain, plain.params, cross_entropy, SGD, batches(3))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("data", [slow(1), 2])
 def test_a_split_transformer_equals_the_plain_one(data):
     plain, (losses, _, params) = plain_transformer()
@@ -190,6 +191,7 @@ def test_weight_versions_are_split_and_flushed():
     assert_close(results[1], results[0], "float32")
 
 
+@pytest.mark.exhaustive
 def test_a_state_goes_from_mesh_to_mesh():
     losses, params = plain_branches(3, num_layers=2)
     meshes = [

@@ -142,7 +142,7 @@ def test_every_pair_is_covered():
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("family,schedule,S,N,recompute,boundaries,dtype", CASES)
-@pytest.mark.sampled(44)
+@pytest.mark.sampled(88)
 def test_equals_the_plain_model(family, schedule, S, N, recompute, boundaries, dtype):
     with jax.enable_x64(dtype == "float64"):
         family = FAMILIES[family].in_dtype(dtype)

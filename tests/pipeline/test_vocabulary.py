@@ -247,6 +247,7 @@ def test_masks_clipping_loss_scale_and_dropout(options):
     assert_same(layers_of(rate=rate), whole, schedule, boundaries=[3], **options)
 
 
+@pytest.mark.exhaustive
 def test_tied_matrices_are_kept_once():
     schedule, options = jpipe.schedules.one_f_one_b(4, N), {"ties": TIES}
     layers, whole = layers_of(tied=True), layers_of(None, None, tied=True)
@@ -259,6 +260,7 @@ def test_tied_matrices_are_kept_once():
     assert sizes == rows * D + D  # a part of the matrix, and one row of the positions
 
 
+@pytest.mark.exhaustive
 def test_a_half_precision_head_is_close():
     """Embedding and head compute in bfloat16, the loss in float32, and the kept weights are float32."""
     schedule = jpipe.schedules.one_f_one_b(2, 2)
@@ -273,6 +275,7 @@ def test_a_half_precision_head_is_close():
     assert all(a.dtype == np.float32 for a in jax.tree.leaves(params))
 
 
+@pytest.mark.exhaustive
 def test_a_state_goes_to_other_layouts_and_back(tmp_path):
     """To whole layers, to another number of stages, and through a checkpoint; Adam's moments with it."""
     adam = optax.adam(0.05, eps=1e-2)

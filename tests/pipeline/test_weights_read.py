@@ -30,6 +30,7 @@ def pipeline(schedule, optimizer=SGD_T2, **hooks):
     )
 
 
+@pytest.mark.exhaustive
 def test_without_a_delay_hooks_are_not_asked():
     def nothing(params, optimizer_state, delay):
         return jax.tree.map(jnp.zeros_like, params)
@@ -101,6 +102,7 @@ def test_a_synchronous_warm_up_hands_over_weights_that_stand_still():
         assert_close(second.get_params(state), want, "float64")
 
 
+@pytest.mark.exhaustive
 def test_a_flushed_state_reads_as_a_fresh_one_does():
     """Every version slot has the newest weights, and what the hook makes of them."""
     pipe = pipeline(
@@ -166,7 +168,7 @@ def test_a_transform_whose_state_no_hook_reads_warns():
         ("pipemare", 1, dict(backward_params=corrected_params), 2),
     ],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_weights_in_memory_are_what_the_table_says(name, N, hooks, copies):
     """Of a trunk of equal layers, from the arguments and temporaries of the compiled step."""
     dim, num_layers = 64, 24  # of a stage

@@ -108,6 +108,7 @@ def tight(others=0.0):
     return Machine(3, memory_limit=limit)
 
 
+@pytest.mark.exhaustive
 def test_plans_that_fit_only_with_host_memory():
     machine = tight()
     assert not choose(PROFILE, machine, 16)[0].fits

@@ -65,6 +65,7 @@ def test_bytes_are_those_of_the_pipeline(family, name, recompute):
     assert 0 <= want.activations - got.activations <= 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["pipemare/unit", "pipedream/paired", "gpipe"])
 def test_bytes_of_versions_that_the_optimizer_reads(name):
     schedule, family = schedule_named(name, 3, 2), "mlp"
@@ -84,6 +85,7 @@ def test_bytes_of_versions_that_the_optimizer_reads(name):
     assert more == (name == "pipemare/unit")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "messages,gradients",
     [(TopK(0.25), PowerSGD(2)), (Quantize(8), None), (None, Threshold(0.1))],
@@ -175,7 +177,7 @@ SKIPS = (
 
 @pytest.mark.parametrize("name,cut", SKIPS)
 @pytest.mark.parametrize("recompute", ["none", "full"])
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 def test_bytes_with_skips(name, cut, recompute):
     """Nested, crossing, several on one way, with integers, and between stages of one device."""
     with jax.enable_x64(True):

@@ -225,6 +225,7 @@ def test_every_form_of_layer():
     )
 
 
+@pytest.mark.exhaustive
 def test_what_is_too_large_for_one_loop_is_measured_in_several(monkeypatch):
     monkeypatch.setattr(sys.modules["jpipe.plan._loops"], "_TOGETHER", 1)
     inputs = {"inputs": np.arange(2 * B, dtype=np.int32)}
@@ -242,11 +243,12 @@ MODELS = OTHERS | {
 }
 
 
+@pytest.mark.exhaustive
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     [slow(name) if name in SLOW_MODELS else name for name in MODELS],
 )
-@pytest.mark.sampled(6)
 def test_models(name):
     model, inputs = MODELS[name]
     batch = {"inputs": inputs(np.random.default_rng(0))}

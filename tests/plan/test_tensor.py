@@ -198,7 +198,7 @@ def splits_of(profiles, machine, numbers=(2, 4)):
     ],
     ids=["slow links", "fast links", "two servers", "two cores", "little memory"],
 )
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 def test_never_slower_than_stages_or_a_strategy_alone(profiles, machine):
     splits = splits_of(profiles, machine)
     ranking = tensor.choose(profiles, machine, ROWS, splits)

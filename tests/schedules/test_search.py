@@ -46,7 +46,7 @@ def memory_of(schedule, activations):
 @pytest.mark.parametrize("mode", ["lockstep", "dependencies"])
 @pytest.mark.parametrize("limit", [1, 3, 4, 7, math.inf])
 @pytest.mark.parametrize("costs,S,N", IRREGULAR)
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 def test_no_schedule_with_a_name_is_better(costs, S, N, limit, mode):
     found = search(costs, N, limit, mode=mode)
     assert found.schedule.synchronous
@@ -68,7 +68,7 @@ def test_no_schedule_with_a_name_is_better(costs, S, N, limit, mode):
 
 
 @pytest.mark.parametrize("limit", [4, 6, 8, math.inf])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 def test_two_stages_a_device(limit):
     found = search(Costs(), 8, limit, num_stages=8, num_devices=4)
     assert (found.memory <= limit).all()

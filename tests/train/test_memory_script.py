@@ -20,6 +20,7 @@ def run(capsys, *words):
     return code, captured.out, captured.err
 
 
+@pytest.mark.exhaustive
 def test_table_and_files(capsys, tmp_path):
     pytest.importorskip("matplotlib")
     files = {name: str(tmp_path / f"memory.{name}") for name in ("json", "csv", "svg")}

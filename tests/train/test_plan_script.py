@@ -223,12 +223,13 @@ def test_there_are_commands():
     assert any("quickstart" in c for c in OF_MODELS) and len(OF_GRAPHS) >= 3
 
 
+@pytest.mark.exhaustive
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("command", "more"),
     [(command, "") for command in OF_MODELS]
     + [(GPT, "--asynchronous"), (GPT, "--json --asynchronous")],
 )
-@pytest.mark.sampled(6)
 def test_printed_commands_plan_a_model(capsys, clone, unmeasured, command, more):
     """Everything but the measuring."""
     words = shlex.split(command)[1:]
@@ -256,6 +257,7 @@ def test_printed_commands_plan_a_model(capsys, clone, unmeasured, command, more)
                 assert re.search(rf"\b{field.name}=", text), field.name
 
 
+@pytest.mark.exhaustive
 def test_no_plan_fits(capsys, clone, unmeasured):
     words = "--config configs/quickstart.py --devices 2 --memory 1KiB".split()
     code, _, error = run(capsys, *words)

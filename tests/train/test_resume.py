@@ -103,7 +103,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("words", CHANGES, ids=str)
 def test_stages_replicas_and_schedule_may_change(whole, words, tmp_path):
     folder = stopped_after(whole, 6, tmp_path / "run")
@@ -150,6 +150,7 @@ def test_a_damaged_checkpoint_costs_only_its_steps(whole, tmp_path, capsys):
     np.testing.assert_equal(params(folder), params(whole))
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_checkpoint_is_no_obstacle_to_new_ones(whole, tmp_path):
     """Numbers that were flipped have the right sizes, so that the step looks whole."""
     folder = stopped_after(whole, 9, tmp_path / "run")
@@ -207,6 +208,7 @@ def test_a_run_that_was_ended_from_outside_goes_on(number, words, tmp_path):
     assert steps[-2:] == [step + 1, step + 2] and steps == sorted(set(steps))
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_that_cannot_be_written_do_not_end_the_run(
     tmp_path, monkeypatch, capsys
 ):

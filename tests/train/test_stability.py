@@ -109,6 +109,7 @@ TINY = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rate, is_wrong", [(100.0, True), (1e-3, False)])
 def test_the_script_prints_and_warns(rate, is_wrong, tmp_path, capsys):
     words = [f"--config.optimizer.learning_rate={rate}"]
@@ -127,6 +128,7 @@ def test_the_script_refuses_other_optimizers(capsys):
     assert "knows the stable range of sgd, adamw and nadamw" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_evaluations_read_the_average(tmp_path, capsys):
     """Of weights that move far in the last step: the average is nearer to the ones before."""
     losses = []

@@ -171,6 +171,7 @@ def test_a_run_from_a_shell(tmp_path):
     assert [step for step, _ in events_of(run_dir)] == [0, 2, 4, 5, 5]
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_repeated_from_its_config_json(base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(["--config", str(base / "config.json")]) == 0
@@ -231,6 +232,7 @@ def test_evaluation_while_training(tmp_path, capsys):
     assert shorter[-1]["test_accuracy"] == first["test_accuracy"]
 
 
+@pytest.mark.exhaustive
 def test_evaluation_of_an_asynchronous_run_on_a_part(tmp_path):
     words = options(
         "pipeline.schedule=pipedream",
@@ -250,6 +252,7 @@ def test_evaluation_of_an_asynchronous_run_on_a_part(tmp_path):
     assert lines[1]["test_accuracy"] * 2000 % 20 == pytest.approx(0, abs=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_synchronous_warm_up_is_handed_over(base, tmp_path, capsys):
     """The first steps are GPipe's; then the asynchronous schedule trains on, with corrections."""
     words = options(
@@ -315,6 +318,7 @@ def test_text_is_counted_in_tokens_and_matrices_are_split(tmp_path, capsys):
     assert weights[1] < weights[0]
 
 
+@pytest.mark.exhaustive
 def test_a_compressed_run_says_what_it_sends_and_loses(tmp_path, capsys):
     words = options(
         "mesh.data=2",
@@ -421,6 +425,7 @@ def test_gradients_that_are_never_finite_stop_the_run(tmp_path, capsys, monkeypa
     assert (tmp_path / "run" / "run.png").exists()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", ["full disk", "removed folder", "full at the end"])
 def test_a_run_that_cannot_write_trains_to_its_end_and_says_so(
     tmp_path, monkeypatch, capsys, fault
@@ -548,6 +553,7 @@ def test_too_few_devices_of_another_kind(monkeypatch):
         check_devices(2, 2, 2, 2)
 
 
+@pytest.mark.exhaustive
 def test_sigterm_ends_a_run_like_ctrl_c(tmp_path):
     words = options("num_steps=1000000", "log_every=7", f"run_dir={tmp_path / 'run'}")
     process = subprocess.Popen(
@@ -581,6 +587,7 @@ def test_sigterm_ends_a_run_like_ctrl_c(tmp_path):
     assert (run_dir / "run.png").exists()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "place, num_calls, last, steps",
     [
