@@ -336,9 +336,15 @@ class Schedule:
           ValueError: if a rule is broken. The message prints the table and marks the
             cell.
         """
+        _ = self._is_legal  # an error where it is not
+        return self
+
+    @functools.cached_property
+    def _is_legal(self) -> bool:
+        """True, or an error. The arrays are read-only, so a table is checked once."""
         for rule in RULES:
             rule(self)
-        return self
+        return True
 
     # -- Facts ----------------------------------------------------------------------
 
