@@ -137,6 +137,7 @@ LIMITS = (
 
 
 @pytest.mark.exhaustive
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.__name__)
 @pytest.mark.parametrize(
     "name",

@@ -43,10 +43,15 @@ TOO_LONG = (
     "benchmarks/race.py",
     "--graph",
 )
-# Pages whose programs `make test` runs, and those whose programs take more than a minute on a slow
-# machine. `make test-all` runs those of all other pages.
+# Pages whose programs `make test` runs, and those whose programs take longest.
+# `make test-all` runs those of all other pages.
 FIRST = ("README.md",)
-LAST = ("docs/how_to/asynchronous.md", "docs/planning.md")
+LAST = (
+    "docs/how_to/asynchronous.md",
+    "docs/planning.md",
+    "docs/tutorial/first_model.md",
+    "docs/tutorial/port.md",
+)
 # Commands of seconds.
 QUICK = ("-m jpipe.draw", "--help")
 

@@ -131,7 +131,7 @@ VOCABULARY = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", VOCABULARY)
 def test_vocabulary_layers(name):
     model = Transformer(vocab_size=50, seq_len=8, dim=16, num_heads=2, num_blocks=2)

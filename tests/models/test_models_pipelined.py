@@ -25,6 +25,7 @@ def loss_fn(outputs, batch):
     [slow(name) if name in SLOW_MODELS else name for name in MODELS],
 )
 @pytest.mark.exhaustive
+@pytest.mark.sampled(2)
 def test_stages_change_nothing(name):
     model, inputs = MODELS[name]
     batch = {"inputs": inputs(np.random.default_rng(0))}

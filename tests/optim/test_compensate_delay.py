@@ -179,7 +179,7 @@ SCHEDULES = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_two_stages_compute_what_is_emulated(name):
     table = SCHEDULES[name]

@@ -65,7 +65,7 @@ def trained(schedule, num_steps, **options):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_two_stages_compute_what_is_emulated(name):
     table = schedules.pipemare(2, 1, ticks="paired")
@@ -82,7 +82,7 @@ def test_two_stages_compute_what_is_emulated(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", METHODS)
 def test_runs_at_a_stage_for_each_layer(name):
     """Delays of 11 to 1 on six stages: the weights move, and differ from those without delay."""

@@ -246,6 +246,7 @@ SPLIT = {"data": 1, "stage": 2, "fsdp": 2, "model": 2}
 
 
 @pytest.mark.exhaustive
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_every_schedule_equals_the_plain_model(name):
@@ -256,6 +257,7 @@ def test_every_schedule_equals_the_plain_model(name):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.sampled(3)
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize("name", ASYNCHRONOUS)
 def test_asynchronous_schedules_equal_themselves_without_the_axes(name):
@@ -272,6 +274,7 @@ SEQUENCE = (("length", "model"), *jpipe.AXIS_RULES)
 
 
 @pytest.mark.exhaustive
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name, schedule, options",
     [
@@ -350,6 +353,7 @@ FAMILIES = [
 
 
 @pytest.mark.exhaustive
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_collectives_over_fsdp(name):
     """Weights are gathered for their uses, gradients are summed. Activations stay, and messages travel as shards."""

@@ -223,6 +223,7 @@ ADAM = optax.chain(jpipe.optim.clip_by_global_norm(0.3), optax.adamw(0.05, eps=1
     ],
 )
 @pytest.mark.exhaustive
+@pytest.mark.sampled(3)
 def test_asynchronous_tables_keep_versions_and_delays(name, num_microbatches, options):
     """The layers follow the first and the last stage: reads, updates, delays and clipping are theirs."""
     schedule = schedule_named(name, 4, num_microbatches)

@@ -186,6 +186,7 @@ def test_numbers_of_every_degree(name):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_devices", [4, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_of_every_degree_on_more_devices(name, num_devices):
@@ -314,6 +315,7 @@ def test_collectives_send_no_more_than_predicted(name):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BYTES)
 def test_collectives_of_every_kind(name):
     check_bytes(name, 2)

@@ -154,6 +154,7 @@ def _random(seed):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "schedule, options",
     [
@@ -172,6 +173,7 @@ def test_random_splits(tmp_path, schedule, options):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_random_splits_beside_replicas(tmp_path, seed):
     path = saved(tmp_path / "strategy.json", _random(seed), 2, 2)
@@ -179,6 +181,7 @@ def test_random_splits_beside_replicas(tmp_path, seed):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("model", [2, 4])
 def test_random_splits_of_convolutions(tmp_path, model, seed):
