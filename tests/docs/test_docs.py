@@ -48,6 +48,7 @@ TOO_LONG = (
 FIRST = ("README.md",)
 LAST = (
     "docs/how_to/asynchronous.md",
+    "docs/how_to/memory.md",
     "docs/planning.md",
     "docs/tutorial/first_model.md",
     "docs/tutorial/port.md",

@@ -161,6 +161,7 @@ def test_asynchronous_training_equals_that_without_sharing(schedule, data):
 
 
 @EXHAUSTIVE
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_equals_itself_without_sharing(name):
     model, inputs_of = MODELS[name]

@@ -153,7 +153,7 @@ def test_delta_simulation_is_exact_on_large_models_for_a_while(name):
     walk_over_a_large_model(name, 4, 100, 25)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_delta_simulation_is_exact_on_many_random_graphs():
     for seed in range(100):
         rng = np.random.default_rng(seed)

@@ -348,7 +348,7 @@ def test_printed_commands_plan_a_graph(capsys, monkeypatch, tmp_path, command):
     assert code == 0 and ("optimal" in out), error
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_a_model_is_planned_and_the_plan_runs(tmp_path):
     """Profiled, priced, saved; what is saved trains, and a second call measures nothing anew."""
     saved, profiles = tmp_path / "planned.py", tmp_path / "profiles"
