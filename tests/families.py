@@ -27,7 +27,7 @@ from models import (
 )
 
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-"""Marks a case that only `make test-all` runs."""
+"""Marks a case that only `make test-slow` runs."""
 
 
 def cross_entropy(outputs, batch):

@@ -18,7 +18,7 @@ from jpipe.mesh import HOST_MEMORY
 from models import Transformer
 
 KEY = jax.random.key(3)
-SLOW = pytest.mark.exhaustive
+LONG = pytest.mark.exhaustive
 
 
 def run(pipe, data, steps=2, read="loss"):
@@ -64,44 +64,44 @@ CASES = [
     ("gpipe", 2, 8, Offload(0.5, 2), {"data": 2}),
     ("pipedream", 4, 4, Offload(1.0, 2), {}),
     ("interleaved", 4, 4, Offload(weights=1.0, gradients=1.0), {}),
-    pytest.param("zero_bubble_v", 8, 8, Offload(1.0, 7), {}, marks=SLOW),
-    pytest.param("one_f_one_b/unit", 4, 8, Offload(0.7, 3), {}, marks=SLOW),
-    pytest.param("interleaved", 4, 4, Offload(0.3, 3), {}, marks=SLOW),
-    pytest.param("zero_bubble_h1", 2, 8, Offload(1.0), {}, marks=SLOW),
-    pytest.param("gpipe/1-2", 2, 8, Offload(1.0, 5), {}, marks=SLOW),
-    pytest.param("pipemare", 4, 8, Offload(0.5, 3), {}, marks=SLOW),
-    pytest.param("pipemare/paired", 4, 8, Offload(activations=3), {}, marks=SLOW),
-    pytest.param("pipedream_2bw", 4, 8, Offload(0.5, 2), {"data": 2}, marks=SLOW),
-    pytest.param("pipedream/2-1-1-1", 4, 8, Offload(1.0, 2), {}, marks=SLOW),
-    pytest.param("gpipe", 2, 8, Offload(1.0, 2), {"overlap": True}, marks=SLOW),
+    pytest.param("zero_bubble_v", 8, 8, Offload(1.0, 7), {}, marks=LONG),
+    pytest.param("one_f_one_b/unit", 4, 8, Offload(0.7, 3), {}, marks=LONG),
+    pytest.param("interleaved", 4, 4, Offload(0.3, 3), {}, marks=LONG),
+    pytest.param("zero_bubble_h1", 2, 8, Offload(1.0), {}, marks=LONG),
+    pytest.param("gpipe/1-2", 2, 8, Offload(1.0, 5), {}, marks=LONG),
+    pytest.param("pipemare", 4, 8, Offload(0.5, 3), {}, marks=LONG),
+    pytest.param("pipemare/paired", 4, 8, Offload(activations=3), {}, marks=LONG),
+    pytest.param("pipedream_2bw", 4, 8, Offload(0.5, 2), {"data": 2}, marks=LONG),
+    pytest.param("pipedream/2-1-1-1", 4, 8, Offload(1.0, 2), {}, marks=LONG),
+    pytest.param("gpipe", 2, 8, Offload(1.0, 2), {"overlap": True}, marks=LONG),
     pytest.param(
-        "gpipe", 2, 8, Offload(1.0, 2), {"data": 2, "shard_optimizer": True}, marks=SLOW
+        "gpipe", 2, 8, Offload(1.0, 2), {"data": 2, "shard_optimizer": True}, marks=LONG
     ),
     pytest.param(
-        "pipedream", 2, 4, Offload(1.0, weights=1.0, gradients=0.5), {}, marks=SLOW
+        "pipedream", 2, 4, Offload(1.0, weights=1.0, gradients=0.5), {}, marks=LONG
     ),
-    pytest.param("pipemare", 4, 4, Offload(0.5, weights=0.5), {}, marks=SLOW),
+    pytest.param("pipemare", 4, 4, Offload(0.5, weights=0.5), {}, marks=LONG),
     pytest.param(
         "zero_bubble_v",
         8,
         8,
         Offload(1.0, 7, weights=1.0, gradients=1.0),
         {},
-        marks=SLOW,
+        marks=LONG,
     ),
-    pytest.param("gpipe/1-2", 2, 8, Offload(1.0, 5, weights=1.0), {}, marks=SLOW),
+    pytest.param("gpipe/1-2", 2, 8, Offload(1.0, 5, weights=1.0), {}, marks=LONG),
     pytest.param(
         "gpipe",
         2,
         8,
         Offload(1.0, 2, weights=1.0, gradients=1.0),
         {"data": 2, "shard_optimizer": True},
-        marks=SLOW,
+        marks=LONG,
     ),
-    pytest.param("gpipe", 2, 8, Offload(gradients=1.0), {"data": 2}, marks=SLOW),
-    pytest.param("gpipe", 2, 4, Offload(0.8, 3), {"loss_scale": 64.0}, marks=SLOW),
+    pytest.param("gpipe", 2, 8, Offload(gradients=1.0), {"data": 2}, marks=LONG),
+    pytest.param("gpipe", 2, 4, Offload(0.8, 3), {"loss_scale": 64.0}, marks=LONG),
     pytest.param(
-        "gpipe", 2, 8, Offload(1.0), {"optimizer": optax.contrib.muon(0.01)}, marks=SLOW
+        "gpipe", 2, 8, Offload(1.0), {"optimizer": optax.contrib.muon(0.01)}, marks=LONG
     ),
 ]
 
@@ -162,7 +162,7 @@ class Block(nnx.Module):
     "recompute",
     [
         "none",
-        pytest.param(jax.checkpoint_policies.dots_saveable, marks=SLOW),
+        pytest.param(jax.checkpoint_policies.dots_saveable, marks=LONG),
     ],
 )
 def test_running_statistics_and_dropout(recompute):

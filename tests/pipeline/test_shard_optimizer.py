@@ -18,7 +18,7 @@ from layouts import loss, pipeline
 import jpipe
 
 KEY = jax.random.key(7)
-EXHAUSTIVE = pytest.mark.exhaustive
+LONG = pytest.mark.exhaustive
 
 OPTIMIZERS = {
     "adamw": optax.adamw(0.1, eps=1e-2, weight_decay=0.1),
@@ -50,13 +50,13 @@ CASES = [
     ("mlp", "one_f_one_b/unit/1-2", 2, 4, 2, "muon"),
     ("transformer", "zero_bubble_h1", 2, 2, 3, "masked"),
     ("resnet", "one_f_one_b", 2, 2, 2, "lamb"),
-    pytest.param("mlp", "two-columns", 2, 2, 4, "adamw", marks=EXHAUSTIVE),
-    pytest.param("mlp", "v", 2, 2, 2, "adafactor", marks=EXHAUSTIVE),
-    pytest.param("mlp", "one_f_one_b/paired/2-3", 2, 6, 1, "clip", marks=EXHAUSTIVE),
-    pytest.param("transformer", "one_f_one_b", 2, 2, 4, "adafactor", marks=EXHAUSTIVE),
-    pytest.param("transformer", "gpipe/1-2", 2, 2, 2, "muon", marks=EXHAUSTIVE),
-    pytest.param("transformer", "interleaved", 2, 2, 2, "accumulate", marks=EXHAUSTIVE),
-    pytest.param("resnet", "gpipe/2-1-2", 3, 4, 1, "masked", marks=EXHAUSTIVE),
+    pytest.param("mlp", "two-columns", 2, 2, 4, "adamw", marks=LONG),
+    pytest.param("mlp", "v", 2, 2, 2, "adafactor", marks=LONG),
+    pytest.param("mlp", "one_f_one_b/paired/2-3", 2, 6, 1, "clip", marks=LONG),
+    pytest.param("transformer", "one_f_one_b", 2, 2, 4, "adafactor", marks=LONG),
+    pytest.param("transformer", "gpipe/1-2", 2, 2, 2, "muon", marks=LONG),
+    pytest.param("transformer", "interleaved", 2, 2, 2, "accumulate", marks=LONG),
+    pytest.param("resnet", "gpipe/2-1-2", 3, 4, 1, "masked", marks=LONG),
 ]
 
 
@@ -121,9 +121,9 @@ def assert_replicas_equal(state):
     "schedule, data",
     [
         ("pipemare", 2),
-        pytest.param("pipemare/2-1", 2, marks=EXHAUSTIVE),
-        pytest.param("pipedream", 2, marks=EXHAUSTIVE),
-        pytest.param("pipedream_2bw", 3, marks=EXHAUSTIVE),
+        pytest.param("pipemare/2-1", 2, marks=LONG),
+        pytest.param("pipedream", 2, marks=LONG),
+        pytest.param("pipedream_2bw", 3, marks=LONG),
     ],
 )
 @pytest.mark.exhaustive
@@ -160,7 +160,7 @@ def test_asynchronous_training_equals_that_without_sharing(schedule, data):
     assert_close(found[1][1], found[0][1], "float32")
 
 
-@EXHAUSTIVE
+@LONG
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_equals_itself_without_sharing(name):

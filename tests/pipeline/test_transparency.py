@@ -119,7 +119,7 @@ def rows_that_can_occur(values):
 
 @pytest.mark.filterwarnings("ignore:.*bubble")
 def test_every_pair_is_covered():
-    """By rows that are not slow, all pairs of values of two factors that any row could have."""
+    """By rows without a mark of their own, all pairs of values of two factors that any row could have."""
     not_slow = [case for case in CASES if not hasattr(case, "values")]
     every = [getattr(case, "values", case) for case in CASES]
     # Boundaries are lists, so values are told apart by their text.
