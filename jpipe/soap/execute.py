@@ -11,9 +11,10 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jpipe.soap import exchange
 from jpipe.soap.flatten import CALLS, called
 from jpipe.soap.graph import OperatorGraph
-from jpipe.soap.moves import Spec
+from jpipe.soap.moves import Spec, as_entries
 from jpipe.soap.products import product_of
 from jpipe.soap.splits import Plan, Split, factor_axes, splits
 from jpipe.soap.strategy import Strategy
@@ -83,31 +84,18 @@ def apply(
       True
     """
     found = splits(graph, strategy, mesh.shape)
-    constrain = split_on(mesh)
-    split = with_splits(function, found.plan, constrain)
+    split = with_splits(function, found.plan, mesh)
 
     def run(weights: Any, *inputs: Any) -> Any:
         leaves, tree = jax.tree.flatten(weights)
-        leaves = [constrain(a, s) for a, s in zip(leaves, found.arguments)]
+        leaves = [_constrained(a, s, mesh) for a, s in zip(leaves, found.arguments)]
         return split(tree.unflatten(leaves), *inputs)
 
     return run
 
 
-def as_entries(spec: Spec) -> tuple:
-    """A spec as the entries of a `PartitionSpec`: an axis, several, or None."""
-    return tuple(
-        names[0] if len(names) == 1 else (tuple(names) or None) for names in spec
-    )
-
-
-def split_on(mesh: Mesh) -> Callable[[jax.Array, Spec], jax.Array]:
-    """`(value, spec) -> value`, split over axes of a mesh."""
-
-    def constrain(value: jax.Array, spec: Spec) -> jax.Array:
-        return lax.with_sharding_constraint(value, _sharding(mesh, spec))
-
-    return constrain
+def _constrained(value: jax.Array, spec: Spec, mesh: Mesh) -> jax.Array:
+    return lax.with_sharding_constraint(value, _sharding(mesh, spec))
 
 
 def _sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
@@ -124,18 +112,16 @@ def argument_shardings(
 
 
 def with_splits(
-    function: Callable[..., Any],
-    plan: Plan,
-    constrain: Callable[[jax.Array, Spec], jax.Array],
+    function: Callable[..., Any], plan: Plan, mesh: Mesh
 ) -> Callable[..., Any]:
     """A function whose equations are split.
 
     Args:
       function: of pytrees of arrays.
       plan: how its equations are split.
-      constrain: `(value, spec) -> value`.
+      mesh: its axes are left to the compiler.
     """
-    run = _Run(constrain)
+    run = _Run(mesh)
 
     def split(*args: Any) -> Any:
         closed, results = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -148,8 +134,8 @@ def with_splits(
 class _Run:
     """Evaluates jaxprs with constraints."""
 
-    def __init__(self, constrain: Callable[[jax.Array, Spec], jax.Array]):
-        self._constrain = constrain
+    def __init__(self, mesh: Mesh):
+        self._mesh = mesh
 
     def __call__(
         self, jaxpr: Any, consts: Sequence, args: Sequence, plan: Plan
@@ -168,7 +154,7 @@ class _Run:
         return [
             v
             if s is None or np.ndim(v) == 0 or not jnp.issubdtype(v.dtype, np.number)
-            else self._constrain(v, s)
+            else _constrained(v, s, self._mesh)
             for v, s in zip(values, specs)
         ]
 
@@ -176,6 +162,8 @@ class _Run:
         name = eqn.primitive.name
         if isinstance(plan, Split):
             _check_same(eqn, plan)
+            if plan.exchange is not None:
+                return [exchange.run(eqn, values, plan.exchange, self._mesh)]
             for specs in itertools.zip_longest(*plan.moves):
                 values = self._constrained(values, specs)
             outputs = _bind(eqn, self._constrained(values, plan.inputs))

@@ -12,8 +12,9 @@ from jpipe.layers.avals import cast
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss
 from jpipe.layers.trace import run_layer
-from jpipe.soap.execute import as_entries, split_on, with_splits
+from jpipe.soap.execute import with_splits
 from jpipe.soap.graph import OperatorGraph
+from jpipe.soap.moves import as_entries
 from jpipe.soap.splits import Plan, reads_tiles, splits
 from jpipe.soap.strategy import Config, load_strategy
 from jpipe.soap.trace import trace
@@ -32,7 +33,7 @@ class LayerSplit(NamedTuple):
 
     def applied(self, run: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
         """The layer with constraints over the mesh of the automatic axes."""
-        return with_splits(run, self.plan, split_on(mesh))
+        return with_splits(run, self.plan, mesh)
 
 
 class LayersGraph(NamedTuple):

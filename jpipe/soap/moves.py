@@ -13,6 +13,13 @@ Spec = tuple[tuple[str, ...], ...]
 """The axes of the mesh over which each dim is split."""
 
 
+def as_entries(spec: Spec) -> tuple:
+    """A spec as the entries of a `PartitionSpec`: an axis, several, or None."""
+    return tuple(
+        names[0] if len(names) == 1 else (tuple(names) or None) for names in spec
+    )
+
+
 def steps_between(
     shape: Sequence[int], source: Spec, target: Spec, sizes: Mapping[str, int]
 ) -> tuple[Spec, ...]:

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jpipe.soap.exchange import PRIMITIVES, Exchange, Fetch, boxes_of, window_of
 from jpipe.soap.flatten import Value
 from jpipe.soap.graph import (
     ATTRIBUTE,
@@ -131,6 +132,18 @@ def is_partitioned_right(operator: Operator, config: Config, num_devices: int) -
     return uses_all and (split <= {SAMPLE, ATTRIBUTE} or split <= {SAMPLE, REDUCTION})
 
 
+def can_apply(operator: Operator, config: Config, sizes: Mapping[str, int]) -> bool:
+    """Whether `jpipe.soap.apply` computes the right numbers of an operator on a mesh."""
+    axes = loop_axes(config, sizes)
+    if axes is None:
+        return False
+    if is_partitioned_right(operator, config, math.prod(sizes.values())):
+        return True
+    known = _Known(sizes, {})
+    members = operator.equations or ()
+    return any(_exchange(operator, m, config, axes, known) for m in members)
+
+
 @dataclasses.dataclass(frozen=True)
 class Split:
     """How one equation is split.
@@ -141,6 +154,7 @@ class Split:
       moves: per operand, how it is split on the way from its writer; see `steps_between`.
       inputs: per operand; None leaves the operand to the compiler.
       outputs: per result.
+      exchange: how devices compute the result where shards read parts of other shards; None: the compiler finds it out.
     """
 
     primitive: str
@@ -148,10 +162,40 @@ class Split:
     moves: tuple[tuple[Spec, ...], ...]
     inputs: tuple[Spec | None, ...]
     outputs: tuple[Spec, ...]
+    exchange: Exchange | None = None
 
 
 Plan = Mapping[Any, Any]
 """`Split`s by the numbers of their equations; below a call or a loop stands the plan of its body. See `jpipe.soap.flatten.Place`."""
+
+
+class _Known(NamedTuple):
+    """What is known of arrays before an equation.
+
+    Attributes:
+      sizes: axis of the mesh -> number of devices.
+      written: how results of earlier equations are split.
+      inputs: numbers of the tensors that are inputs of the function. All devices have them.
+    """
+
+    sizes: Mapping[str, int]
+    written: Mapping[Value, Spec]
+    inputs: Collection[int] = ()
+
+    def split_of(
+        self,
+        value: Value,
+        tensor: int | None,
+        access: Access,
+        axes: Sequence[tuple[str, ...]],
+    ) -> Spec:
+        """How an operand is split; of a view of a result, how it should be."""
+        whole: Spec = ((),) * len(value.shape)
+        if value in self.written:
+            return self.written[value]
+        if tensor is None or tensor in self.inputs:
+            return whole
+        return _read(value.shape, access, axes, self.sizes) or whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,29 +230,40 @@ def splits(
         axes = loop_axes(config, sizes)
         if axes is None:
             raise ValueError(_no_mesh(operator, config, sizes))
-        if not is_partitioned_right(operator, config, math.prod(sizes.values())):
+        if not can_apply(operator, config, sizes):
             raise ValueError(
                 f"XLA computes wrong numbers where degrees {config.degrees} split the convolution {operator.name!r} over "
-                f"{math.prod(sizes.values())} devices. Split it by samples and channels, or by samples and positions over all devices; "
-                "`Space(graph, num_devices, executable=True)` leaves wrong splits out."
+                f"{math.prod(sizes.values())} devices, because it has groups or dilated inputs. Split it by samples and channels, or by "
+                "samples and positions over all devices; `Space(graph, num_devices, executable=True)` leaves wrong splits out."
             )
         of_loops.append(axes)
     plan: dict = {}
     written: dict[Value, Spec] = {}
-    for operator, axes in zip(graph.operators, of_loops):
+    inputs = {
+        number
+        for number, tensor in enumerate(graph.tensors)
+        if tensor.producer is None and tensor.weight is None
+    }
+    known = _Known(sizes, written, inputs)
+    first: dict[int, Spec | None] = {}
+    for operator, config, axes in zip(graph.operators, strategy, of_loops):
+        exchanges = False
         for member in operator.equations:
             *above, last = member.equation.place
             inner = plan
             for step in above:
                 inner = inner.setdefault(step, {})
-            inner[last] = _split(operator, member, axes, sizes, written)
+            inner[last] = _split(operator, member, config, axes, known)
             written.update(zip(member.equation.outputs, inner[last].outputs))
-    first: dict[int, Spec | None] = {}
-    for operator, axes in zip(graph.operators, of_loops):
+            exchanges |= inner[last].exchange is not None
         for each in operator.inputs:
             tensor = graph.tensors[each.tensor]
-            if tensor.producer is None and each.tensor not in first:
-                first[each.tensor] = _read(tensor.shape, each.access, axes, sizes)
+            if tensor.producer is not None or each.tensor in first:
+                continue
+            # Every device has the inputs of the function, of which shards may read any part.
+            is_whole = exchanges and each.tensor in inputs
+            spec = _read(tensor.shape, each.access, axes, sizes)
+            first[each.tensor] = None if is_whole else spec
     arguments = [
         first.get(number) or ((),) * len(tensor.shape)
         for number, tensor in enumerate(graph.tensors)
@@ -230,26 +285,20 @@ def _no_mesh(operator: Operator, config: Config, sizes: Mapping[str, int]) -> st
 def _split(
     operator: Operator,
     member: Any,
+    config: Config,
     axes: Sequence[tuple[str, ...]],
-    sizes: Mapping[str, int],
-    written: Mapping[Value, Spec],
+    known: _Known,
 ) -> Split:
-    """How an equation is split, where `written` says how its operands are before."""
-    equation = member.equation
+    """How an equation is split."""
+    equation, sizes, written = member.equation, known.sizes, known.written
     inputs = tuple(
         _read(value.shape, access, axes, sizes)
         for value, access in zip(equation.inputs, member.reads)
     )
-    outputs = []
-    for value, dims in zip(equation.outputs, member.writes):
-        spec = [() if d is None else axes[d] for d in dims]
-        terms = [
-            name
-            for k, loop in enumerate(operator.loops)
-            if loop.kind == REDUCTION and k not in dims
-            for name in axes[k]
-        ]
-        outputs.append(_scattered(value.shape, spec, terms, sizes))
+    outputs = tuple(
+        _written(operator, value, dims, axes, sizes)[0]
+        for value, dims in zip(equation.outputs, member.writes)
+    )
     moves = tuple(
         ()
         if spec is None or value not in written
@@ -257,27 +306,105 @@ def _split(
         for value, spec in zip(equation.inputs, inputs)
     )
     shapes = tuple(value.shape for value in equation.outputs)
-    return Split(equation.primitive, shapes, moves, inputs, tuple(outputs))
+    exchange = _exchange(operator, member, config, axes, known)
+    return Split(equation.primitive, shapes, moves, inputs, outputs, exchange)
+
+
+def _written(
+    operator: Operator,
+    value: Value,
+    dims: Sequence[int | None],
+    axes: Sequence[tuple[str, ...]],
+    sizes: Mapping[str, int],
+) -> tuple[Spec, tuple[str, ...], int | None]:
+    """How a result is split, the axes along which devices have terms of it, and the dim along which they keep parts of the sum."""
+    spec = [() if d is None else axes[d] for d in dims]
+    terms = tuple(
+        name
+        for k, loop in enumerate(operator.loops)
+        if loop.kind == REDUCTION and k not in dims
+        for name in axes[k]
+    )
+    dim = _summed_dim(value.shape, spec, terms, sizes)
+    if dim is not None:
+        spec[dim] = (*spec[dim], *terms)
+    return tuple(spec), terms, dim
+
+
+def _exchange(
+    operator: Operator,
+    member: Any,
+    config: Config,
+    axes: Sequence[tuple[str, ...]],
+    known: _Known,
+) -> Exchange | None:
+    """How devices compute a result where shards read parts of others; None where the compiler does it, or it cannot be done so."""
+    equation = member.equation
+    if equation.primitive not in PRIMITIVES or math.prod(config.degrees) == 1:
+        return None
+    groups = equation.params.get("feature_group_count", 1)
+    if groups * equation.params.get("batch_group_count", 1) > 1:
+        return None
+    turns = [loop.size for loop in operator.loops]
+    loops = boxes_of(turns, axes, known.sizes)
+    specs = [
+        _tiles(value.shape, access, loops, axes, known.sizes)
+        for value, access in zip(equation.inputs, member.reads)
+    ]
+    num_devices = math.prod(known.sizes.values())
+    if None not in specs and is_partitioned_right(operator, config, num_devices):
+        return None
+    joins = equation.primitive in ("concatenate", "stack")
+    operands: list[Fetch | Spec] = []
+    for i, (value, spec) in enumerate(zip(equation.inputs, specs)):
+        if spec is not None and not (joins and None in specs):
+            operands.append(spec)
+            continue
+        step, shape = member.reads[i][0], list(value.shape)
+        lies = list(known.split_of(value, member.tensors[i], member.reads[i], axes))
+        if equation.primitive == "stack":
+            lies.insert(equation.params["axis"], ())
+        window = window_of(step, loops)
+        if window is None:
+            return None
+        operands.append(Fetch(tuple(lies), *window))
+    (value,), (dims,) = equation.outputs, member.writes
+    return Exchange(
+        tuple(operands), *_written(operator, value, dims, axes, known.sizes)
+    )
+
+
+def _tiles(
+    shape: tuple[int, ...],
+    access: Access,
+    loops: np.ndarray,
+    axes: Sequence[tuple[str, ...]],
+    sizes: Mapping[str, int],
+) -> Spec | None:
+    """The split in which each device has what its box of loops reads; None if there is none."""
+    spec = _read(shape, access, axes, sizes)
+    if spec is None:
+        return None
+    has = boxes_of(shape, spec, sizes)
+    return spec if np.array_equal(read_all(access, loops), has) else None
 
 
 def _parts(names: Sequence[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[name] for name in names)
 
 
-def _scattered(
+def _summed_dim(
     shape: tuple[int, ...],
     spec: Sequence[tuple[str, ...]],
     terms: Sequence[str],
     sizes: Mapping[str, int],
-) -> Spec:
-    """How a result is split whose terms are added up over axes: each device keeps a part of the sum, along the longest dim."""
-    result = list(spec)
+) -> int | None:
+    """The longest dim of a device's part of a result, along which each device keeps its part of a sum; None if it has all of it."""
     local = [n // _parts(names, sizes) for n, names in zip(shape, spec)]
-    if terms and local:
-        longest = int(np.argmax(local))
-        if local[longest] % _parts(terms, sizes) == 0:
-            result[longest] = (*result[longest], *terms)
-    return tuple(result)
+    if not terms or not local:
+        return None
+    longest = int(np.argmax(local))
+    return longest if local[longest] % _parts(terms, sizes) == 0 else None
 
 
 def _read(
