@@ -3,12 +3,13 @@
 XLA's partitioner sends more than a strategy implies where shards of a window, a `pad` or a concatenation read other parts of an array than
 those in which it lies: it sends halos again in the backward, and moves whole operands to another split and back. It also counts sums twice
 for some splits of convolutions. So these operators run in `jax.shard_map`. A device fetches a window of each operand from
-those that have it, by one permutation per distance between devices. The transposed permutations return the gradient.
+those that have it, by one permutation per distance between devices. The transposed permutations return the gradient. An array is split
+in another way by the same means, where the compiler would send more (`jpipe.soap.moves`).
 """
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,12 +19,14 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.soap.moves import Spec, as_entries
+from jpipe.soap.products import product_of
 from jpipe.soap.regions import Step
 
 PRIMITIVES = frozenset(
-    """concatenate conv_general_dilated pad reduce_window_max reduce_window_min reduce_window_sum stack""".split()
+    """concatenate conv_general_dilated dot_general dynamic_slice gather pad reduce_window_max reduce_window_min reduce_window_sum stack
+    top_k""".split()
 )
-"""What runs so, where shards read more than their parts."""
+"""What can run so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +49,17 @@ class Exchange:
     """How devices compute their parts of an equation's result.
 
     Attributes:
+      axes: of the mesh, over whose devices it is: those that split the equation or an operand that is fetched.
       operands: per operand a window, or the split in which a device has what it reads.
-      output: how the result is split.
-      terms: the axes along which devices have terms of sums.
-      sum_dim: the dim of the result along which a device keeps its part of the sum; None: devices have the whole sum.
+      outputs: how each result is split.
+      sums: per result, the axes along which devices have terms of it, and the dim along which a device keeps its part of the sum; None:
+        devices have the whole sum.
     """
 
+    axes: tuple[str, ...]
     operands: tuple[Fetch | Spec, ...]
-    output: Spec
-    terms: tuple[str, ...] = ()
-    sum_dim: int | None = None
+    outputs: tuple[Spec, ...]
+    sums: tuple[tuple[tuple[str, ...], int | None], ...]
 
 
 def boxes_of(
@@ -103,111 +107,123 @@ def window_of(
 
 
 class _Message(NamedTuple):
-    """What devices get from those at one distance.
+    """What some devices get from those at one distance.
 
     Attributes:
       pairs: `(sender, receiver)`.
-      shape: of what is sent, the largest of all pairs.
-      read: per sender, where it begins in the sender's part.
-      write: per receiver, where it belongs in the receiver's window.
-      first, last: per receiver and dim, the range of it that counts.
+      shape: of what is sent.
+      read: `[devices, rank]`, where it begins in the sender's part.
+      write: `[devices, rank]`, where it begins in the receiver's window.
     """
 
     pairs: list[tuple[int, int]]
     shape: tuple[int, ...]
     read: np.ndarray
     write: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
 
 
-def _messages(owned: np.ndarray, wanted: np.ndarray) -> Iterator[_Message]:
+def _messages(owned: np.ndarray, wanted: np.ndarray) -> list[_Message]:
     """The messages by which every device gets its window. A device takes what several have from itself, or from the nearest before it.
 
     Args:
       owned: `[devices, rank, 2]`, the part of the array that each device has.
       wanted: the same, of windows.
     """
-    count, tile = len(owned), owned[0, :, 1] - owned[0, :, 0]
-    by_distance: dict[int, list[tuple[int, int]]] = {}
+    count, rank = owned.shape[:2]
+    found: dict[tuple, _Message] = {}
     for receiver in range(count):
         seen: set[bytes] = set()
         for distance in range(count):
             sender = (receiver - distance) % count
             part = owned[sender].tobytes()
-            if part not in seen and _is_shared(owned[sender], wanted[receiver]):
-                by_distance.setdefault(distance, []).append((sender, receiver))
+            low = np.maximum(owned[sender, :, 0], wanted[receiver, :, 0])
+            shape = np.minimum(owned[sender, :, 1], wanted[receiver, :, 1]) - low
+            if part in seen or np.any(shape <= 0):
+                continue
             seen.add(part)
-    for _, pairs in sorted(by_distance.items()):
-        low = np.zeros((count, len(tile)), np.int64)
-        high = np.zeros_like(low)
-        for a, b in pairs:
-            low[b] = np.maximum(owned[a, :, 0], wanted[b, :, 0])
-            high[b] = np.minimum(owned[a, :, 1], wanted[b, :, 1])
-        shape = (high - low).max(axis=0)
-        read, write = np.zeros_like(low), np.zeros_like(low)
-        first, last = np.zeros_like(low), np.zeros_like(low)
-        for a, b in pairs:
-            # Messages of one distance have one shape: a shorter one begins earlier, if it has to.
-            begin = np.minimum(low[b] - owned[a, :, 0], tile - shape)
-            read[a] = begin
-            first[b] = low[b] - owned[a, :, 0] - begin
-            last[b] = first[b] + high[b] - low[b]
-            write[b] = owned[a, :, 0] + begin - wanted[b, :, 0]
-        yield _Message(pairs, tuple(shape.tolist()), read, write, first, last)
-
-
-def _is_shared(first: np.ndarray, second: np.ndarray) -> bool:
-    low = np.maximum(first[:, 0], second[:, 0])
-    return bool(np.all(low < np.minimum(first[:, 1], second[:, 1])))
+            key = distance, tuple(shape.tolist())
+            starts = np.zeros((2, count, rank), np.int64)
+            message = found.setdefault(key, _Message([], key[1], *starts))
+            message.pairs.append((sender, receiver))
+            message.read[sender] = low - owned[sender, :, 0]
+            message.write[receiver] = low - wanted[receiver, :, 0]
+    return [found[key] for key in sorted(found)]
 
 
 def _fetched(
     part: jax.Array, fetch: Fetch, owned: np.ndarray, axes: tuple[str, ...], fill: Any
 ) -> jax.Array:
     """The window of a device, with `fill` outside of the array. It runs on each device."""
-    shape = np.array(fetch.shape)
     starts = np.array(fetch.starts)
-    messages = list(_messages(owned, np.stack([starts, starts + shape], axis=-1)))
-    # A message may begin before the window or end behind it.
-    ends = [each.write + np.array(each.shape) - shape for each in messages]
-    margins = np.zeros((2, part.ndim), np.int64)
-    if messages:
-        margins[0] = np.maximum(0, -np.min([each.write for each in messages], (0, 1)))
-        margins[1] = np.maximum(0, np.max(ends, (0, 1)))
-    window = jnp.full(shape + margins.sum(axis=0), fill, part.dtype)
+    wanted = np.stack([starts, starts + np.array(fetch.shape)], axis=-1)
+    window = jnp.full(fetch.shape, fill, part.dtype)
     device = lax.axis_index(axes)
-    for each in messages:
+    for each in _messages(owned, wanted):
         message = lax.dynamic_slice(part, jnp.asarray(each.read)[device], each.shape)
         if any(sender != receiver for sender, receiver in each.pairs):
             message = lax.ppermute(message, axes, each.pairs)
-        place = jnp.asarray(each.write + margins[0])[device]
-        if len(each.pairs) < len(owned) or _has_rest(each):
+        place = jnp.asarray(each.write)[device]
+        if len(each.pairs) < len(owned):
+            receives = np.zeros(len(owned), bool)
+            receives[[receiver for _, receiver in each.pairs]] = True
             present = lax.dynamic_slice(window, place, each.shape)
-            first, last = (jnp.asarray(a)[device] for a in (each.first, each.last))
-            message = jnp.where(_inside(first, last, each.shape), message, present)
+            message = jnp.where(jnp.asarray(receives)[device], message, present)
         window = lax.dynamic_update_slice(window, message, place)
-    return lax.slice(window, margins[0], margins[0] + shape)
+    return window
 
 
-def _has_rest(message: _Message) -> bool:
-    """Whether some receivers do not need all of a message."""
-    return bool(np.any(message.first) or np.any(message.last != message.shape))
+def resplit(value: jax.Array, source: Spec, target: Spec, mesh: Mesh) -> jax.Array:
+    """An array that lies split over some axes of a mesh, split over the same axes in another way."""
+    sizes = _sizes({name for names in source for name in names}, mesh)
+    has, wanted = (boxes_of(value.shape, spec, sizes) for spec in (source, target))
+    shape = tuple((wanted[0, :, 1] - wanted[0, :, 0]).tolist())
+    fetch = Fetch(source, tuple(map(tuple, wanted[:, :, 0].tolist())), shape)
+    (moved,) = _on_devices(
+        lambda part: [_fetched(part, fetch, has, tuple(sizes), 0)],
+        mesh,
+        sizes,
+        [source],
+        [target],
+    )(value)
+    return moved
 
 
-def _inside(first: jax.Array, last: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """A mask of the elements between `first` and `last` of every dim."""
-    inside = jnp.ones(shape, bool)
-    for dim in range(len(shape)):
-        index = lax.broadcasted_iota(first.dtype, shape, dim)
-        inside &= (index >= first[dim]) & (index < last[dim])
-    return inside
+def _sizes(axes: Collection[str], mesh: Mesh) -> dict[str, int]:
+    """Axes in the order of the mesh, and their sizes."""
+    return {name: size for name, size in mesh.shape.items() if name in axes}
+
+
+def bind(eqn: Any, values: Sequence[Any], params: Mapping[str, Any]) -> list:
+    """The results of an equation with the values and parameters given."""
+    with eqn.ctx.manager:
+        if eqn.primitive.name == "dot_general" and not params.get("out_sharding"):
+            return [product_of(params, *values)]
+        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _on_devices(
+    function: Callable[..., list[jax.Array]],
+    mesh: Mesh,
+    axes: Iterable[str],
+    operands: Sequence[Spec],
+    outputs: Sequence[Spec],
+) -> Callable[..., list[jax.Array]]:
+    """A function of parts of arrays, run on each device. Along other axes of the mesh there are copies, which are left to the compiler."""
+    return jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=tuple(PartitionSpec(*as_entries(spec)) for spec in operands),
+        out_specs=[PartitionSpec(*as_entries(spec)) for spec in outputs],
+        axis_names=set(axes),
+        check_vma=False,  # a result of windows is not known to be the same on several devices
+    )
 
 
 def run(
     eqn: Any, values: Sequence[jax.Array], exchange: Exchange, mesh: Mesh
-) -> jax.Array:
-    """The result of an equation of one of `PRIMITIVES`, computed device by device.
+) -> list[jax.Array]:
+    """The results of an equation of one of `PRIMITIVES`, computed device by device.
 
     Args:
       eqn: the equation.
@@ -218,49 +234,76 @@ def run(
     name = eqn.primitive.name
     if name == "stack":
         values = [jnp.expand_dims(value, eqn.params["axis"]) for value in values]
-    specs = [s.source if isinstance(s, Fetch) else s for s in exchange.operands]
+    specs = [e.source if isinstance(e, Fetch) else e for e in exchange.operands]
     shapes = [np.shape(value) for value in values]
+    sizes = _sizes(exchange.axes, mesh)
+    axes = tuple(sizes)
 
-    def of_device(*parts: jax.Array) -> jax.Array:
+    def of_device(*parts: jax.Array) -> list[jax.Array]:
         fill = _fill(name, parts)
         operands = [
-            _fetched(
-                part,
-                each,
-                boxes_of(shape, spec, mesh.shape),
-                mesh.axis_names,
-                fill,
-            )
+            _fetched(part, each, boxes_of(shape, spec, sizes), axes, fill)
             if isinstance(each, Fetch)
             else part
             for part, each, shape, spec in zip(parts, exchange.operands, shapes, specs)
         ]
         if name == "pad":
-            return operands[0]
+            return operands[:1]
         if name in ("concatenate", "stack"):
             dim = eqn.params["dimension" if name == "concatenate" else "axis"]
-            sizes = [shape[dim] for shape in shapes]
-            return _joined(operands, exchange, dim, sizes, mesh.axis_names)
+            lengths = [shape[dim] for shape in shapes]
+            return [_joined(operands, exchange, dim, lengths, axes)]
+        if name == "dynamic_slice":
+            shape = eqn.outvars[0].aval.shape
+            part = boxes_of(shape, exchange.outputs[0], sizes)
+            return [_sliced(operands, shape, part, lax.axis_index(axes))]
         params = dict(eqn.params)
-        if isinstance(exchange.operands[0], Fetch):  # a window has its padding
+        # A window has its padding.
+        if "padding" in params and isinstance(exchange.operands[0], Fetch):
             params["padding"] = ((0, 0),) * len(params["padding"])
-        result = eqn.primitive.bind(*operands, **params)
-        if exchange.sum_dim is not None:
-            return lax.psum_scatter(
-                result,
-                exchange.terms,
-                scatter_dimension=exchange.sum_dim,
-                tiled=True,
+        if name == "gather":
+            params["slice_sizes"] = tuple(
+                min(size, n) for size, n in zip(params["slice_sizes"], parts[0].shape)
             )
-        return lax.psum(result, exchange.terms) if exchange.terms else result
+        results = bind(eqn, operands, params)
+        return [
+            _summed(each, *how)
+            for each, how in zip(results, exchange.sums, strict=True)
+        ]
 
-    return jax.shard_map(
-        of_device,
-        mesh=mesh,
-        in_specs=tuple(PartitionSpec(*as_entries(spec)) for spec in specs),
-        out_specs=PartitionSpec(*as_entries(exchange.output)),
-        check_vma=False,  # copies of a result are not known to be equal
-    )(*values)
+    return _on_devices(of_device, mesh, axes, specs, exchange.outputs)(*values)
+
+
+def _summed(result: jax.Array, terms: tuple[str, ...], dim: int | None) -> jax.Array:
+    """The sum of the terms that devices have, or a device's part of it along a dim."""
+    if dim is not None:
+        return lax.psum_scatter(result, terms, scatter_dimension=dim, tiled=True)
+    return lax.psum(result, terms) if terms else result
+
+
+def _sliced(
+    operands: Sequence[Any], whole: Sequence[int], part: np.ndarray, device: jax.Array
+) -> jax.Array:
+    """A device's part of a slice, where it has all of the operand's dims that are sliced.
+
+    Args:
+      operands: of a `dynamic_slice`: the device's part of the array, and where the slice begins.
+      whole: the shape of the slice.
+      part: `[devices, rank, 2]`, the parts of it.
+      device: the number of the device.
+    """
+    operand, *starts = operands
+    shape = part[0, :, 1] - part[0, :, 0]
+    low = jnp.asarray(part[:, :, 0])[device]
+    at = [
+        jnp.clip(start, 0, max(have - size, 0)).astype(low.dtype) + first
+        if have > n
+        else jnp.zeros((), low.dtype)
+        for start, have, size, n, first in zip(
+            starts, operand.shape, whole, shape.tolist(), low
+        )
+    ]
+    return lax.dynamic_slice(operand, at, shape.tolist())
 
 
 def _fill(name: str, parts: Sequence[jax.Array]) -> Any:

@@ -1,6 +1,5 @@
 """Runs a function as a strategy splits it: sharding constraints on the operands and results of its equations."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,8 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jpipe.soap import exchange
 from jpipe.soap.flatten import CALLS, called
 from jpipe.soap.graph import OperatorGraph
-from jpipe.soap.moves import Spec, as_entries
-from jpipe.soap.products import product_of
+from jpipe.soap.moves import Spec, Step, as_entries
 from jpipe.soap.splits import Plan, Split, factor_axes, splits
 from jpipe.soap.strategy import Strategy
 
@@ -158,25 +156,35 @@ class _Run:
             for v, s in zip(values, specs)
         ]
 
+    def _moved(self, value: Any, spec: Spec, steps: Sequence[Step]) -> Any:
+        """A value that is split in one way, in steps split in another way."""
+        for step in steps:
+            if step.is_fetched:
+                value = exchange.resplit(value, spec, step.spec, self._mesh)
+            (value,) = self._constrained([value], [step.spec])
+            spec = step.spec
+        return value
+
     def _equation(self, eqn: Any, values: Sequence, plan: Any) -> list:
         name = eqn.primitive.name
         if isinstance(plan, Split):
             _check_same(eqn, plan)
             if plan.exchange is not None:
-                return [exchange.run(eqn, values, plan.exchange, self._mesh)]
-            for specs in itertools.zip_longest(*plan.moves):
-                values = self._constrained(values, specs)
-            outputs = _bind(eqn, self._constrained(values, plan.inputs))
+                return exchange.run(eqn, values, plan.exchange, self._mesh)
+            values = [self._moved(v, *way) for v, way in zip(values, plan.moves)]
+            values = self._constrained(values, plan.inputs)
+            outputs = exchange.bind(eqn, values, eqn.params)
             return self._constrained(outputs, plan.outputs)
         if not plan:
-            return _bind(eqn, values)
+            return exchange.bind(eqn, values, eqn.params)
         if name == "scan":
             return self._scan(eqn, values, plan)
         if name not in CALLS:
             raise ValueError(_other_function(f"`{name}` where it had a call"))
         jaxpr, consts = called(eqn)
         if name in _OWN_DERIVATIVES:
-            return self._constrained(_bind(eqn, values), _result_specs(jaxpr, plan))
+            results = exchange.bind(eqn, values, eqn.params)
+            return self._constrained(results, _result_specs(jaxpr, plan))
         if name == "remat2":
             again = jax.checkpoint(
                 lambda *args: self(jaxpr, consts, args, plan),
@@ -228,14 +236,6 @@ class _Run:
         stacked = [plan.get(("stack", i)) for i in range(len(stacks))]
         specs = [None if split is None else split.outputs[0] for split in stacked]
         return [*carry, *self._constrained(stacks, specs)]
-
-
-def _bind(eqn: Any, values: Sequence) -> list:
-    with eqn.ctx.manager:
-        if eqn.primitive.name == "dot_general" and not eqn.params.get("out_sharding"):
-            return [product_of(eqn.params, *values)]
-        out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _result_specs(jaxpr: Any, plan: Plan) -> list[Spec | None]:

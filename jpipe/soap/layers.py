@@ -58,7 +58,7 @@ class LayersGraph(NamedTuple):
                     "by collective permutes. A device of another stage would have to join them, and runs something else. "
                     "Search with `Space(graph, num_devices, in_stages=True)` (`train/search.py --in-stages`)."
                 )
-        found = splits(self.graph, strategy, sizes)
+        found = splits(self.graph, strategy, sizes, in_stages=True)
         result, start = [], 0
         for i, count in enumerate(self.num_parameters):
             specs = tuple(map(as_entries, found.arguments[start : start + count]))

@@ -1,13 +1,14 @@
-"""The way from one split of an array to another in steps that XLA sends by one collective each.
+"""The way from one split of an array to another in steps that send no more than they have to.
 
 Where a constraint moves the axes of one dim to two other dims, or the reverse, XLA (jaxlib 0.10.2) uses no all-to-all: it gathers the array
-whole on every device and slices it. Each of the steps below moves axes from one dim to one other, which is an all-to-all between the
-devices along these axes.
+whole on every device and slices it. A step that moves axes from one dim to one other is an all-to-all between the devices along
+these axes. Several of them would send more than one direct exchange does, so devices then fetch what they need from each other.
 """
 
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 Spec = tuple[tuple[str, ...], ...]
 """The axes of the mesh over which each dim is split."""
@@ -20,14 +21,26 @@ def as_entries(spec: Spec) -> tuple:
     )
 
 
+class Step(NamedTuple):
+    """One step.
+
+    Attributes:
+      spec: the split to which it leads.
+      is_fetched: whether devices fetch what they need from each other; otherwise the compiler sends it.
+    """
+
+    spec: Spec
+    is_fetched: bool
+
+
 def steps_between(
     shape: Sequence[int], source: Spec, target: Spec, sizes: Mapping[str, int]
-) -> tuple[Spec, ...]:
-    """The splits between two splits of an array, without both.
+) -> tuple[Step, ...]:
+    """The steps from one split of an array to another.
 
-    A step slices the array along a dim, moves the last axes of a dim to the end of another one, or gathers it along a dim, in this order
-    where there is a choice: so as few bytes as possible are sent. No step changes the order of the axes of a dim, for which XLA would
-    use a permutation between all devices.
+    The compiler slices the array along a dim, moves the last axes of a dim to the end of another one, or gathers it along a dim, in this order
+    where there is a choice: so as few bytes as possible are sent. Several moves are one fetch, and so is a change of the order of the axes
+    of a dim.
 
     Args:
       shape: of the array.
@@ -35,23 +48,37 @@ def steps_between(
       sizes: axis -> number of devices.
 
     Returns:
-      Nothing where one step leads to `target`, or no such steps do.
+      Nothing where the compiler goes to `target` in one step, or no such steps lead there.
 
     Example:
       >>> sizes = {"a": 2, "b": 2}
       >>> steps_between((4, 4, 4), ((), ("a", "b"), ()), (("a",), (), ("b",)), sizes)
-      (((), ('a',), ('b',)),)
+      (Step(spec=(('a',), (), ('b',)), is_fetched=True),)
     """
-    steps: list[Spec] = []
-    present = source
-    while present != target:
-        splits = _following(present, target)
+    specs = [source]
+    while specs[-1] != target:
+        splits = _following(specs[-1], target)
         following = next((s for s in splits if _is_even(shape, s, sizes)), None)
         if following is None:
-            return ()
-        steps.append(following)
-        present = following
-    return tuple(steps[:-1])
+            return (Step(target, True),) if _is_move(source, target) else ()
+        specs.append(following)
+    if len(specs) < 3:
+        return ()
+    steps = []
+    moves = itertools.groupby(itertools.pairwise(specs), lambda each: _is_move(*each))
+    for is_move, pairs in moves:
+        ends = [after for _, after in pairs]
+        if is_move:
+            steps.append(Step(ends[-1], len(ends) > 1))
+        else:
+            steps += [Step(spec, False) for spec in ends]
+    return tuple(steps)
+
+
+def _is_move(before: Spec, after: Spec) -> bool:
+    """Whether axes go from dim to dim, and none is added or dropped."""
+    used, kept = (sorted(itertools.chain(*spec)) for spec in (before, after))
+    return used == kept
 
 
 def _following(present: Spec, target: Spec) -> Iterator[Spec]:

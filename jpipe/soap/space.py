@@ -8,13 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jpipe.soap.graph import Operator, OperatorGraph
-from jpipe.soap.splits import (
-    can_apply,
-    factor_axes,
-    is_partitioned_right,
-    loop_axes,
-    reads_tiles,
-)
+from jpipe.soap.splits import can_apply, factor_axes
 from jpipe.soap.strategy import Config
 
 
@@ -96,13 +90,7 @@ class Space:
     def _is_allowed(self, operator: Operator, config: Config) -> bool:
         if self._axes is None:
             return True
-        if not self._in_stages:
-            return can_apply(operator, config, self._axes)
-        return (
-            loop_axes(config, self._axes) is not None
-            and is_partitioned_right(operator, config, self.num_devices)
-            and reads_tiles(operator, config)
-        )
+        return can_apply(operator, config, self._axes, in_stages=self._in_stages)
 
     def can_run(self, strategy: Sequence[Config]) -> bool:
         """Whether a mesh can run a strategy, if the space is of strategies that one can."""

@@ -17,8 +17,8 @@ from jpipe.soap.graph import (
     Operator,
     OperatorGraph,
 )
-from jpipe.soap.moves import Spec, steps_between
-from jpipe.soap.regions import Access, followed, read_all
+from jpipe.soap.moves import Spec, Step, steps_between
+from jpipe.soap.regions import Access, followed, is_plain, read_all
 from jpipe.soap.strategy import Config, check_strategy, shard_boxes
 
 
@@ -132,14 +132,20 @@ def is_partitioned_right(operator: Operator, config: Config, num_devices: int) -
     return uses_all and (split <= {SAMPLE, ATTRIBUTE} or split <= {SAMPLE, REDUCTION})
 
 
-def can_apply(operator: Operator, config: Config, sizes: Mapping[str, int]) -> bool:
-    """Whether `jpipe.soap.apply` computes the right numbers of an operator on a mesh."""
+def can_apply(
+    operator: Operator,
+    config: Config,
+    sizes: Mapping[str, int],
+    *,
+    in_stages: bool = False,
+) -> bool:
+    """Whether `jpipe.soap.apply`, or a pipeline in its stages, computes the right numbers of an operator on a mesh."""
     axes = loop_axes(config, sizes)
-    if axes is None:
+    if axes is None or (in_stages and not reads_tiles(operator, config)):
         return False
     if is_partitioned_right(operator, config, math.prod(sizes.values())):
         return True
-    known = _Known(sizes, {})
+    known = _Known(sizes, {}, in_stages=in_stages)
     members = operator.equations or ()
     return any(_exchange(operator, m, config, axes, known) for m in members)
 
@@ -151,7 +157,7 @@ class Split:
     Attributes:
       primitive: its name.
       shapes: of its outputs.
-      moves: per operand, how it is split on the way from its writer; see `steps_between`.
+      moves: per operand, how its writer splits it, and the steps to how it is read; see `steps_between`.
       inputs: per operand; None leaves the operand to the compiler.
       outputs: per result.
       exchange: how devices compute the result where shards read parts of other shards; None: the compiler finds it out.
@@ -159,7 +165,7 @@ class Split:
 
     primitive: str
     shapes: tuple[tuple[int, ...], ...]
-    moves: tuple[tuple[Spec, ...], ...]
+    moves: tuple[tuple[Spec, tuple[Step, ...]], ...]
     inputs: tuple[Spec | None, ...]
     outputs: tuple[Spec, ...]
     exchange: Exchange | None = None
@@ -176,26 +182,37 @@ class _Known(NamedTuple):
       sizes: axis of the mesh -> number of devices.
       written: how results of earlier equations are split.
       inputs: numbers of the tensors that are inputs of the function. All devices have them.
+      in_stages: whether devices cannot fetch parts from each other.
     """
 
     sizes: Mapping[str, int]
     written: Mapping[Value, Spec]
     inputs: Collection[int] = ()
+    in_stages: bool = False
 
-    def split_of(
-        self,
-        value: Value,
-        tensor: int | None,
-        access: Access,
-        axes: Sequence[tuple[str, ...]],
-    ) -> Spec:
-        """How an operand is split; of a view of a result, how it should be."""
-        whole: Spec = ((),) * len(value.shape)
+    def split_of(self, member: Any, position: int) -> Spec | None:
+        """How an operand is split before; None if that is not known."""
+        value, view = member.sources[position]
+        shape = member.equation.inputs[position].shape
         if value in self.written:
-            return self.written[value]
+            return _shown(self.written[value], view, len(shape))
+        tensor = member.tensors[position]
         if tensor is None or tensor in self.inputs:
-            return whole
-        return _read(value.shape, access, axes, self.sizes) or whole
+            return ((),) * len(shape)
+        return None
+
+
+def _shown(spec: Spec, view: Access, rank: int) -> Spec | None:
+    """How a view of an array is split; None if it mixes dims or drops one that is split."""
+    if not is_plain(view):
+        return None
+    shown: list[tuple[str, ...]] = [()] * rank
+    for names, dim in zip(spec, followed(view)):
+        if dim is not None:
+            shown[dim] = names
+        elif names:
+            return None
+    return tuple(shown)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +229,11 @@ class Splits:
 
 
 def splits(
-    graph: OperatorGraph, strategy: Sequence[Config], sizes: Mapping[str, int]
+    graph: OperatorGraph,
+    strategy: Sequence[Config],
+    sizes: Mapping[str, int],
+    *,
+    in_stages: bool = False,
 ) -> Splits:
     """A strategy as splits over the axes of a mesh.
 
@@ -220,9 +241,10 @@ def splits(
       graph: of `jpipe.soap.trace`.
       strategy: a configuration per operator.
       sizes: axis of the mesh -> number of devices.
+      in_stages: whether the mesh is that of the stages of a pipeline, which cannot fetch parts from each other: see `reads_tiles`.
 
     Raises:
-      ValueError: if an operator does not run on the whole mesh, in the order of its axes.
+      ValueError: if an operator does not run on the whole mesh, in the order of its axes, or the compiler computes wrong numbers.
     """
     check_strategy(graph, strategy, math.prod(sizes.values()))
     of_loops = []
@@ -230,7 +252,7 @@ def splits(
         axes = loop_axes(config, sizes)
         if axes is None:
             raise ValueError(_no_mesh(operator, config, sizes))
-        if not can_apply(operator, config, sizes):
+        if not can_apply(operator, config, sizes, in_stages=in_stages):
             raise ValueError(
                 f"XLA computes wrong numbers where degrees {config.degrees} split the convolution {operator.name!r} over "
                 f"{math.prod(sizes.values())} devices, because it has groups or dilated inputs. Split it by samples and channels, or by "
@@ -244,7 +266,7 @@ def splits(
         for number, tensor in enumerate(graph.tensors)
         if tensor.producer is None and tensor.weight is None
     }
-    known = _Known(sizes, written, inputs)
+    known = _Known(sizes, written, inputs, in_stages)
     first: dict[int, Spec | None] = {}
     for operator, config, axes in zip(graph.operators, strategy, of_loops):
         exchanges = False
@@ -290,7 +312,7 @@ def _split(
     known: _Known,
 ) -> Split:
     """How an equation is split."""
-    equation, sizes, written = member.equation, known.sizes, known.written
+    equation, sizes = member.equation, known.sizes
     inputs = tuple(
         _read(value.shape, access, axes, sizes)
         for value, access in zip(equation.inputs, member.reads)
@@ -299,15 +321,16 @@ def _split(
         _written(operator, value, dims, axes, sizes)[0]
         for value, dims in zip(equation.outputs, member.writes)
     )
-    moves = tuple(
-        ()
-        if spec is None or value not in written
-        else steps_between(value.shape, written[value], spec, sizes)
-        for value, spec in zip(equation.inputs, inputs)
-    )
+    moves = []
+    for i, (value, after) in enumerate(zip(equation.inputs, inputs)):
+        before = known.split_of(member, i)
+        known_both = None not in (before, after) and not known.in_stages
+        steps = steps_between(value.shape, before, after, sizes) if known_both else ()
+        # Without steps the same for all turns of a loop, whatever they begin with.
+        moves.append((before if steps else (), steps))
     shapes = tuple(value.shape for value in equation.outputs)
     exchange = _exchange(operator, member, config, axes, known)
-    return Split(equation.primitive, shapes, moves, inputs, outputs, exchange)
+    return Split(equation.primitive, shapes, tuple(moves), inputs, outputs, exchange)
 
 
 def _written(
@@ -340,38 +363,82 @@ def _exchange(
 ) -> Exchange | None:
     """How devices compute a result where shards read parts of others; None where the compiler does it, or it cannot be done so."""
     equation = member.equation
-    if equation.primitive not in PRIMITIVES or math.prod(config.degrees) == 1:
+    if known.in_stages or equation.primitive not in PRIMITIVES:
         return None
     groups = equation.params.get("feature_group_count", 1)
     if groups * equation.params.get("batch_group_count", 1) > 1:
         return None
-    turns = [loop.size for loop in operator.loops]
-    loops = boxes_of(turns, axes, known.sizes)
-    specs = [
-        _tiles(value.shape, access, loops, axes, known.sizes)
-        for value, access in zip(equation.inputs, member.reads)
+    reads = list(zip(equation.inputs, member.reads))
+    lies = [
+        known.split_of(member, i)
+        or _read(value.shape, access, axes, known.sizes)
+        or ((),) * len(value.shape)
+        for i, (value, access) in enumerate(reads)
     ]
+    used = {name for spec in (axes, *lies) for names in spec for name in names}
+    sizes = {name: size for name, size in known.sizes.items() if name in used}
+    loops = boxes_of([loop.size for loop in operator.loops], axes, sizes)
+    specs = [_tiles(value.shape, access, loops, axes, sizes) for value, access in reads]
     num_devices = math.prod(known.sizes.values())
-    if None not in specs and is_partitioned_right(operator, config, num_devices):
+    detours = [
+        spec is not None
+        and _is_gather(source, spec)
+        and len(steps_between(value.shape, source, spec, sizes)) > 1
+        for value, source, spec in zip(equation.inputs, lies, specs)
+    ]
+    if (
+        None not in specs
+        and not any(detours)
+        and _is_left_to_compiler(operator, config, num_devices, axes)
+    ):
         return None
     joins = equation.primitive in ("concatenate", "stack")
     operands: list[Fetch | Spec] = []
-    for i, (value, spec) in enumerate(zip(equation.inputs, specs)):
-        if spec is not None and not (joins and None in specs):
+    for access, spec, source in zip(member.reads, specs, lies):
+        can_have = spec is not None and not (joins and None in specs)
+        if can_have and not _is_gather(source, spec):
             operands.append(spec)
             continue
-        step, shape = member.reads[i][0], list(value.shape)
-        lies = list(known.split_of(value, member.tensors[i], member.reads[i], axes))
         if equation.primitive == "stack":
-            lies.insert(equation.params["axis"], ())
-        window = window_of(step, loops)
+            axis = equation.params["axis"]
+            source = (*source[:axis], (), *source[axis:])
+        window = window_of(access[0], loops)
         if window is None:
             return None
-        operands.append(Fetch(tuple(lies), *window))
-    (value,), (dims,) = equation.outputs, member.writes
+        operands.append(Fetch(source, *window))
+    outputs = [
+        _written(operator, value, dims, axes, sizes)
+        for value, dims in zip(equation.outputs, member.writes)
+    ]
     return Exchange(
-        tuple(operands), *_written(operator, value, dims, axes, known.sizes)
+        tuple(sizes),
+        tuple(operands),
+        tuple(spec for spec, *_ in outputs),
+        tuple((terms, dim) for _, terms, dim in outputs),
     )
+
+
+def _is_gather(before: Spec, after: Spec) -> bool:
+    """Whether devices have larger parts of an array after a move. A fetch sends the parts of its gradient back without a sum over all devices."""
+    before_axes, after_axes = (
+        {n for names in s for n in names} for s in (before, after)
+    )
+    return not before_axes <= after_axes
+
+
+def _is_left_to_compiler(
+    operator: Operator, config: Config, num_devices: int, axes: Sequence[tuple]
+) -> bool:
+    """Whether XLA computes the right numbers, and sends no more than it has to, of an operator whose shards read equal parts.
+
+    It gathers all rows of the gradient of a top k, adds up the gradient of an embedding over one axis after the other, and gathers the operand
+    of a slice that several axes split.
+    """
+    if operator.kind == "top_k":
+        return False
+    if operator.kind in ("gather", "dynamic_slice"):
+        return sum(map(len, axes)) < 2
+    return is_partitioned_right(operator, config, num_devices)
 
 
 def _tiles(

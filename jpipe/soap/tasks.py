@@ -25,6 +25,9 @@ on a device a function of ready times and keys."""
 NOWHERE = -1
 """The device of tasks that wait for others and use nothing. Something always follows them."""
 
+EXTREMA = frozenset({"reduce_max", "reduce_min"})
+"""Their gradient is shared by all elements that are the extremum. So each shard gets the extremum, and the elements of all shards are counted."""
+
 _KEY_BITS = 32
 
 
@@ -380,13 +383,25 @@ class Tasks:
         for shard in shards:
             args = devices[shard], devices[owner], num_bytes
             self._message(block, block.forward[shard], total, *args)
-        if has_gradient:
-            gradient = self._new(block, 0.0, devices[owner])
-            block.links.append((total, gradient))
-            block.result_gradients[tensor][owner] = gradient
+        if not has_gradient:
+            return
+        gradient = self._new(block, 0.0, devices[owner])
+        block.links.append((total, gradient))
+        block.result_gradients[tensor][owner] = gradient
+        producer = self.graph.tensors[tensor].producer
+        assert producer is not None
+        returned = num_bytes
+        if self.graph.operators[producer].kind in EXTREMA:
+            returned *= 2  # with the count
             for shard in shards:
+                found = self._new(block, 0.0, devices[shard])
                 args = devices[owner], devices[shard], num_bytes
-                self._message(block, gradient, block.backward[shard], *args)
+                self._message(block, total, found, *args)
+                args = devices[shard], devices[owner], num_bytes
+                self._message(block, found, gradient, *args)
+        for shard in shards:
+            args = devices[owner], devices[shard], returned
+            self._message(block, gradient, block.backward[shard], *args)
 
     def update_loads(
         self, operator: int, config: Config

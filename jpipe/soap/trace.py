@@ -81,6 +81,7 @@ class Member:
       inner: per input, if another equation of the operator computes it: that value, and per dim of that value the dim of the input
         that it becomes, or None.
       tensors: per input, number of the graph's tensor that it is or shows; None if it is none.
+      sources: per input, the result of an equation that it is or shows, and which box of that a box of it needs.
     """
 
     equation: Equation
@@ -88,6 +89,7 @@ class Member:
     writes: tuple[tuple[int | None, ...], ...]
     inner: tuple[tuple[Value, list[int | None]] | None, ...]
     tensors: tuple[int | None, ...]
+    sources: tuple[tuple[Value, Access], ...]
 
     @property
     def primitive(self) -> str:
@@ -326,11 +328,14 @@ class _Builder:
             rule = unsplittable
         nest = rule(equation)
         nothing = (None,) * len(equation.inputs)
-        tensors = self._tensors_of(equation)
-        return nest, [Member(equation, nest.reads, nest.writes, nothing, tensors)]
+        shown = self._tensors_of(equation), self._sources_of(equation)
+        return nest, [Member(equation, nest.reads, nest.writes, nothing, *shown)]
 
     def _tensors_of(self, equation: Equation) -> tuple[int | None, ...]:
         return tuple(self._number.get(self._refs[v][0]) for v in equation.inputs)
+
+    def _sources_of(self, equation: Equation) -> tuple[tuple[Value, Access], ...]:
+        return tuple(self._refs[value] for value in equation.inputs)
 
     def _run(
         self, group: Group, equations: Sequence[Equation]
@@ -352,10 +357,8 @@ class _Builder:
                 for base, below in (self._refs[value] for value in equation.inputs)
             ]
             writes = (group.dims[output],)
-            tensors = self._tensors_of(equation)
-            members.append(
-                Member(equation, tuple(reads), writes, tuple(inner), tensors)
-            )
+            shown = self._tensors_of(equation), self._sources_of(equation)
+            members.append(Member(equation, tuple(reads), writes, tuple(inner), *shown))
             made.add(output)
             work += math.prod((equation.inputs or equation.outputs)[0].shape)
         points = math.prod(group.sizes)

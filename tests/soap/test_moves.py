@@ -43,6 +43,11 @@ def is_one_move(before, after):
     return all(before[dim] == after[dim] for dim in kept)
 
 
+def is_fetch(before, after):
+    """Whether the same axes split an array before and after."""
+    return sorted(itertools.chain(*before)) == sorted(itertools.chain(*after))
+
+
 def test_every_step_is_one_move():
     specs = set(all_specs(3))
     with_steps = 0
@@ -50,8 +55,12 @@ def test_every_step_is_one_move():
         steps = steps_between((4, 4, 4), source, target, SIZES)
         with_steps += bool(steps)
         if steps:
-            for before, after in itertools.pairwise([source, *steps, target]):
-                assert is_one_move(before, after), (source, target, steps)
+            before = source
+            for step in steps:
+                is_right = is_fetch if step.is_fetched else is_one_move
+                assert is_right(before, step.spec), (source, target, steps)
+                before = step.spec
+            assert before == target
         elif source != target and not is_one_move(source, target):
             # Only a permutation leads there: axes change their order in a dim, or places with each other.
             gone = [
@@ -64,12 +73,18 @@ def test_every_step_is_one_move():
 
 
 def test_no_step_splits_a_dim_unevenly():
-    source, target = (("a", "b"), ()), (("b",), ("a",))
-    assert steps_between((4, 4), (("b", "a"), ()), (("a",), ("b",)), SIZES) == ()
-    assert steps_between((4, 4), source, target, SIZES) == ()
     slices = (("a",), (), ()), (("a",), ("b",), ()), ((), ("b",), ())
-    assert steps_between((4, 4, 4), slices[0], slices[2], SIZES) == (slices[1],)
+    assert steps_between((4, 4, 4), slices[0], slices[2], SIZES) == (
+        (slices[1], False),
+        (slices[2], False),
+    )
     assert steps_between((4, 3, 4), slices[0], slices[2], SIZES) == ()
+
+
+@pytest.mark.parametrize("source", [(("b", "a"), ()), (("a", "b"), ())])
+def test_another_order_of_axes_is_a_fetch(source):
+    target = (("a",), ("b",)) if source[0] == ("b", "a") else (("b",), ("a",))
+    assert steps_between((4, 4), source, target, SIZES) == ((target, True),)
 
 
 @pytest.mark.parametrize("devices", [(0, 1, 2, 3), (0, 2, 1, 3)])
@@ -100,6 +115,6 @@ def test_one_dim_to_two_is_no_gather(devices):
     np.testing.assert_allclose(value, expected[0], rtol=1e-5)
     np.testing.assert_allclose(gradient, expected[1], rtol=1e-5)
     found = collectives(run.lower(*args).compile().as_text())
-    assert "all-to-all" in {each.kind for each in found}
+    assert "collective-permute" in {each.kind for each in found}
     whole = 4 * np.prod(shape)
     assert all(each.num_bytes < whole for each in found)
