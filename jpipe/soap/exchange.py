@@ -8,7 +8,6 @@ in another way by the same means, where the compiler would send more (`jpipe.soa
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jpipe.soap.moves import Spec, as_entries
+from jpipe.soap.moves import Spec, as_entries, boxes_of
 from jpipe.soap.products import product_of
 from jpipe.soap.regions import Step
 
@@ -60,24 +59,6 @@ class Exchange:
     operands: tuple[Fetch | Spec, ...]
     outputs: tuple[Spec, ...]
     sums: tuple[tuple[tuple[str, ...], int | None], ...]
-
-
-def boxes_of(
-    shape: Sequence[int], spec: Sequence[Sequence[str]], sizes: Mapping[str, int]
-) -> np.ndarray:
-    """`[devices, rank, 2]`, the part of an array that each device has, in the order of the mesh."""
-    count = math.prod(sizes.values())
-    places = np.indices(tuple(sizes.values())).reshape(len(sizes), count)
-    of_axis = dict(zip(sizes, places))
-    boxes = np.zeros((count, len(shape), 2), np.int64)
-    for dim, (size, names) in enumerate(zip(shape, spec)):
-        part = np.zeros(count, np.int64)
-        for name in names:
-            part = part * sizes[name] + of_axis[name]
-        length = size // math.prod(sizes[name] for name in names)
-        boxes[:, dim, 0] = part * length
-        boxes[:, dim, 1] = part * length + length
-    return boxes
 
 
 def window_of(

@@ -1,14 +1,18 @@
 """The way from one split of an array to another in steps that send no more than they have to.
 
 Where a constraint moves the axes of one dim to two other dims, or the reverse, XLA (jaxlib 0.10.2) uses no all-to-all: it gathers the array
-whole on every device and slices it. A step that moves axes from one dim to one other is an all-to-all between the devices along
-these axes. Several of them would send more than one direct exchange does, so devices then fetch what they need from each other.
+whole on every device and slices it. So an array is first sliced along all axes that are new, which sends nothing. Then devices fetch from
+each other what they have in a split by all axes, old and new, and at last gather along those that are not wanted. Only a move of axes from the
+end of one dim to the end of one other is left to XLA, as an all-to-all.
 """
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 Spec = tuple[tuple[str, ...], ...]
 """The axes of the mesh over which each dim is split."""
@@ -19,6 +23,24 @@ def as_entries(spec: Spec) -> tuple:
     return tuple(
         names[0] if len(names) == 1 else (tuple(names) or None) for names in spec
     )
+
+
+def boxes_of(
+    shape: Sequence[int], spec: Sequence[Sequence[str]], sizes: Mapping[str, int]
+) -> np.ndarray:
+    """`[devices, rank, 2]`, the part of an array that each device has, in the order of the mesh."""
+    count = math.prod(sizes.values())
+    places = np.indices(tuple(sizes.values())).reshape(len(sizes), count)
+    of_axis = dict(zip(sizes, places))
+    boxes = np.zeros((count, len(shape), 2), np.int64)
+    for dim, (size, names) in enumerate(zip(shape, spec)):
+        part = np.zeros(count, np.int64)
+        for name in names:
+            part = part * sizes[name] + of_axis[name]
+        length = size // math.prod(sizes[name] for name in names)
+        boxes[:, dim, 0] = part * length
+        boxes[:, dim, 1] = part * length + length
+    return boxes
 
 
 class Step(NamedTuple):
@@ -36,11 +58,7 @@ class Step(NamedTuple):
 def steps_between(
     shape: Sequence[int], source: Spec, target: Spec, sizes: Mapping[str, int]
 ) -> tuple[Step, ...]:
-    """The steps from one split of an array to another.
-
-    The compiler slices the array along a dim, moves the last axes of a dim to the end of another one, or gathers it along a dim, in this order
-    where there is a choice: so as few bytes as possible are sent. Several moves are one fetch, and so is a change of the order of the axes
-    of a dim.
+    """The steps from one split of an array to another: slices, one exchange, and gathers, so that the exchange sends as little as possible.
 
     Args:
       shape: of the array.
@@ -48,72 +66,96 @@ def steps_between(
       sizes: axis -> number of devices.
 
     Returns:
-      Nothing where the compiler goes to `target` in one step, or no such steps lead there.
+      Nothing where the compiler goes to `target` in one step that sends no more, or the array is too small for such steps.
 
     Example:
       >>> sizes = {"a": 2, "b": 2}
       >>> steps_between((4, 4, 4), ((), ("a", "b"), ()), (("a",), (), ("b",)), sizes)
       (Step(spec=(('a',), (), ('b',)), is_fetched=True),)
     """
-    specs = [source]
-    while specs[-1] != target:
-        splits = _following(specs[-1], target)
-        following = next((s for s in splits if _is_even(shape, s, sizes)), None)
-        if following is None:
-            return (Step(target, True),) if _is_move(source, target) else ()
-        specs.append(following)
-    if len(specs) < 3:
-        return ()
-    steps = []
-    moves = itertools.groupby(itertools.pairwise(specs), lambda each: _is_move(*each))
-    for is_move, pairs in moves:
-        ends = [after for _, after in pairs]
-        if is_move:
-            steps.append(Step(ends[-1], len(ends) > 1))
-        else:
-            steps += [Step(spec, False) for spec in ends]
-    return tuple(steps)
+    return _steps(tuple(shape), source, target, tuple(sizes.items()))
 
 
-def _is_move(before: Spec, after: Spec) -> bool:
-    """Whether axes go from dim to dim, and none is added or dropped."""
-    used, kept = (sorted(itertools.chain(*spec)) for spec in (before, after))
-    return used == kept
-
-
-def _following(present: Spec, target: Spec) -> Iterator[Spec]:
-    """Splits that one step leads to and that are nearer to `target`, the best first."""
-    used, wanted = (set(itertools.chain(*spec)) for spec in (present, target))
-    # A dim takes axes behind those that it keeps.
-    missing = [
-        after[len(before) :] if after[: len(before)] == before else ()
-        for before, after in zip(present, target)
+@functools.lru_cache(4096)
+def _steps(
+    shape: tuple[int, ...],
+    source: Spec,
+    target: Spec,
+    axes: tuple[tuple[str, int], ...],
+) -> tuple[Step, ...]:
+    sizes = dict(axes)
+    used, wanted = (set(itertools.chain(*spec)) for spec in (source, target))
+    new = [name for name in sizes if name in wanted - used]
+    left = [name for name in sizes if name in used - wanted]
+    ways = [
+        (_sent(shape, sliced, split, sizes), sliced, split)
+        for sliced in _with_axes(shape, source, new, sizes)
+        for split in _with_axes(shape, target, left, sizes)
     ]
-    for dim, names in enumerate(missing):
-        if count := _leading(name not in used for name in names):
-            yield _changed(present, {dim: present[dim] + names[:count]})
-    for dim, names in enumerate(missing):
-        for other, last in enumerate(present):
-            for count in range(min(len(names), len(last)), 0, -1):
-                if other != dim and names[:count] == last[-count:]:
-                    taken = present[dim] + names[:count]
-                    yield _changed(present, {dim: taken, other: last[:-count]})
-    for dim, names in enumerate(present):
-        if count := _leading(name not in wanted for name in reversed(names)):
-            yield _changed(present, {dim: names[:-count]})
+    if not ways:
+        return ()
+    _, sliced, split = min(ways, key=lambda way: way[0])
+    steps = []
+    if sliced != source:
+        steps.append(Step(sliced, False))
+    if split != sliced:
+        steps.append(Step(split, not _is_all_to_all(sliced, split)))
+    if split != target:
+        steps.append(Step(target, False))
+    return tuple(steps) if len(steps) > 1 or any(s.is_fetched for s in steps) else ()
 
 
-def _leading(flags: Iterable[bool]) -> int:
-    """How many are true before the first that is not."""
-    return sum(1 for _ in itertools.takewhile(bool, flags))
+def _with_axes(
+    shape: Sequence[int], spec: Spec, names: Sequence[str], sizes: Mapping[str, int]
+) -> Iterator[Spec]:
+    """All splits with more axes, each at the end of a dim that it divides evenly."""
+    if not names:
+        yield spec
+        return
+    for first, (dim, size) in itertools.product(names, enumerate(shape)):
+        taken = (*spec[dim], first)
+        if size % math.prod(sizes[name] for name in taken) == 0:
+            others = [name for name in names if name != first]
+            more = (*spec[:dim], taken, *spec[dim + 1 :])
+            yield from _with_axes(shape, more, others, sizes)
 
 
-def _changed(spec: Spec, dims: Mapping[int, tuple[str, ...]]) -> Spec:
-    return tuple(dims.get(dim, names) for dim, names in enumerate(spec))
+def _sent(
+    shape: Sequence[int], source: Spec, target: Spec, sizes: Mapping[str, int]
+) -> int:
+    """Elements of an array that all devices get from others to split it in another way."""
+    has, wanted = (boxes_of(shape, spec, sizes) for spec in (source, target))
+    low = np.maximum(has[:, :, 0], wanted[:, :, 0])
+    high = np.minimum(has[:, :, 1], wanted[:, :, 1])
+    kept = np.maximum(high - low, 0).prod(axis=1).sum()
+    return int((wanted[:, :, 1] - wanted[:, :, 0]).prod(axis=1).sum() - kept)
 
 
-def _is_even(shape: Sequence[int], spec: Spec, sizes: Mapping[str, int]) -> bool:
-    return all(
-        n % math.prod(sizes[name] for name in names) == 0
-        for n, names in zip(shape, spec)
+def is_direct(
+    shape: Sequence[int],
+    source: Spec,
+    target: Spec,
+    sizes: Mapping[str, int],
+) -> bool:
+    """Whether the steps between two splits send no more than what devices need and do not have."""
+    specs = [
+        source,
+        *(each.spec for each in steps_between(shape, source, target, sizes)),
+    ]
+    if specs[-1] != target:
+        specs.append(target)
+    sent = sum(_sent(shape, *pair, sizes) for pair in itertools.pairwise(specs))
+    return sent <= _sent(shape, source, target, sizes)
+
+
+def _is_all_to_all(before: Spec, after: Spec) -> bool:
+    """Whether the last axes of one dim become the last of one other, in the same order."""
+    changed = [dim for dim, (a, b) in enumerate(zip(before, after)) if a != b]
+    if len(changed) != 2:
+        return False
+    taken, given = sorted(changed, key=lambda dim: len(after[dim]) - len(before[dim]))
+    moved = before[taken][len(after[taken]) :]
+    return (
+        before[taken][: len(after[taken])] == after[taken]
+        and (*before[given], *moved) == after[given]
     )

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpipe.soap.exchange import PRIMITIVES, Exchange, Fetch, boxes_of, window_of
+from jpipe.soap.exchange import PRIMITIVES, Exchange, Fetch, window_of
 from jpipe.soap.flatten import Value
 from jpipe.soap.graph import (
     ATTRIBUTE,
@@ -17,7 +17,7 @@ from jpipe.soap.graph import (
     Operator,
     OperatorGraph,
 )
-from jpipe.soap.moves import Spec, Step, steps_between
+from jpipe.soap.moves import Spec, Step, boxes_of, is_direct, steps_between
 from jpipe.soap.regions import Access, followed, is_plain, read_all
 from jpipe.soap.strategy import Config, check_strategy, shard_boxes
 
@@ -383,7 +383,7 @@ def _exchange(
     detours = [
         spec is not None
         and _is_gather(source, spec)
-        and len(steps_between(value.shape, source, spec, sizes)) > 1
+        and not is_direct(value.shape, source, spec, sizes)
         for value, source, spec in zip(equation.inputs, lies, specs)
     ]
     if (

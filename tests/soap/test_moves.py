@@ -9,7 +9,7 @@ import pytest
 from collectives import collectives
 
 from jpipe import soap
-from jpipe.soap.moves import steps_between
+from jpipe.soap.moves import is_direct, steps_between
 
 SIZES = {"a": 2, "b": 2}
 
@@ -24,67 +24,88 @@ def all_specs(num_dims):
             )
 
 
-def is_one_move(before, after):
-    """Whether axes move from the end of one dim, or from nowhere, to the end of one other dim, or to nowhere."""
-    places = [
-        {name: dim for dim, names in enumerate(spec) for name in names}
-        for spec in (before, after)
-    ]
-    moved = [name for name in SIZES if places[0].get(name) != places[1].get(name)]
-    ways = {tuple(each.get(name) for each in places) for name in moved}
-    if len(ways) != 1:
-        return False
-    ((start, end),) = ways
-    if start is not None and before[start][: len(after[start])] != after[start]:
-        return False
-    if end is not None and after[end][: len(before[end])] != before[end]:
-        return False
-    kept = [dim for dim in range(len(before)) if dim not in (start, end)]
-    return all(before[dim] == after[dim] for dim in kept)
+def axes_of(spec):
+    return sorted(itertools.chain(*spec))
 
 
-def is_fetch(before, after):
-    """Whether the same axes split an array before and after."""
-    return sorted(itertools.chain(*before)) == sorted(itertools.chain(*after))
+def extends(after, before):
+    """Whether axes are added at the ends of dims, and none is dropped or moved."""
+    return all(b[: len(a)] == a for a, b in zip(before, after))
 
 
-def test_every_step_is_one_move():
+def test_every_way_is_slices_an_exchange_and_gathers():
     specs = set(all_specs(3))
-    with_steps = 0
     for source, target in itertools.product(specs, repeat=2):
         steps = steps_between((4, 4, 4), source, target, SIZES)
-        with_steps += bool(steps)
+        kinds, before = [], source
+        for after, is_fetched in steps:
+            same_axes = axes_of(before) == axes_of(after)
+            assert same_axes or not is_fetched
+            if same_axes:
+                kinds.append("exchange")
+            elif extends(after, before):
+                kinds.append("slice")
+            else:
+                assert extends(before, after), (source, target, steps)
+                kinds.append("gather")
+            before = after
+        assert kinds == [k for k in ("slice", "exchange", "gather") if k in kinds]
         if steps:
-            before = source
-            for step in steps:
-                is_right = is_fetch if step.is_fetched else is_one_move
-                assert is_right(before, step.spec), (source, target, steps)
-                before = step.spec
             assert before == target
-        elif source != target and not is_one_move(source, target):
-            # Only a permutation leads there: axes change their order in a dim, or places with each other.
-            gone = [
-                names
-                for names, after in zip(source, target)
-                if names and after[: len(names)] != names
-            ]
-            assert gone, (source, target)
-    assert with_steps > len(specs)
+        elif axes_of(source) == axes_of(target):
+            assert sum(a != b for a, b in zip(source, target)) in (0, 2)
+        else:
+            assert extends(source, target) or extends(target, source)
+
+
+def elements_sent(shape, specs):
+    """Elements that devices get in each step, counted one by one."""
+    total = 0
+    grid = np.arange(np.prod(shape)).reshape(shape)
+    for before, after in itertools.pairwise(specs):
+        for a, b in itertools.product(range(2), repeat=2):
+            has, wanted = (
+                part_of(grid, spec, {"a": a, "b": b}) for spec in (before, after)
+            )
+            total += len(set(wanted) - set(has))
+    return total
+
+
+def part_of(grid, spec, place):
+    for dim, names in enumerate(spec):
+        for name in names:
+            grid = np.split(grid, 2, axis=dim)[place[name]]
+    return grid.ravel().tolist()
+
+
+def test_no_way_sends_more_than_another_of_slices_an_exchange_and_gathers():
+    shape, specs = (4, 4), list(all_specs(2))
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        source, target = (specs[rng.integers(len(specs))] for _ in range(2))
+        steps = steps_between(shape, source, target, SIZES)
+        sent = elements_sent(shape, [source, *(s.spec for s in steps), target])
+        union = sorted({*axes_of(source), *axes_of(target)})
+        splits = [spec for spec in specs if axes_of(spec) == union]
+        ways = [
+            [source, first, second, target]
+            for first in splits
+            for second in splits
+            if extends(first, source) and extends(second, target)
+        ]
+        least = min(elements_sent(shape, way) for way in ways)
+        direct = elements_sent(shape, [source, target])
+        assert direct <= sent <= least, (source, target, steps)
+        assert is_direct(shape, source, target, SIZES) == (sent == direct)
 
 
 def test_no_step_splits_a_dim_unevenly():
-    slices = (("a",), (), ()), (("a",), ("b",), ()), ((), ("b",), ())
-    assert steps_between((4, 4, 4), slices[0], slices[2], SIZES) == (
-        (slices[1], False),
-        (slices[2], False),
-    )
-    assert steps_between((4, 3, 4), slices[0], slices[2], SIZES) == ()
-
-
-@pytest.mark.parametrize("source", [(("b", "a"), ()), (("a", "b"), ())])
-def test_another_order_of_axes_is_a_fetch(source):
-    target = (("a",), ("b",)) if source[0] == ("b", "a") else (("b",), ("a",))
-    assert steps_between((4, 4), source, target, SIZES) == ((target, True),)
+    source, target = (("a",), (), ()), ((), ("b",), ())
+    steps = steps_between((4, 4, 4), source, target, SIZES)
+    assert [axes_of(step.spec) for step in steps] == [["a", "b"], ["b"]]
+    assert steps_between((2, 3, 1), source, ((), (), ()), SIZES) == ()
+    for after, _ in steps_between((4, 2, 3), source, target, SIZES):
+        assert not after[2] and len(after[1]) < 2
 
 
 @pytest.mark.parametrize("devices", [(0, 1, 2, 3), (0, 2, 1, 3)])
