@@ -3,11 +3,12 @@
 XLA's partitioner sends more than a strategy implies where shards of a window, a `pad` or a concatenation read other parts of an array than
 those in which it lies: it sends halos again in the backward, and moves whole operands to another split and back. It also counts sums twice
 for some splits of convolutions. So these operators run in `jax.shard_map`. A device fetches a window of each operand from
-those that have it, by one permutation per distance between devices. The transposed permutations return the gradient. An array is split
+those that have it, by permutations of all devices. The transposed permutations return the gradient. An array is split
 in another way by the same means, where the compiler would send more (`jpipe.soap.moves`).
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,18 +65,18 @@ class Exchange:
 def window_of(
     step: Step, loops: np.ndarray
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]] | None:
-    """Starts and shape of the windows that boxes of loops read.
+    """Starts and shape of the windows that boxes of loops read. Dims that no loop splits are whole, without what is beyond the array.
 
     Args:
       step: what an equation reads of the array.
       loops: `[devices, loops, 2]`, boxes of equal shapes.
 
     Returns:
-      None if some elements between the ends are not read, or the windows are of several shapes.
+      None if some elements between the ends are not read.
     """
     starts, shape = [], []
     for each in step:
-        if each.dim is None:
+        if each.dim is None or is_whole(loops, each.dim):
             starts.append([0] * len(loops))
             shape.append(each.size)
             continue
@@ -87,48 +88,61 @@ def window_of(
     return tuple(zip(*starts)), tuple(shape)
 
 
-class _Message(NamedTuple):
-    """What some devices get from those at one distance.
+def is_whole(loops: np.ndarray, loop: int) -> bool:
+    """Whether no device has a part of a loop only."""
+    return bool(np.all(loops[:, loop] == loops[0, loop]))
+
+
+class _Round(NamedTuple):
+    """A permutation: what devices get of which each sends and gets one message at most.
 
     Attributes:
-      pairs: `(sender, receiver)`.
-      shape: of what is sent.
-      read: `[devices, rank]`, where it begins in the sender's part.
+      shape: of the messages.
+      pairs: `(sender, receiver)`. A device may get its own part.
+      read: `[devices, rank]`, where the message begins in the sender's part.
       write: `[devices, rank]`, where it begins in the receiver's window.
     """
 
-    pairs: list[tuple[int, int]]
     shape: tuple[int, ...]
+    pairs: list[tuple[int, int]]
     read: np.ndarray
     write: np.ndarray
 
 
-def _messages(owned: np.ndarray, wanted: np.ndarray) -> list[_Message]:
-    """The messages by which every device gets its window. A device takes what several have from itself, or from the nearest before it.
+def _rounds(owned: np.ndarray, wanted: np.ndarray) -> list[_Round]:
+    """The permutations by which every device gets its window. A device takes what several have from itself, or from the nearest before it.
 
     Args:
       owned: `[devices, rank, 2]`, the part of the array that each device has.
       wanted: the same, of windows.
     """
     count, rank = owned.shape[:2]
-    found: dict[tuple, _Message] = {}
-    for receiver in range(count):
-        seen: set[bytes] = set()
-        for distance in range(count):
-            sender = (receiver - distance) % count
-            part = owned[sender].tobytes()
-            low = np.maximum(owned[sender, :, 0], wanted[receiver, :, 0])
-            shape = np.minimum(owned[sender, :, 1], wanted[receiver, :, 1]) - low
-            if part in seen or np.any(shape <= 0):
-                continue
-            seen.add(part)
-            key = distance, tuple(shape.tolist())
-            starts = np.zeros((2, count, rank), np.int64)
-            message = found.setdefault(key, _Message([], key[1], *starts))
-            message.pairs.append((sender, receiver))
-            message.read[sender] = low - owned[sender, :, 0]
-            message.write[receiver] = low - wanted[receiver, :, 0]
-    return [found[key] for key in sorted(found)]
+    rounds: list[_Round] = []
+    had: list[set[bytes]] = [set() for _ in range(count)]
+    for distance, receiver in itertools.product(range(count), repeat=2):
+        sender = (receiver - distance) % count
+        part = owned[sender].tobytes()
+        low = np.maximum(owned[sender, :, 0], wanted[receiver, :, 0])
+        lengths = np.minimum(owned[sender, :, 1], wanted[receiver, :, 1]) - low
+        if part in had[receiver] or np.any(lengths <= 0):
+            continue
+        had[receiver].add(part)
+        shape = tuple(lengths.tolist())
+        for each in rounds:
+            senders, receivers = zip(*each.pairs)
+            if (
+                each.shape == shape
+                and sender not in senders
+                and receiver not in receivers
+            ):
+                break
+        else:
+            each = _Round(shape, [], *np.zeros((2, count, rank), np.int64))
+            rounds.append(each)
+        each.pairs.append((sender, receiver))
+        each.read[sender] = low - owned[sender, :, 0]
+        each.write[receiver] = low - wanted[receiver, :, 0]
+    return rounds
 
 
 def _fetched(
@@ -139,7 +153,7 @@ def _fetched(
     wanted = np.stack([starts, starts + np.array(fetch.shape)], axis=-1)
     window = jnp.full(fetch.shape, fill, part.dtype)
     device = lax.axis_index(axes)
-    for each in _messages(owned, wanted):
+    for each in _rounds(owned, wanted):
         message = lax.dynamic_slice(part, jnp.asarray(each.read)[device], each.shape)
         if any(sender != receiver for sender, receiver in each.pairs):
             message = lax.ppermute(message, axes, each.pairs)
@@ -228,8 +242,6 @@ def run(
             else part
             for part, each, shape, spec in zip(parts, exchange.operands, shapes, specs)
         ]
-        if name == "pad":
-            return operands[:1]
         if name in ("concatenate", "stack"):
             dim = eqn.params["dimension" if name == "concatenate" else "axis"]
             lengths = [shape[dim] for shape in shapes]
@@ -239,9 +251,8 @@ def run(
             part = boxes_of(shape, exchange.outputs[0], sizes)
             return [_sliced(operands, shape, part, lax.axis_index(axes))]
         params = dict(eqn.params)
-        # A window has its padding.
-        if "padding" in params and isinstance(exchange.operands[0], Fetch):
-            params["padding"] = ((0, 0),) * len(params["padding"])
+        if isinstance(exchange.operands[0], Fetch):
+            params |= _padding_of_whole_dims(eqn, exchange.operands[0])
         if name == "gather":
             params["slice_sizes"] = tuple(
                 min(size, n) for size, n in zip(params["slice_sizes"], parts[0].shape)
@@ -253,6 +264,25 @@ def run(
         ]
 
     return _on_devices(of_device, mesh, axes, specs, exchange.outputs)(*values)
+
+
+def _padding_of_whole_dims(eqn: Any, fetch: Fetch) -> dict[str, Any]:
+    """The padding of an equation whose operand is a window: the window has that of the dims that are split."""
+    shape, params = eqn.invars[0].aval.shape, eqn.params
+    whole = [
+        size == n and not any(starts)
+        for size, n, starts in zip(fetch.shape, shape, zip(*fetch.starts))
+    ]
+    if "padding_config" in params:
+        config = zip(params["padding_config"], whole)
+        return {"padding_config": tuple(p if w else (0, 0, 0) for p, w in config)}
+    if "padding" not in params:
+        return {}
+    if eqn.primitive.name == "conv_general_dilated":
+        whole = [whole[dim] for dim in params["dimension_numbers"].lhs_spec[2:]]
+    return {
+        "padding": tuple(p if w else (0, 0) for p, w in zip(params["padding"], whole))
+    }
 
 
 def _summed(result: jax.Array, terms: tuple[str, ...], dim: int | None) -> jax.Array:

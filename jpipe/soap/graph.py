@@ -66,8 +66,13 @@ class Tensor:
     kept_for: int | None = None
 
     @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.item_bytes
+        return self.size * self.item_bytes
 
 
 @dataclasses.dataclass(frozen=True)

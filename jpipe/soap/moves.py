@@ -94,7 +94,8 @@ def _steps(
     ]
     if not ways:
         return ()
-    _, sliced, split = min(ways, key=lambda way: way[0])
+    # Of ways that send the same, one that XLA goes alone.
+    _, sliced, split = min(ways, key=lambda w: (w[0], not _is_all_to_all(*w[1:])))
     steps = []
     if sliced != source:
         steps.append(Step(sliced, False))

@@ -449,9 +449,10 @@ def _tiles(
     sizes: Mapping[str, int],
 ) -> Spec | None:
     """The split in which each device has what its box of loops reads; None if there is none."""
-    spec = _read(shape, access, axes, sizes)
-    if spec is None:
+    split = [each for each in access[0] if each.dim is not None and axes[each.dim]]
+    if not all(_is_even(step) for step in (split, *access[1:])):
         return None
+    spec = _followed_spec(shape, access, axes, sizes)
     has = boxes_of(shape, spec, sizes)
     return spec if np.array_equal(read_all(access, loops), has) else None
 
@@ -483,6 +484,16 @@ def _read(
     """How an operand is split that loops read; None if equal parts of the loops do not read about equal parts of it."""
     if not all(_is_even(step) for step in access):
         return None
+    return _followed_spec(shape, access, axes, sizes)
+
+
+def _followed_spec(
+    shape: tuple[int, ...],
+    access: Access,
+    axes: Sequence[tuple[str, ...]],
+    sizes: Mapping[str, int],
+) -> Spec:
+    """The axes of the loops that the dims of an operand follow."""
     spec: list[tuple[str, ...]] = []
     used: set[str] = set()
     for size, loop in zip(shape, followed(access)):

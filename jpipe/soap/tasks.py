@@ -312,7 +312,10 @@ class Tasks:
             self._hold(block, number, item_bytes, computed, kept)
 
     def _hold_inputs(self, block: Block, number: int) -> None:
-        """The parts of the function's inputs that the operator reads first are held for the whole step."""
+        """The parts of the function's inputs that the operator reads first are held for the whole step.
+
+        Where shards read parts of each other's, devices have all of the input.
+        """
         operator, config = self.graph.operators[number], self.strategy[number]
         for position, each in enumerate(operator.inputs):
             value = self.graph.tensors[each.tensor]
@@ -320,6 +323,10 @@ class Tasks:
             if not is_input or self._lifetimes.first_reader(each.tensor) != number:
                 continue
             read = self.shards.regions.reads(number, position, config.degrees)
+            parts = np.unique(read, axis=0)
+            if np.prod(parts[:, :, 1] - parts[:, :, 0], axis=1).sum() > value.size:
+                everything = np.stack([read[:, :, 0].min(0), read[:, :, 1].max(0)], -1)
+                read = np.broadcast_to(everything, read.shape)
             end, copied_until = self._lifetimes.input(number)
             self._hold(block, number, value.item_bytes, read, [(0, end)], copied_until)
 
