@@ -1,6 +1,6 @@
 """Runs a function as a strategy splits it: sharding constraints on the operands and results of its equations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -165,14 +165,35 @@ class _Run:
             spec = step.spec
         return value
 
+    def _operand(self, value: Any, split: Split, position: int) -> Any:
+        """An operand of an equation, as it reads it."""
+        value = self._moved(value, *split.moves[position])
+        return self._constrained([value], [split.inputs[position]])[0]
+
+    def _arguments(self, jaxpr: Any, known: Mapping[Any, Any], plan: Plan) -> dict:
+        """Arguments of a called jaxpr, by variable, each as the first equation that reads it does."""
+        moved: dict[Any, Any] = {}
+        for number, eqn in enumerate(jaxpr.eqns):
+            below = plan.get(number)
+            for position, v in enumerate(eqn.invars):
+                if isinstance(v, core.Literal) or v not in known or v in moved:
+                    continue
+                moved[v] = known[v]
+                if isinstance(below, Split):
+                    moved[v] = self._operand(known[v], below, position)
+                elif below and eqn.primitive.name in CALLS:
+                    inner = called(eqn)[0]
+                    name = inner.invars[position]
+                    moved[v] = self._arguments(inner, {name: known[v]}, below)[name]
+        return {**known, **moved}
+
     def _equation(self, eqn: Any, values: Sequence, plan: Any) -> list:
         name = eqn.primitive.name
         if isinstance(plan, Split):
             _check_same(eqn, plan)
             if plan.exchange is not None:
                 return exchange.run(eqn, values, plan.exchange, self._mesh)
-            values = [self._moved(v, *way) for v, way in zip(values, plan.moves)]
-            values = self._constrained(values, plan.inputs)
+            values = [self._operand(v, plan, i) for i, v in enumerate(values)]
             outputs = exchange.bind(eqn, values, eqn.params)
             return self._constrained(outputs, plan.outputs)
         if not plan:
@@ -183,6 +204,9 @@ class _Run:
             raise ValueError(_other_function(f"`{name}` where it had a call"))
         jaxpr, consts = called(eqn)
         if name in _OWN_DERIVATIVES:
+            known = dict(zip(jaxpr.invars, values))
+            arguments = self._arguments(jaxpr, known, plan)
+            values = [arguments[v] for v in jaxpr.invars]
             results = exchange.bind(eqn, values, eqn.params)
             return self._constrained(results, _result_specs(jaxpr, plan))
         if name == "remat2":
