@@ -302,11 +302,9 @@ def main() -> None:
     print(
         "\nKendall's tau, of all pairs and of pairs that differ by more than 5 and 10 %:"
     )
-    for name in args.models:
-        of_model = [row for row in rows if row["model"] == name]
-        print(
-            f"  {name}:", *(f"{tau(of_model, least):.2f}" for least in (0, 0.05, 0.1))
-        )
+    groups = {name: [r for r in rows if r["model"] == name] for name in args.models}
+    for name, group in (groups | {"all strategies": rows}).items():
+        print(f"  {name}:", *(f"{tau(group, least):.2f}" for least in (0, 0.05, 0.1)))
     if args.out is not None:
         args.out.write_text(json.dumps(rows, indent=1) + "\n")
 

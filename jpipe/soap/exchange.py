@@ -153,7 +153,9 @@ def _fetched(
     wanted = np.stack([starts, starts + np.array(fetch.shape)], axis=-1)
     window = jnp.full(fetch.shape, fill, part.dtype)
     device = lax.axis_index(axes)
-    for each in _rounds(owned, wanted):
+    for number, each in enumerate(_rounds(owned, wanted)):
+        if number:  # one message at a time, so that a device holds one at a time
+            part, window = lax.optimization_barrier((part, window))
         message = lax.dynamic_slice(part, jnp.asarray(each.read)[device], each.shape)
         if any(sender != receiver for sender, receiver in each.pairs):
             message = lax.ppermute(message, axes, each.pairs)
