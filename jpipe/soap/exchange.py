@@ -37,11 +37,13 @@ class Fetch:
       source: how the array lies.
       starts: per device and dim, where its window begins. A window may reach beyond the array.
       shape: of the windows.
+      padding: per dim, what an equation that pads adds before and after the window.
     """
 
     source: Spec
     starts: tuple[tuple[int, ...], ...]
     shape: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,35 +64,44 @@ class Exchange:
     sums: tuple[tuple[tuple[str, ...], int | None], ...]
 
 
-def window_of(
-    step: Step, loops: np.ndarray
-) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]] | None:
-    """Starts and shape of the windows that boxes of loops read. Dims that no loop splits are whole, without what is beyond the array.
+def window_of(source: Spec, step: Step, loops: np.ndarray) -> Fetch | None:
+    """The windows that boxes of loops read, without what is beyond the array along dims that no loop splits.
 
     Args:
+      source: how the array lies.
       step: what an equation reads of the array.
       loops: `[devices, loops, 2]`, boxes of equal shapes.
 
     Returns:
-      None if some elements between the ends are not read.
+      None if windows differ in shape or padding, or are empty.
     """
-    starts, shape = [], []
+    starts, shape, padding = [], [], []
     for each in step:
-        if each.dim is None or is_whole(loops, each.dim):
+        if each.dim is None:
             starts.append([0] * len(loops))
             shape.append(each.size)
+            padding.append((0, 0))
             continue
-        if each.divisor != 1 or each.dilation != 1 or each.stride < 1:
+        if each.divisor != 1 or each.stride < 1:
             return None
-        low, high = loops[0, each.dim]
-        starts.append((loops[:, each.dim, 0] * each.stride + each.offset).tolist())
-        shape.append(int(high - low - 1) * each.stride + each.width)
-    return tuple(zip(*starts)), tuple(shape)
-
-
-def is_whole(loops: np.ndarray, loop: int) -> bool:
-    """Whether no device has a part of a loop only."""
-    return bool(np.all(loops[:, loop] == loops[0, loop]))
+        low, high = loops[:, each.dim, 0], loops[:, each.dim, 1]
+        # Among the elements with the holes of a dilation between them.
+        begin = low * each.stride + each.offset
+        length = int(high[0] - low[0] - 1) * each.stride + each.width
+        first = -(-begin // each.dilation)
+        last = (begin + length - 1) // each.dilation
+        before = first * each.dilation - begin
+        if np.all(low == low[0]):
+            inside = np.maximum(first, 0), np.minimum(last, each.size - 1)
+            before += (inside[0] - first) * each.dilation
+            first, last = inside
+        size, rest = int(last[0] - first[0]) + 1, int(before[0])
+        if size < 1 or np.any(last - first + 1 != size) or np.any(before != rest):
+            return None
+        starts.append(first.tolist())
+        shape.append(size)
+        padding.append((rest, length - rest - (size - 1) * each.dilation - 1))
+    return Fetch(source, tuple(zip(*starts)), tuple(shape), tuple(padding))
 
 
 class _Round(NamedTuple):
@@ -118,6 +129,7 @@ def _rounds(owned: np.ndarray, wanted: np.ndarray) -> list[_Round]:
     """
     count, rank = owned.shape[:2]
     rounds: list[_Round] = []
+    busy: list[tuple[set[int], set[int]]] = []  # senders and receivers of each round
     had: list[set[bytes]] = [set() for _ in range(count)]
     for distance, receiver in itertools.product(range(count), repeat=2):
         sender = (receiver - distance) % count
@@ -128,17 +140,17 @@ def _rounds(owned: np.ndarray, wanted: np.ndarray) -> list[_Round]:
             continue
         had[receiver].add(part)
         shape = tuple(lengths.tolist())
-        for each in rounds:
-            senders, receivers = zip(*each.pairs)
-            if (
-                each.shape == shape
-                and sender not in senders
-                and receiver not in receivers
-            ):
+        for each, (senders, receivers) in zip(rounds, busy):
+            is_free = sender not in senders and receiver not in receivers
+            if is_free and each.shape == shape:
                 break
         else:
             each = _Round(shape, [], *np.zeros((2, count, rank), np.int64))
+            senders, receivers = set(), set()
             rounds.append(each)
+            busy.append((senders, receivers))
+        senders.add(sender)
+        receivers.add(receiver)
         each.pairs.append((sender, receiver))
         each.read[sender] = low - owned[sender, :, 0]
         each.write[receiver] = low - wanted[receiver, :, 0]
@@ -254,7 +266,7 @@ def run(
             return [_sliced(operands, shape, part, lax.axis_index(axes))]
         params = dict(eqn.params)
         if isinstance(exchange.operands[0], Fetch):
-            params |= _padding_of_whole_dims(eqn, exchange.operands[0])
+            params |= _padding(eqn, exchange.operands[0])
         if name == "gather":
             params["slice_sizes"] = tuple(
                 min(size, n) for size, n in zip(params["slice_sizes"], parts[0].shape)
@@ -268,23 +280,18 @@ def run(
     return _on_devices(of_device, mesh, axes, specs, exchange.outputs)(*values)
 
 
-def _padding_of_whole_dims(eqn: Any, fetch: Fetch) -> dict[str, Any]:
-    """The padding of an equation whose operand is a window: the window has that of the dims that are split."""
-    shape, params = eqn.invars[0].aval.shape, eqn.params
-    whole = [
-        size == n and not any(starts)
-        for size, n, starts in zip(fetch.shape, shape, zip(*fetch.starts))
-    ]
-    if "padding_config" in params:
-        config = zip(params["padding_config"], whole)
-        return {"padding_config": tuple(p if w else (0, 0, 0) for p, w in config)}
-    if "padding" not in params:
-        return {}
+def _padding(eqn: Any, fetch: Fetch) -> dict[str, Any]:
+    """The padding of an equation whose operand is a window."""
+    params, padding = eqn.params, fetch.padding
+    if eqn.primitive.name == "pad":
+        config = zip(padding, params["padding_config"])
+        return {
+            "padding_config": tuple((*ends, inside) for ends, (*_, inside) in config)
+        }
     if eqn.primitive.name == "conv_general_dilated":
-        whole = [whole[dim] for dim in params["dimension_numbers"].lhs_spec[2:]]
-    return {
-        "padding": tuple(p if w else (0, 0) for p, w in zip(params["padding"], whole))
-    }
+        dims = params["dimension_numbers"].lhs_spec[2:]
+        return {"padding": tuple(padding[dim] for dim in dims)}
+    return {"padding": padding} if "padding" in params else {}
 
 
 def _summed(result: jax.Array, terms: tuple[str, ...], dim: int | None) -> jax.Array:

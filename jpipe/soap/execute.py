@@ -1,4 +1,7 @@
-"""Runs a function as a strategy splits it: sharding constraints on the operands and results of its equations."""
+"""Runs a function as a strategy splits it: sharding constraints on the operands and results of its equations.
+
+Where XLA's partitioner sends more than the strategy implies, devices fetch what they read instead: see `jpipe.soap.exchange`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -52,7 +55,7 @@ def apply(
     split as their first readers want them; `argument_shardings` places them so before the call.
 
     A loop is unrolled where turns are split differently. A function with derivative rules of its own (`jax.custom_jvp`,
-    `jax.custom_vjp`) keeps them, and only its results are constrained.
+    `jax.custom_vjp`) keeps them, and only its arguments and results are constrained.
 
     Args:
       function: that `graph` was traced from.

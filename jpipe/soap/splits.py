@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jpipe.soap.exchange import PRIMITIVES, Exchange, Fetch, window_of
-from jpipe.soap.flatten import Value
+from jpipe.soap.flatten import Equation, Value
 from jpipe.soap.graph import (
     ATTRIBUTE,
     PARAMETER,
@@ -18,7 +18,7 @@ from jpipe.soap.graph import (
     OperatorGraph,
 )
 from jpipe.soap.moves import Spec, Step, boxes_of, is_direct, steps_between
-from jpipe.soap.regions import Access, followed, is_plain, read_all
+from jpipe.soap.regions import Access, DimMap, followed, is_plain, read_all
 from jpipe.soap.strategy import Config, check_strategy, shard_boxes
 
 
@@ -255,7 +255,7 @@ def splits(
         if not can_apply(operator, config, sizes, in_stages=in_stages):
             raise ValueError(
                 f"XLA computes wrong numbers where degrees {config.degrees} split the convolution {operator.name!r} over "
-                f"{math.prod(sizes.values())} devices, because it has groups or dilated inputs. Split it by samples and channels, or by "
+                f"{math.prod(sizes.values())} devices, because its channels have groups. Split it by samples and channels, or by "
                 "samples and positions over all devices; `Space(graph, num_devices, executable=True)` leaves wrong splits out."
             )
         of_loops.append(axes)
@@ -365,9 +365,12 @@ def _exchange(
     equation = member.equation
     if known.in_stages or equation.primitive not in PRIMITIVES:
         return None
-    groups = equation.params.get("feature_group_count", 1)
-    if groups * equation.params.get("batch_group_count", 1) > 1:
+    if equation.params.get("batch_group_count", 1) > 1:
         return None
+    if equation.params.get("feature_group_count", 1) > 1:
+        features = equation.params["dimension_numbers"].out_spec[1]
+        if axes[features]:
+            return None
     reads = list(zip(equation.inputs, member.reads))
     lies = [
         known.split_of(member, i)
@@ -379,33 +382,25 @@ def _exchange(
     sizes = {name: size for name, size in known.sizes.items() if name in used}
     loops = boxes_of([loop.size for loop in operator.loops], axes, sizes)
     specs = [_tiles(value.shape, access, loops, axes, sizes) for value, access in reads]
-    num_devices = math.prod(known.sizes.values())
     detours = [
         spec is not None
         and _is_gather(source, spec)
         and not is_direct(value.shape, source, spec, sizes)
         for value, source, spec in zip(equation.inputs, lies, specs)
     ]
-    if (
-        None not in specs
-        and not any(detours)
-        and _is_left_to_compiler(operator, config, num_devices, axes)
-    ):
+    is_exact = None not in specs and not any(detours)
+    if not any(axes) or (is_exact and _is_left_to_compiler(equation.primitive, axes)):
         return None
-    joins = equation.primitive in ("concatenate", "stack")
-    operands: list[Fetch | Spec] = []
-    for access, spec, source in zip(member.reads, specs, lies):
-        can_have = spec is not None and not (joins and None in specs)
-        if can_have and not _is_gather(source, spec):
-            operands.append(spec)
-            continue
-        if equation.primitive == "stack":
-            axis = equation.params["axis"]
-            source = (*source[:axis], (), *source[axis:])
-        window = window_of(access[0], loops)
-        if window is None:
-            return None
-        operands.append(Fetch(source, *window))
+    # A device joins windows of all operands, or none.
+    must_fetch = None in specs and equation.primitive in ("concatenate", "stack")
+    operands: list[Fetch | Spec | None] = [
+        _window(equation, value, access, source, loops)
+        if spec is None or detour or must_fetch
+        else spec
+        for (value, access), spec, source, detour in zip(reads, specs, lies, detours)
+    ]
+    if None in operands:
+        return None
     outputs = [
         _written(operator, value, dims, axes, sizes)
         for value, dims in zip(equation.outputs, member.writes)
@@ -418,27 +413,39 @@ def _exchange(
     )
 
 
+def _window(
+    equation: Equation, value: Value, access: Access, source: Spec, loops: np.ndarray
+) -> Fetch | None:
+    """The windows of an operand that devices fetch."""
+    step = access[0]
+    if equation.primitive == "stack":
+        axis = equation.params["axis"]
+        return window_of((*source[:axis], (), *source[axis:]), step, loops)
+    # Groups of channels are not split, so all channels are read.
+    maps = (
+        each if each.size == size else DimMap(size, None)
+        for each, size in zip(step, value.shape)
+    )
+    return window_of(source, tuple(maps), loops)
+
+
 def _is_gather(before: Spec, after: Spec) -> bool:
-    """Whether devices have larger parts of an array after a move. A fetch sends the parts of its gradient back without a sum over all devices."""
+    """Whether devices have larger parts of an array after a move."""
     before_axes, after_axes = (
         {n for names in s for n in names} for s in (before, after)
     )
     return not before_axes <= after_axes
 
 
-def _is_left_to_compiler(
-    operator: Operator, config: Config, num_devices: int, axes: Sequence[tuple]
-) -> bool:
-    """Whether XLA computes the right numbers, and sends no more than it has to, of an operator whose shards read equal parts.
+def _is_left_to_compiler(primitive: str, axes: Sequence[tuple[str, ...]]) -> bool:
+    """Whether XLA sends no more than it has to, of an operator whose shards read equal parts.
 
-    It gathers all rows of the gradient of a top k, adds up the gradient of an embedding over one axis after the other, and gathers the operand
-    of a slice that several axes split.
+    It adds up the gradient of an embedding over one axis after the other, and gathers the operand of a slice that several axes split. Of windows
+    with padding, convolutions with groups and a top k it gathers what the gradient needs.
     """
-    if operator.kind == "top_k":
-        return False
-    if operator.kind in ("gather", "dynamic_slice"):
+    if primitive in ("gather", "dynamic_slice"):
         return sum(map(len, axes)) < 2
-    return is_partitioned_right(operator, config, num_devices)
+    return primitive in ("concatenate", "dot_general", "pad", "stack")
 
 
 def _tiles(

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe import soap
 from jpipe.soap.space import degree_vectors
-from jpipe.soap.splits import loop_axes
+from jpipe.soap.splits import can_apply, loop_axes
 from jpipe.soap.strategy import Regions, placed
 
 
@@ -101,6 +101,61 @@ CASES = {
 }
 
 
+def _strided(weight, x):
+    """Shards of rows read windows of several shapes, and the last rows of `x` are not read."""
+    names = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x * x, weight, (2, 1), ((0, 0), (2, 0)), dimension_numbers=names
+    )
+
+
+def _dilated(weight, x):
+    names, ones = ("NCHW", "OIHW", "NCHW"), (1, 1)
+    return lax.conv_general_dilated(
+        x * x, weight, ones, "SAME", rhs_dilation=(2, 3), dimension_numbers=names
+    )
+
+
+def _transposed(weight, x):
+    return lax.conv_transpose(x * x, weight, (2, 1), "SAME")
+
+
+def _largest(weight, x):
+    args = lax.max, (1, 3, 2), (1, 2, 1), ((0, 0), (0, 1), (1, 0))
+    return lax.reduce_window(x * weight, -jnp.inf, *args)
+
+
+WINDOWS = {
+    "strided": Case("conv_general_dilated_0", _strided, (3, 3, 4, 4), (4, 10, 8, 4)),
+    "dilated": Case("conv_general_dilated_0", _dilated, (4, 4, 3, 2), (4, 4, 8, 8)),
+    "transposed": Case("conv_general_dilated_0", _transposed, (3, 3, 4, 4), (4,) * 4),
+    "grouped": Case(
+        "conv_general_dilated_0",
+        lambda w, x: lax.conv_general_dilated(
+            x * x, w, (1, 1), "SAME", feature_group_count=2
+        ),
+        (4, 2, 3, 3),
+        (4, 4, 8, 8),
+    ),
+    "largest": Case("reduce_window_max_0", _largest, (8, 8, 8), (8, 8, 8)),
+    "negative pad": Case(
+        "pad_0",
+        lambda w, x: lax.pad(x * w, 2.0, ((2, 2, 0), (-2, 6, 0))),
+        (4, 8),
+        (4, 8),
+    ),
+    "pad between": Case(
+        "pad_0", lambda w, x: lax.pad(x * w, 1.0, ((0, 0, 0), (1, 0, 1))), (8, 8)
+    ),
+    "unequal parts": Case(
+        "concatenate_0",
+        lambda w, x: jnp.concatenate([x[:, :1] * w[:, :1], x * w, x[:, :7]], 1),
+        (8, 8),
+    ),
+}
+"""More operators whose shards read parts of others, or whose windows XLA splits."""
+
+
 @pytest.fixture(autouse=True)
 def _double_precision():
     """Sums in another order differ by 1e-15 then, far below the tolerance of 1e-6."""
@@ -163,8 +218,14 @@ def check_numbers(case: Case, num_devices: int) -> None:
     options: dict = {"xla_backend_optimization_level": 0}  # compiles sooner
     tried = all_degrees(graph, case.operator, num_devices)
     assert len(tried) > 1
+    (operator, *_) = operators_of(graph.operators, case.operator)
     for degrees in tried:
         strategy = with_degrees(graph, case.operator, degrees, num_devices)
+        config = strategy[list(graph.operators).index(operator)]
+        if not can_apply(operator, config, mesh.shape):
+            with pytest.raises(ValueError, match="channels have groups"):
+                soap.apply(loss, graph, strategy, mesh)
+            continue
         split = soap.apply(loss, graph, strategy, mesh)
         both = jax.value_and_grad(split, argnums=(0, 1), has_aux=True)
         run = jax.jit(both, compiler_options=options)
@@ -178,6 +239,11 @@ def check_numbers(case: Case, num_devices: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_numbers_of_every_degree(name):
     check_numbers(CASES[name], 2)
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_numbers_of_windows_of_every_shape(name):
+    check_numbers(WINDOWS[name], 4)
 
 
 @pytest.mark.exhaustive
@@ -270,8 +336,7 @@ def bytes_of_whole_sums(graph, strategy, num_devices: int) -> int:
     return more
 
 
-def check_bytes(name: str, num_devices: int) -> None:
-    case = CASES[name]
+def check_bytes(case: Case, num_devices: int, turns: int = 1) -> None:
     graph = soap.trace(loss_of(case), *arrays(case))
     machine = soap.p100_cluster().with_devices(num_devices)
     assert operators_of(graph.operators, case.operator)
@@ -281,8 +346,7 @@ def check_bytes(name: str, num_devices: int) -> None:
         strategy = with_degrees(graph, case.operator, degrees, num_devices)
         predicted = soap.simulate(graph, machine, strategy).sent_bytes
         predicted += bytes_of_whole_sums(graph, strategy, num_devices)
-        if name.startswith("scan"):
-            predicted *= TURNS
+        predicted *= turns
         text = compiled_text(case, graph, strategy, num_devices)
         assert 0 < sent_bytes(text) <= predicted, degrees
 
@@ -291,7 +355,13 @@ def check_bytes(name: str, num_devices: int) -> None:
     "name", ["dense", "embedding", "softmax", "sort", "concatenate", "top k", "window"]
 )
 def test_collectives_send_no_more_than_predicted(name):
-    check_bytes(name, 2)
+    check_bytes(CASES[name], 2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", [name for name in WINDOWS if name != "grouped"])
+def test_collectives_of_windows_of_every_shape(name):
+    check_bytes(WINDOWS[name], 4)
 
 
 @pytest.mark.exhaustive
@@ -299,7 +369,7 @@ def test_collectives_send_no_more_than_predicted(name):
 @pytest.mark.parametrize("num_devices", [2, 4, 8])
 @pytest.mark.parametrize("name", CASES)
 def test_collectives_of_every_kind(name, num_devices):
-    check_bytes(name, num_devices)
+    check_bytes(CASES[name], num_devices, TURNS if name.startswith("scan") else 1)
 
 
 def test_a_loop_adds_up_the_gradient_of_its_weight_in_every_turn():
