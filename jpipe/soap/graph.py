@@ -66,13 +66,8 @@ class Tensor:
     kept_for: int | None = None
 
     @property
-    def size(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
     def num_bytes(self) -> int:
-        return self.size * self.item_bytes
+        return math.prod(self.shape) * self.item_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -314,7 +314,7 @@ class Tasks:
     def _hold_inputs(self, block: Block, number: int) -> None:
         """The parts of the function's inputs that the operator reads first are held for the whole step.
 
-        Where shards read parts of each other's, devices have all of the input.
+        Where shards read parts of each other's, every device has all that is read.
         """
         operator, config = self.graph.operators[number], self.strategy[number]
         for position, each in enumerate(operator.inputs):
@@ -324,9 +324,10 @@ class Tasks:
                 continue
             read = self.shards.regions.reads(number, position, config.degrees)
             parts = np.unique(read, axis=0)
-            if np.prod(parts[:, :, 1] - parts[:, :, 0], axis=1).sum() > value.size:
-                everything = np.stack([read[:, :, 0].min(0), read[:, :, 1].max(0)], -1)
-                read = np.broadcast_to(everything, read.shape)
+            every = np.stack([parts[:, :, 0].min(0), parts[:, :, 1].max(0)], -1)
+            size = np.prod(every[:, 1] - every[:, 0])
+            if np.prod(parts[:, :, 1] - parts[:, :, 0], axis=1).sum() > size:
+                read = np.broadcast_to(every, read.shape)
             end, copied_until = self._lifetimes.input(number)
             self._hold(block, number, value.item_bytes, read, [(0, end)], copied_until)
 

@@ -265,6 +265,17 @@ def peaks(graph, strategy, num_devices):
                 found[d] = common
         return found
 
+    def of_input(i, position, shape):
+        """Elements that each shard holds of an input of the function: all that is read if several shards read parts of each other's."""
+        boxes = regions.reads(i, position, strategy[i].degrees)
+        readers_of = np.zeros(shape or (1,), int)
+        for box in {box.tobytes(): box for box in boxes}.values():
+            readers_of[tuple(slice(a, b) for a, b in box)] += 1
+        if (readers_of > 1).any():
+            used = np.argwhere(readers_of)
+            return [int(np.prod(np.ptp(used, axis=0) + 1))] * len(boxes)
+        return sizes(boxes)
+
     def held(t):
         """`(device, bytes)` at position t: forwards, then backwards in reverse, then the update."""
         for i, operator in enumerate(graph.operators):
@@ -272,12 +283,13 @@ def peaks(graph, strategy, num_devices):
             forward, backward = i, 2 * n - 1 - i
             for position, each in enumerate(operator.inputs):
                 value = graph.tensors[each.tensor]
-                read = sizes(regions.reads(i, position, config.degrees))
                 if value.weight is None and value.producer is None:
                     if readers(each.tensor)[0] == i:
                         yield from (
                             (d, k * value.item_bytes)
-                            for d, k in zip(config.devices, read)
+                            for d, k in zip(
+                                config.devices, of_input(i, position, value.shape)
+                            )
                         )
             for tensor in operator.outputs:
                 value, used = graph.tensors[tensor], readers(tensor) or [i]
