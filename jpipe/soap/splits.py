@@ -269,7 +269,7 @@ def splits(
     known = _Known(sizes, written, inputs, in_stages)
     first: dict[int, Spec | None] = {}
     for operator, config, axes in zip(graph.operators, strategy, of_loops):
-        exchanges = False
+        fetched: set[int | None] = set()
         for member in operator.equations:
             *above, last = member.equation.place
             inner = plan
@@ -277,13 +277,15 @@ def splits(
                 inner = inner.setdefault(step, {})
             inner[last] = _split(operator, member, config, axes, known)
             written.update(zip(member.equation.outputs, inner[last].outputs))
-            exchanges |= inner[last].exchange is not None
+            if exchange := inner[last].exchange:
+                parts = zip(exchange.operands, member.tensors)
+                fetched |= {t for part, t in parts if isinstance(part, Fetch)}
         for each in operator.inputs:
             tensor = graph.tensors[each.tensor]
             if tensor.producer is not None or each.tensor in first:
                 continue
-            # Every device has the inputs of the function, of which shards may read any part.
-            is_whole = exchanges and each.tensor in inputs
+            # Every device has an input of the function of which shards read parts of each other's.
+            is_whole = each.tensor in fetched and each.tensor in inputs
             spec = _read(tensor.shape, each.access, axes, sizes)
             first[each.tensor] = None if is_whole else spec
     arguments = [

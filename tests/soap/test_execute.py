@@ -401,6 +401,17 @@ def test_kinds_of_collectives_of_a_dense_layer(degrees, kinds):
     assert {each.kind for each in found} == kinds
 
 
+@pytest.mark.parametrize(
+    "degrees, whole", [((2, 1, 1, 1, 1), False), ((1, 2, 1, 1, 1), True)]
+)
+def test_an_input_is_whole_where_shards_share_parts_of_it(degrees, whole):
+    case = CASES["convolution"]
+    graph = soap.trace(loss_of(case), *arrays(case))
+    strategy = with_degrees(graph, case.operator, degrees, 2)
+    _, of_input = soap.argument_shardings(graph, strategy, soap.device_mesh(2))
+    assert of_input.is_fully_replicated == whole
+
+
 def test_axes_of_placements():
     sizes = {"a": 2, "b": 2}
     axes = {
