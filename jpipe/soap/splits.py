@@ -323,13 +323,14 @@ def _split(
         _written(operator, value, dims, axes, sizes)[0]
         for value, dims in zip(equation.outputs, member.writes)
     )
-    moves = []
+    moves: list[tuple[Spec, tuple[Step, ...]]] = []
     for i, (value, after) in enumerate(zip(equation.inputs, inputs)):
         before = known.split_of(member, i)
-        known_both = None not in (before, after) and not known.in_stages
-        steps = steps_between(value.shape, before, after, sizes) if known_both else ()
+        steps: tuple[Step, ...] = ()
+        if before is not None and after is not None and not known.in_stages:
+            steps = steps_between(value.shape, before, after, sizes)
         # Without steps the same for all turns of a loop, whatever they begin with.
-        moves.append((before if steps else (), steps))
+        moves.append((before, steps) if before is not None and steps else ((), ()))
     shapes = tuple(value.shape for value in equation.outputs)
     exchange = _exchange(operator, member, config, axes, known)
     return Split(equation.primitive, shapes, tuple(moves), inputs, outputs, exchange)
@@ -395,14 +396,14 @@ def _exchange(
         return None
     # A device joins windows of all operands, or none.
     must_fetch = None in specs and equation.primitive in ("concatenate", "stack")
-    operands: list[Fetch | Spec | None] = [
-        _window(equation, value, access, source, loops)
-        if spec is None or detour or must_fetch
-        else spec
-        for (value, access), spec, source, detour in zip(reads, specs, lies, detours)
-    ]
-    if None in operands:
-        return None
+    operands: list[Fetch | Spec] = []
+    for (value, access), spec, source, detour in zip(reads, specs, lies, detours):
+        part: Fetch | Spec | None = spec
+        if spec is None or detour or must_fetch:
+            part = _window(equation, value, access, source, loops)
+        if part is None:
+            return None
+        operands.append(part)
     outputs = [
         _written(operator, value, dims, axes, sizes)
         for value, dims in zip(equation.outputs, member.writes)
