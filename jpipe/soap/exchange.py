@@ -182,7 +182,19 @@ def _fetched(
 
 
 def resplit(value: jax.Array, source: Spec, target: Spec, mesh: Mesh) -> jax.Array:
-    """An array that lies split over some axes of a mesh, split over the same axes in another way."""
+    """An array that lies split over some axes of a mesh, split over the same axes in another way.
+
+    Args:
+      value: the array.
+      source, target: how it is split before and after.
+      mesh: the devices.
+    """
+    if jnp.issubdtype(value.dtype, jnp.inexact):
+        return _differentiable(value, source, target, mesh)
+    return _resplit(value, source, target, mesh)
+
+
+def _resplit(value: jax.Array, source: Spec, target: Spec, mesh: Mesh) -> jax.Array:
     sizes = _sizes({name for names in source for name in names}, mesh)
     has, wanted = (boxes_of(value.shape, spec, sizes) for spec in (source, target))
     shape = tuple((wanted[0, :, 1] - wanted[0, :, 0]).tolist())
@@ -195,6 +207,16 @@ def resplit(value: jax.Array, source: Spec, target: Spec, mesh: Mesh) -> jax.Arr
         [target],
     )(value)
     return moved
+
+
+_differentiable = jax.custom_vjp(_resplit, nondiff_argnums=(1, 2, 3))
+"""Its gradient goes the way back, which needs no sum of what comes from several devices."""
+_differentiable.defvjp(
+    lambda value, source, target, mesh: (_resplit(value, source, target, mesh), None),
+    lambda source, target, mesh, _, gradient: (
+        _resplit(gradient, target, source, mesh),
+    ),
+)
 
 
 def _sizes(axes: Collection[str], mesh: Mesh) -> dict[str, int]:
