@@ -14,7 +14,7 @@ from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jpipe.soap import exchange
-from jpipe.soap.flatten import CALLS, called
+from jpipe.soap.flatten import CALLS, called, loop_counts
 from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.moves import Spec, Step, as_entries
 from jpipe.soap.splits import Plan, Split, factor_axes, splits
@@ -224,7 +224,7 @@ class _Run:
     def _scan(self, eqn: Any, values: Sequence, plan: Plan) -> list:
         """A loop, as one loop per run of turns that are split alike."""
         params, body = eqn.params, eqn.params["jaxpr"]
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        num_consts, num_carry = loop_counts(params)
         consts, carry = values[:num_consts], values[num_consts:][:num_carry]
         xs = values[num_consts + num_carry :]
         of_turn = {k[0]: inner for k, inner in plan.items() if k[0] != "stack"}

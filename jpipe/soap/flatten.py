@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +103,14 @@ def flatten(closed: Any, max_equations: int) -> Program:
     return Program(arguments, _live(equations, results), results)
 
 
+def loop_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a `scan` are constants, and how many are carried. Since JAX 0.12.0.1 it has them as trees."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    num_consts, num_carry, _ = (len(list(tree)) for tree in params["ft_in"].unpack())
+    return num_consts, num_carry
+
+
 def called(eqn: Any) -> tuple[Any, Sequence]:
     """The jaxpr that an equation calls, and its constants."""
     inner = next(
@@ -180,7 +188,7 @@ class _Walk:
         self, eqn: Any, inputs: list[Value], repeats: int, place: Place
     ) -> list[Value]:
         body, length = eqn.params["jaxpr"], int(eqn.params["length"])
-        num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        num_consts, num_carry = loop_counts(eqn.params)
         consts, carry = inputs[:num_consts], inputs[num_consts:][:num_carry]
         xs = inputs[num_consts + num_carry :]
         most = max(self.max_equations // max(_count(body.jaxpr), 1), 1)
