@@ -107,7 +107,9 @@ def loop_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many operands of a `scan` are constants, and how many are carried. Since JAX 0.12.0.1 it has them as trees."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
-    num_consts, num_carry, _ = (len(list(tree)) for tree in params["ft_in"].unpack())
+    num_consts, num_carry, _ = (
+        len(list(tree.vals)) for tree in params["ft_in"].unpack()
+    )
     return num_consts, num_carry
 
 
