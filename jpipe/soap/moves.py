@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jpipe.soap.regions import overlaps
+
 Spec = tuple[tuple[str, ...], ...]
 """The axes of the mesh over which each dim is split."""
 
@@ -126,10 +128,8 @@ def _sent(
 ) -> int:
     """Elements of an array that all devices get from others to split it in another way."""
     has, wanted = (boxes_of(shape, spec, sizes) for spec in (source, target))
-    low = np.maximum(has[:, :, 0], wanted[:, :, 0])
-    high = np.minimum(has[:, :, 1], wanted[:, :, 1])
-    kept = np.maximum(high - low, 0).prod(axis=1).sum()
-    return int((wanted[:, :, 1] - wanted[:, :, 0]).prod(axis=1).sum() - kept)
+    needed = (wanted[:, :, 1] - wanted[:, :, 0]).prod(axis=1).sum()
+    return int(needed - np.trace(overlaps(has, wanted)))
 
 
 def is_direct(

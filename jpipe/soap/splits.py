@@ -147,7 +147,7 @@ def can_apply(
         return True
     known = _Known(sizes, {}, in_stages=in_stages)
     members = operator.equations or ()
-    return any(_exchange(operator, m, config, axes, known) for m in members)
+    return any(_exchange(operator, m, axes, known) for m in members)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,14 +268,14 @@ def splits(
     }
     known = _Known(sizes, written, inputs, in_stages)
     first: dict[int, Spec | None] = {}
-    for operator, config, axes in zip(graph.operators, strategy, of_loops):
+    for operator, axes in zip(graph.operators, of_loops):
         fetched: set[int | None] = set()
         for member in operator.equations:
             *above, last = member.equation.place
             inner = plan
             for step in above:
                 inner = inner.setdefault(step, {})
-            inner[last] = _split(operator, member, config, axes, known)
+            inner[last] = _split(operator, member, axes, known)
             written.update(zip(member.equation.outputs, inner[last].outputs))
             if exchange := inner[last].exchange:
                 parts = zip(exchange.operands, member.tensors)
@@ -309,7 +309,6 @@ def _no_mesh(operator: Operator, config: Config, sizes: Mapping[str, int]) -> st
 def _split(
     operator: Operator,
     member: Any,
-    config: Config,
     axes: Sequence[tuple[str, ...]],
     known: _Known,
 ) -> Split:
@@ -332,7 +331,7 @@ def _split(
         # Without steps the same for all turns of a loop, whatever they begin with.
         moves.append((before, steps) if before is not None and steps else ((), ()))
     shapes = tuple(value.shape for value in equation.outputs)
-    exchange = _exchange(operator, member, config, axes, known)
+    exchange = _exchange(operator, member, axes, known)
     return Split(equation.primitive, shapes, tuple(moves), inputs, outputs, exchange)
 
 
@@ -360,7 +359,6 @@ def _written(
 def _exchange(
     operator: Operator,
     member: Any,
-    config: Config,
     axes: Sequence[tuple[str, ...]],
     known: _Known,
 ) -> Exchange | None:
