@@ -163,22 +163,67 @@ def _fetched(
     """The window of a device, with `fill` outside of the array. It runs on each device."""
     starts = np.array(fetch.starts)
     wanted = np.stack([starts, starts + np.array(fetch.shape)], axis=-1)
+    there = _rounds(owned, wanted)
+    back = [
+        _Round(r.shape, [(b, a) for a, b in r.pairs], r.write, r.read) for r in there
+    ]
+    sizes = owned[:, :, 1].max(axis=0)
+
+    def window_of_part(part: jax.Array, window: jax.Array) -> jax.Array:
+        return _sent(part, window, there, axes, is_sum=False)
+
+    def gradients(_: None, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = jnp.zeros(part.shape, part.dtype)
+        total = _sent(gradient, total, back, axes, is_sum=True)
+        return total, jnp.where(_is_inside(fetch, sizes, axes), 0, gradient)
+
     window = jnp.full(fetch.shape, fill, part.dtype)
+    if not jnp.issubdtype(part.dtype, jnp.inexact):
+        return window_of_part(part, window)
+    # The derivative rules of JAX make an array of zeros of the part's shape for each message, and add them up.
+    differentiable = jax.custom_vjp(window_of_part)
+    differentiable.defvjp(lambda *args: (window_of_part(*args), None), gradients)
+    return differentiable(part, window)
+
+
+def _sent(
+    source: jax.Array,
+    target: jax.Array,
+    rounds: Sequence[_Round],
+    axes: tuple[str, ...],
+    *,
+    is_sum: bool,
+) -> jax.Array:
+    """An array of a device with what it gets of those of other devices, which replaces what is there or is added to it."""
     device = lax.axis_index(axes)
-    for number, each in enumerate(_rounds(owned, wanted)):
+    for number, each in enumerate(rounds):
         if number:  # one message at a time, so that a device holds one at a time
-            part, window = lax.optimization_barrier((part, window))
-        message = lax.dynamic_slice(part, jnp.asarray(each.read)[device], each.shape)
+            source, target = lax.optimization_barrier((source, target))
+        message = lax.dynamic_slice(source, jnp.asarray(each.read)[device], each.shape)
         if any(sender != receiver for sender, receiver in each.pairs):
             message = lax.ppermute(message, axes, each.pairs)
         place = jnp.asarray(each.write)[device]
-        if len(each.pairs) < len(owned):
-            receives = np.zeros(len(owned), bool)
+        present = lax.dynamic_slice(target, place, each.shape)
+        if is_sum:
+            message += present
+        if len(each.pairs) < len(each.read):
+            receives = np.zeros(len(each.read), bool)
             receives[[receiver for _, receiver in each.pairs]] = True
-            present = lax.dynamic_slice(window, place, each.shape)
             message = jnp.where(jnp.asarray(receives)[device], message, present)
-        window = lax.dynamic_update_slice(window, message, place)
-    return window
+        target = lax.dynamic_update_slice(target, message, place)
+    return target
+
+
+def _is_inside(
+    fetch: Fetch, sizes: Sequence[int], axes: tuple[str, ...]
+) -> jax.Array | bool:
+    """Which elements of a device's window are elements of the array."""
+    device, inside = lax.axis_index(axes), True
+    for dim, size in enumerate(sizes):
+        first = jnp.asarray([start[dim] for start in fetch.starts])[device]
+        place = first + lax.broadcasted_iota(first.dtype, fetch.shape, dim)
+        inside &= (place >= 0) & (place < size)
+    return inside
 
 
 def resplit(value: jax.Array, source: Spec, target: Spec, mesh: Mesh) -> jax.Array:

@@ -4,7 +4,7 @@ Where XLA's partitioner sends more than the strategy implies, devices fetch what
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jpipe.soap.moves import Spec, Step, as_entries
 from jpipe.soap.splits import Plan, Split, factor_axes, splits
 from jpipe.soap.strategy import Strategy
 
+_VIEWS = {"reshape", "squeeze", "transpose"}
 _OWN_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
@@ -132,6 +133,18 @@ def with_splits(
     return split
 
 
+class _View(NamedTuple):
+    """What reshapes and transposes make of an array.
+
+    Attributes:
+      source: the array.
+      equations: the reshapes and transposes, in their order.
+    """
+
+    source: Any
+    equations: tuple[Any, ...]
+
+
 class _Run:
     """Evaluates jaxprs with constraints."""
 
@@ -139,16 +152,31 @@ class _Run:
         self._mesh = mesh
 
     def __call__(
-        self, jaxpr: Any, consts: Sequence, args: Sequence, plan: Plan
+        self,
+        jaxpr: Any,
+        consts: Sequence,
+        args: Sequence,
+        plan: Plan,
+        views: Sequence[_View | None] = (),
     ) -> list:
+        """The results of a jaxpr. `views` are of the arguments, as far as they are known."""
         env = dict(zip(jaxpr.constvars, consts)) | dict(zip(jaxpr.invars, args))
+        seen: dict[Any, _View | None] = dict(zip(jaxpr.invars, views))
 
         def value(atom: Any) -> Any:
             return atom.val if isinstance(atom, core.Literal) else env[atom]
 
         for number, eqn in enumerate(jaxpr.eqns):
+            below = plan.get(number)
             values = [value(v) for v in eqn.invars]
-            env.update(zip(eqn.outvars, self._equation(eqn, values, plan.get(number))))
+            of_values = [
+                None if isinstance(v, core.Literal) else seen.get(v) for v in eqn.invars
+            ]
+            outputs = self._equation(eqn, values, below, of_values)
+            env.update(zip(eqn.outvars, outputs))
+            if not below and eqn.primitive.name in _VIEWS:
+                source, steps = of_values[0] or _View(values[0], ())
+                seen[eqn.outvars[0]] = _View(source, (*steps, eqn))
         return [value(v) for v in jaxpr.outvars]
 
     def _constrained(self, values: Sequence, specs: Sequence[Spec | None]) -> list:
@@ -168,9 +196,17 @@ class _Run:
             spec = step.spec
         return value
 
-    def _operand(self, value: Any, split: Split, position: int) -> Any:
+    def _operand(
+        self, value: Any, split: Split, position: int, view: _View | None = None
+    ) -> Any:
         """An operand of an equation, as it reads it."""
-        value = self._moved(value, *split.moves[position])
+        move = split.moves[position]
+        if not move.is_before_view:
+            value = self._moved(value, move.source, move.steps)
+        elif view is not None and np.ndim(view.source) == len(move.source):
+            value = self._moved(view.source, move.source, move.steps)
+            for eqn in view.equations:
+                (value,) = exchange.bind(eqn, [value], eqn.params)
         return self._constrained([value], [split.inputs[position]])[0]
 
     def _arguments(self, jaxpr: Any, known: Mapping[Any, Any], plan: Plan) -> dict:
@@ -190,13 +226,18 @@ class _Run:
                     moved[v] = self._arguments(inner, {name: known[v]}, below)[name]
         return {**known, **moved}
 
-    def _equation(self, eqn: Any, values: Sequence, plan: Any) -> list:
+    def _equation(
+        self, eqn: Any, values: Sequence, plan: Any, views: Sequence[_View | None]
+    ) -> list:
         name = eqn.primitive.name
         if isinstance(plan, Split):
             _check_same(eqn, plan)
+            values = [
+                self._operand(value, plan, i, view)
+                for i, (value, view) in enumerate(zip(values, views))
+            ]
             if plan.exchange is not None:
                 return exchange.run(eqn, values, plan.exchange, self._mesh)
-            values = [self._operand(v, plan, i) for i, v in enumerate(values)]
             outputs = exchange.bind(eqn, values, eqn.params)
             return self._constrained(outputs, plan.outputs)
         if not plan:
@@ -219,7 +260,7 @@ class _Run:
                 policy=eqn.params["policy"],
             )
             return again(*values)
-        return self(jaxpr, consts, values, plan)
+        return self(jaxpr, consts, values, plan, views)
 
     def _scan(self, eqn: Any, values: Sequence, plan: Plan) -> list:
         """A loop, as one loop per run of turns that are split alike."""

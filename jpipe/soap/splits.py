@@ -150,6 +150,21 @@ def can_apply(
     return any(_exchange(operator, m, axes, known) for m in members)
 
 
+class Move(NamedTuple):
+    """How an operand comes from its writer's split to the one in which it is read.
+
+    Attributes:
+      source: how the writer splits it.
+      steps: see `steps_between`.
+      is_before_view: whether this is of the array that its writer wrote, before the reshapes and transposes of which it is the result. So
+        it is where a reshape merges or cuts dims that are split.
+    """
+
+    source: Spec = ()
+    steps: tuple[Step, ...] = ()
+    is_before_view: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Split:
     """How one equation is split.
@@ -157,15 +172,15 @@ class Split:
     Attributes:
       primitive: its name.
       shapes: of its outputs.
-      moves: per operand, how its writer splits it, and the steps to how it is read; see `steps_between`.
-      inputs: per operand; None leaves the operand to the compiler.
+      moves: per operand.
+      inputs: per operand; None leaves the operand to the compiler, or to the exchange.
       outputs: per result.
       exchange: how devices compute the result where shards read parts of other shards; None: the compiler finds it out.
     """
 
     primitive: str
     shapes: tuple[tuple[int, ...], ...]
-    moves: tuple[tuple[Spec, tuple[Step, ...]], ...]
+    moves: tuple[Move, ...]
     inputs: tuple[Spec | None, ...]
     outputs: tuple[Spec, ...]
     exchange: Exchange | None = None
@@ -195,24 +210,66 @@ class _Known(NamedTuple):
         value, view = member.sources[position]
         shape = member.equation.inputs[position].shape
         if value in self.written:
-            return _shown(self.written[value], view, len(shape))
+            spec = self.written[value]
+            return _shown(spec, view, value.shape, shape, self.sizes)
         tensor = member.tensors[position]
         if tensor is None or tensor in self.inputs:
             return ((),) * len(shape)
         return None
 
 
-def _shown(spec: Spec, view: Access, rank: int) -> Spec | None:
-    """How a view of an array is split; None if it mixes dims or drops one that is split."""
-    if not is_plain(view):
-        return None
-    shown: list[tuple[str, ...]] = [()] * rank
+def _shown(
+    spec: Spec,
+    view: Access,
+    source: tuple[int, ...],
+    shape: tuple[int, ...],
+    sizes: Mapping[str, int],
+) -> Spec | None:
+    """How a view of an array is split; None if devices have no equal parts of it, or the view drops a dim that is split.
+
+    Args:
+      spec: how the array is split.
+      view: which box of the array a box of the view needs.
+      source, shape: of the array and of the view.
+      sizes: axis -> number of devices.
+    """
+    shown: list[tuple[str, ...]] = [()] * len(shape)
     for names, dim in zip(spec, followed(view)):
-        if dim is not None:
-            shown[dim] = names
-        elif names:
+        if not names:
+            continue
+        if dim is None or shown[dim] or shape[dim] % _parts(names, sizes):
             return None
-    return tuple(shown)
+        shown[dim] = names
+    is_same = is_plain(view) or _are_same_parts(shown, view, shape, spec, source, sizes)
+    return tuple(shown) if is_same else None
+
+
+def _are_same_parts(
+    above: Sequence[tuple[str, ...]],
+    view: Access,
+    shape: tuple[int, ...],
+    below: Sequence[tuple[str, ...]],
+    source: tuple[int, ...],
+    sizes: Mapping[str, int],
+) -> bool:
+    """Whether devices have the same elements of a view with all elements of an array, and of the array.
+
+    Args:
+      above, shape: how the view is split, and its shape.
+      view: which box of the array a box of the view needs.
+      below, source: how the array is split, and its shape.
+      sizes: axis -> number of devices.
+    """
+    for size, names in (*zip(shape, above), *zip(source, below)):
+        if size % _parts(names, sizes):
+            return False
+    if math.prod(shape) != math.prod(source):
+        return False
+    used = [sorted(n for names in spec for n in names) for spec in (above, below)]
+    if used[0] != used[1]:
+        return False
+    read = read_all(view, boxes_of(shape, above, sizes))
+    return np.array_equal(read, boxes_of(source, below, sizes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -314,25 +371,41 @@ def _split(
 ) -> Split:
     """How an equation is split."""
     equation, sizes = member.equation, known.sizes
-    inputs = tuple(
+    exchange = _exchange(operator, member, axes, known)
+    inputs = [
         _read(value.shape, access, axes, sizes)
         for value, access in zip(equation.inputs, member.reads)
-    )
+    ]
     outputs = tuple(
         _written(operator, value, dims, axes, sizes)[0]
         for value, dims in zip(equation.outputs, member.writes)
     )
-    moves: list[tuple[Spec, tuple[Step, ...]]] = []
-    for i, (value, after) in enumerate(zip(equation.inputs, inputs)):
-        before = known.split_of(member, i)
-        steps: tuple[Step, ...] = ()
-        if before is not None and after is not None and not known.in_stages:
-            steps = steps_between(value.shape, before, after, sizes)
-        # Without steps the same for all turns of a loop, whatever they begin with.
-        moves.append((before, steps) if before is not None and steps else ((), ()))
+    if exchange is not None:
+        inputs = [None if isinstance(e, Fetch) else e for e in exchange.operands]
+    moves = tuple(_move(member, i, after, known) for i, after in enumerate(inputs))
     shapes = tuple(value.shape for value in equation.outputs)
-    exchange = _exchange(operator, member, axes, known)
-    return Split(equation.primitive, shapes, tuple(moves), inputs, outputs, exchange)
+    return Split(equation.primitive, shapes, moves, tuple(inputs), outputs, exchange)
+
+
+def _move(member: Any, position: int, after: Spec | None, known: _Known) -> Move:
+    """How an operand comes to the split `after`; nothing where the compiler does it."""
+    before = known.split_of(member, position)
+    if after is None or known.in_stages:
+        return Move()
+    shape, sizes = member.equation.inputs[position].shape, known.sizes
+    if before is not None:
+        steps = steps_between(shape, before, after, sizes)
+        # Without steps the same for all turns of a loop, whatever they begin with.
+        return Move(before, steps) if steps else Move()
+    value, view = member.sources[position]
+    if value not in known.written:
+        return Move()
+    before = known.written[value]
+    below = [() if dim is None else after[dim] for dim in followed(view)]
+    if not _are_same_parts(after, view, shape, below, value.shape, sizes):
+        return Move()
+    steps = steps_between(value.shape, before, tuple(below), sizes)
+    return Move(before, steps or (Step(tuple(below), False),), True)
 
 
 def _written(

@@ -505,18 +505,27 @@ class Tasks:
         """What a device holds that reads parts of other devices.
 
         It has an array of all that it reads, its own part included, in place of the part that it wrote. Its backward computes the
-        gradient by this array before parts of it go back and are added up.
+        gradient by this array before parts of it go back and are added up. A message that is a part of what its sender has is copied
+        out of it, and so held by both ends beside the arrays; one at a time.
         """
         source, target, position = self.graph.edges[number]
         tensor = self.graph.operators[target].inputs[position].tensor
         above, below = self.strategy[source], self.strategy[target]
+        item_bytes = self.graph.tensors[tensor].item_bytes
+        item_bytes *= self.graph.operators[source].repeats
+        owned = self.shards.regions.writes(source, tensor, above.degrees)
+        sizes = (np.prod(owned[:, :, 1] - owned[:, :, 0], axis=1) * item_bytes).tolist()
         read: dict[int, int] = {}
         receivers = set()
+        messages: dict[int, int] = {}
         for a, b, num_bytes in pairs:
             device = below.devices[b]
             read[device] = read.get(device, 0) + num_bytes
             if above.devices[a] != device:
                 receivers.add(device)
+                if num_bytes < sizes[a]:
+                    for end in (above.devices[a], device):
+                        messages[end] = max(messages.get(end, 0), num_bytes)
         times = self._lifetimes.received(target, position)
         moment = self._lifetimes.backward(target)
         for device in sorted(receivers):
@@ -524,16 +533,15 @@ class Tasks:
             block.held.append(Held(device, *times, held))
             if has_gradient:
                 block.held.append(Held(device, moment, moment, read[device]))
+        for device, num_bytes in messages.items():
+            for each in (target, moment)[: 1 + has_gradient]:
+                block.held.append(Held(device, each, each, 2 * num_bytes))
         replaced = self._lifetimes.replaced(target, position)
         if replaced is None:
             return
-        item_bytes = self.graph.tensors[tensor].item_bytes
-        item_bytes *= self.graph.operators[source].repeats
-        owned = self.shards.regions.writes(source, tensor, above.degrees)
-        for device, box in zip(above.devices, owned):
+        for device, size in zip(above.devices, sizes):
             if device in receivers:
-                size = int(np.prod(box[:, 1] - box[:, 0]))
-                block.held.append(Held(device, *replaced, -size * item_bytes))
+                block.held.append(Held(device, *replaced, -size))
 
     def _read_bytes(self, operator: int, tensor: int, num_bytes: int) -> int:
         """Bytes of a part of a tensor in the form in which an operator gets it."""

@@ -372,6 +372,89 @@ def test_collectives_of_every_kind(name, num_devices):
     check_bytes(CASES[name], num_devices, TURNS if name.startswith("scan") else 1)
 
 
+def _convolutional(weights, x):
+    for kernel in weights["kernels"]:
+        x = jax.nn.relu(_conv(kernel, x))
+        x = lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "SAME")
+    return jnp.tanh(x.reshape(len(x), -1) @ weights["dense"])
+
+
+def _attentive(weights, x):
+    def heads(w):
+        return (x @ w).reshape(*x.shape[:2], 4, -1).transpose(0, 2, 1, 3)
+
+    queries, keys, values = map(heads, weights["in"])
+    shares = jax.nn.softmax(jnp.einsum("bhsd,bhtd->bhst", queries, keys))
+    found = jnp.einsum("bhst,bhtd->bhsd", shares, values)
+    x = x + found.transpose(0, 2, 1, 3).reshape(x.shape) @ weights["out"]
+    return x + jax.nn.relu(x @ weights["up"]) @ weights["down"]
+
+
+MODELS = {
+    "convolutional": (
+        _convolutional,
+        {"kernels": [(5, 5, 4, 8), (5, 5, 8, 8)], "dense": (128, 16)},
+        (8, 16, 16, 4),
+    ),
+    "attentive": (
+        _attentive,
+        {"in": [(16, 16)] * 3, "out": (16, 16), "up": (16, 64), "down": (64, 16)},
+        (8, 8, 16),
+    ),
+}
+
+
+def check_model(name: str, seed: int, num_devices: int = 4) -> None:
+    """Numbers and bytes of a random strategy of a whole model."""
+    model, shapes, shape = MODELS[name]
+    rng = np.random.default_rng(seed)
+    weights, x = jax.tree.map(
+        lambda s: jnp.asarray(rng.normal(size=s) / 4),
+        (shapes, shape),
+        is_leaf=lambda s: isinstance(s, tuple) and isinstance(s[0], int),
+    )
+
+    def loss(weights, x):
+        y = model(weights, x)
+        return (y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum()
+
+    graph = soap.trace(loss, weights, x)
+    space = soap.Space(graph, num_devices, executable=True)
+    strategy = soap.random_strategy(space, rng)
+    mesh = soap.device_mesh(num_devices)
+    *placed_as, _ = soap.argument_shardings(graph, strategy, mesh)
+    placed_as = jax.tree.unflatten(jax.tree.structure(weights), placed_as)
+    split = jax.jit(
+        jax.value_and_grad(soap.apply(loss, graph, strategy, mesh)),
+        in_shardings=(placed_as, NamedSharding(mesh, PartitionSpec())),
+        out_shardings=(None, placed_as),
+    )
+    compiled = split.lower(weights, x).compile()
+    found = compiled(jax.device_put(weights, placed_as), x)
+    expected = jax.jit(jax.value_and_grad(loss))(weights, x)
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(
+            one, other, rtol=1e-6, atol=1e-6 * np.abs(other).max()
+        )
+    machine = soap.p100_cluster().with_devices(num_devices)
+    predicted = soap.simulate(graph, machine, strategy).sent_bytes
+    predicted += bytes_of_whole_sums(graph, strategy, num_devices)
+    assert 0 < sent_bytes(compiled.as_text()) <= predicted
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_random_strategy_of_a_model(name):
+    check_model(name, 1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("seed", range(2, 12))
+@pytest.mark.parametrize("name", MODELS)
+def test_random_strategies_of_models(name, seed):
+    check_model(name, seed)
+
+
 def test_a_loop_adds_up_the_gradient_of_its_weight_in_every_turn():
     """The simulator adds it up once, after the loop. All else is the same, to the byte."""
     case = CASES["scan"]
