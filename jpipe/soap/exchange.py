@@ -214,11 +214,9 @@ def _sent(
     return target
 
 
-def _is_inside(
-    fetch: Fetch, sizes: Sequence[int], axes: tuple[str, ...]
-) -> jax.Array | bool:
+def _is_inside(fetch: Fetch, sizes: Sequence[int], axes: tuple[str, ...]) -> jax.Array:
     """Which elements of a device's window are elements of the array."""
-    device, inside = lax.axis_index(axes), True
+    device, inside = lax.axis_index(axes), jnp.ones(fetch.shape, bool)
     for dim, size in enumerate(sizes):
         first = jnp.asarray([start[dim] for start in fetch.starts])[device]
         place = first + lax.broadcasted_iota(first.dtype, fetch.shape, dim)
