@@ -251,7 +251,10 @@ class _Run:
             known = dict(zip(jaxpr.invars, values))
             arguments = self._arguments(jaxpr, known, plan)
             values = [arguments[v] for v in jaxpr.invars]
-            results = exchange.bind(eqn, values, eqn.params)
+            if name == "custom_jvp_call":
+                results = _with_early_residuals(eqn)(*values)
+            else:
+                results = exchange.bind(eqn, values, eqn.params)
             return self._constrained(results, _result_specs(jaxpr, plan))
         if name == "remat2":
             again = jax.checkpoint(
@@ -304,6 +307,29 @@ class _Run:
         stacked = [plan.get(("stack", i)) for i in range(len(stacks))]
         specs = [None if split is None else split.outputs[0] for split in stacked]
         return [*carry, *self._constrained(stacks, specs)]
+
+
+def _with_early_residuals(eqn: Any) -> Callable[..., list]:
+    """An equation whose residuals are computed together with its results.
+
+    XLA's scheduler for TPUs may compute the mask of a ReLU in the backward, and hold the float32 array below it until then, which takes four
+    times as many bytes. A barrier over results and residuals keeps it from that.
+    """
+
+    @jax.custom_jvp
+    def function(*values: Any) -> list:
+        return exchange.bind(eqn, values, eqn.params)
+
+    @function.defjvp
+    def derivative(values: Sequence, tangents: Sequence) -> tuple:
+        results, linear = jax.linearize(
+            lambda *args: exchange.bind(eqn, args, eqn.params), *values
+        )
+        residuals, tree = jax.tree.flatten(linear)
+        results, residuals = lax.optimization_barrier((results, residuals))
+        return results, tree.unflatten(residuals)(*tangents)
+
+    return function
 
 
 def _result_specs(jaxpr: Any, plan: Plan) -> list[Spec | None]:

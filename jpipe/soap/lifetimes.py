@@ -14,8 +14,8 @@ Two facts of the machine change what is held, and are stated by `jpipe.soap.Mach
   they fit. Inputs of the function are copied there from the start of the step to their last use (`cross_program_prefetch`), and take room
   from the others.
 
-What is not known before compiling: the bytes of fragments, and whether the mask of a ReLU is written at once, or later from the float32
-array below it.
+What is not known before compiling: the bytes of fragments, and whether a mask is written at once, or later from the float32 array below it.
+`jpipe.soap.apply` has masks written at once where a function has a derivative rule of its own, as `jax.nn.relu` has.
 """
 
 from collections.abc import Iterable

@@ -495,6 +495,22 @@ def test_an_input_is_whole_where_shards_share_parts_of_it(degrees, whole):
     assert of_input.is_fully_replicated == whole
 
 
+def test_a_mask_is_computed_together_with_its_result():
+    """Otherwise XLA may hold the array below the mask until the backward."""
+    case = CASES["own derivative"]
+    graph = soap.trace(loss_of(case), *arrays(case))
+    split = soap.apply(
+        loss_of(case), graph, soap.data_parallel(graph, 2), soap.device_mesh(2)
+    )
+    program = jax.make_jaxpr(jax.grad(split, has_aux=True))(*arrays(case))
+    barriers = [
+        {v.aval.dtype.name for v in eqn.outvars}
+        for eqn in program.eqns
+        if eqn.primitive.name == "optimization_barrier"
+    ]
+    assert barriers == [{"bool", "float64"}]
+
+
 def test_axes_of_placements():
     sizes = {"a": 2, "b": 2}
     axes = {
