@@ -54,6 +54,7 @@ class Equation:
       repeats: how often it runs.
       bind: the JAX primitive, for measuring.
       place: where it stands in the jaxpr, see `Place`.
+      in_custom_jvp: whether it is in a function with a derivative rule of its own.
     """
 
     primitive: str
@@ -63,6 +64,7 @@ class Equation:
     repeats: int = 1
     bind: Any = None
     place: "Place" = ()
+    in_custom_jvp: bool = False
 
 
 Place = tuple[Any, ...]
@@ -174,7 +176,12 @@ class _Walk:
     ) -> list[Value]:
         name = eqn.primitive.name
         if name in CALLS:
-            return self.inline(*called(eqn), inputs, repeats, place)
+            first = len(self.equations)
+            results = self.inline(*called(eqn), inputs, repeats, place)
+            if name == "custom_jvp_call":
+                for each in self.equations[first:]:
+                    each.in_custom_jvp = True
+            return results
         if name == "scan":
             return self._scan(eqn, inputs, repeats, place)
         constant = all(each.constant for each in inputs)

@@ -2,11 +2,12 @@
 
 The derivative of an equation reads some of its operands and results. Which values a device has to keep for that does not follow from
 one equation: compilers compute elementwise results again where a backward reads them, as a part of the operator that reads them.
-The softmax of scores is kept once, as the scores, and the ReLU of a product as the product.
+The softmax of scores is kept once, as the scores, and the maximum of a product and a constant as the product.
 
 So the kept values are a minimum cut, as those of a pipeline's forward are (`jpipe.layers.residuals`): the values with the least
 bytes from which elementwise equations compute all that the derivatives read. Weights and inputs of the function are there anyway. What is
-read by a primitive that compilers do not fuse with others, such as a pooling or a sort, is kept as it is.
+read by a primitive that compilers do not fuse with others, such as a pooling or a sort, is kept as it is. So is the mask of a function with a
+derivative rule of its own, as `jax.nn.relu`: `jpipe.soap.apply` has it computed together with the result.
 """
 
 import dataclasses
@@ -150,7 +151,8 @@ class _Analysis:
                     self._sources[base] = None
         if is_masked and operands:
             mask = Value(equation.outputs[0].shape, np.dtype(bool))
-            self._place(mask, equation, operands)
+            is_cheap = not equation.in_custom_jvp
+            self._place(mask, equation, operands if is_cheap else None)
             self._masks[mask] = equation
             read[mask] = None
 

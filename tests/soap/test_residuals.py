@@ -76,13 +76,22 @@ def test_a_softmax_is_kept_once():
     assert [each for each in kept(graph) if each[0] == (32, 32)] == [((32, 32), 4)]
 
 
-def test_a_relu_between_products_is_kept_once():
+def test_a_maximum_between_products_is_kept_once():
+    def loss(w, x):
+        return (jnp.maximum(x @ w[0], 0) @ w[1]).sum()
+
+    weights = [soap_graphs.weight(16, 64), soap_graphs.weight(64, 8)]
+    graph = soap.trace(loss, weights, soap_graphs.weight(32, 16))
+    assert kept(graph) == [((32, 64), 4)]
+
+
+def test_a_relu_keeps_its_mask_beside_its_result():
     def loss(w, x):
         return (jax.nn.relu(x @ w[0]) @ w[1]).sum()
 
     weights = [soap_graphs.weight(16, 64), soap_graphs.weight(64, 8)]
     graph = soap.trace(loss, weights, soap_graphs.weight(32, 16))
-    assert kept(graph) == [((32, 64), 4)]
+    assert kept(graph) == [((32, 64), 1), ((32, 64), 4)]
 
 
 def test_a_relu_before_a_pooling_is_kept_with_a_mask():
