@@ -265,6 +265,26 @@ def peaks(graph, strategy, num_devices):
                 found[d] = common
         return found
 
+    def messages(source, target, position):
+        """Device -> elements of the largest message, of those that are parts of their sender's array, that it sends or gets."""
+        tensor = graph.operators[target].inputs[position].tensor
+        above, below = strategy[source], strategy[target]
+        largest: dict[int, int] = {}
+        for sender, wrote in zip(
+            above.devices, regions.writes(source, tensor, above.degrees)
+        ):
+            for receiver, read in zip(
+                below.devices, regions.reads(target, position, below.degrees)
+            ):
+                low = np.maximum(wrote[:, 0], read[:, 0])
+                high = np.minimum(wrote[:, 1], read[:, 1])
+                common = int(np.prod(np.maximum(high - low, 0)))
+                is_part = 0 < common < np.prod(wrote[:, 1] - wrote[:, 0])
+                if sender != receiver and is_part:
+                    for end in (sender, receiver):
+                        largest[end] = max(largest.get(end, 0), common)
+        return largest
+
     def of_input(i, position, shape):
         """Elements that each shard holds of an input of the function: all that is read if several shards read parts of each other's."""
         boxes = regions.reads(i, position, strategy[i].degrees)
@@ -348,6 +368,12 @@ def peaks(graph, strategy, num_devices):
             yield from (
                 (d, times * item * k)
                 for d, k in received(source, target, position).items()
+            )
+            # Copied out of the sender's array, and not yet in the receiver's.
+            times = (t == target) + (returned and t == backward)
+            yield from (
+                (d, 2 * times * item * k)
+                for d, k in messages(source, target, position).items()
             )
         for weight, uses in graph.readers_of_weight.items():
             value = graph.tensors[weight]
