@@ -1,7 +1,7 @@
 """Predicted against measured seconds of a training step, for strategies of three models on two devices of the CPU.
 
     python benchmarks/soap_measured.py
-    python benchmarks/soap_measured.py --rounds 9 --random 6 --out benchmarks/soap_measured.json
+    python benchmarks/soap_measured.py --rounds 6 --random 6 --out benchmarks/soap_measured.json
 
 The two devices share two cores. Operators are measured one by one, on both devices at once (`jpipe.soap.Profile`), and the link between the devices by
 sums of arrays of several sizes. A strategy's step is simulated, and run with `jpipe.soap.apply`: the loss, its gradients and an SGD update. All
