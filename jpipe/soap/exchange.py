@@ -216,12 +216,19 @@ def _sent(
 
 def _is_inside(fetch: Fetch, sizes: Sequence[int], axes: tuple[str, ...]) -> jax.Array:
     """Which elements of a device's window are elements of the array."""
-    device, inside = lax.axis_index(axes), jnp.ones(fetch.shape, bool)
+    inside = jnp.ones(fetch.shape, bool)
     for dim, size in enumerate(sizes):
-        first = jnp.asarray([start[dim] for start in fetch.starts])[device]
-        place = first + lax.broadcasted_iota(first.dtype, fetch.shape, dim)
-        inside &= (place >= 0) & (place < size)
+        inside &= _is_inside_along(dim, fetch, size, axes)
     return inside
+
+
+def _is_inside_along(
+    dim: int, fetch: Fetch, size: int, axes: tuple[str, ...]
+) -> jax.Array:
+    """Which elements of a device's window are elements of the array, as far as one dim of the array decides it."""
+    first = jnp.asarray([start[dim] for start in fetch.starts])[lax.axis_index(axes)]
+    place = first + lax.broadcasted_iota(first.dtype, fetch.shape, dim)
+    return (place >= 0) & (place < size)
 
 
 def resplit(value: jax.Array, source: Spec, target: Spec, mesh: Mesh) -> jax.Array:
@@ -420,10 +427,7 @@ def _joined(
       axes: of the mesh.
     """
     joined = windows[0]
-    index = lax.broadcasted_iota(jnp.int32, joined.shape, dim)
-    device = lax.axis_index(axes)
     for window, fetch, size in zip(windows[1:], exchange.operands[1:], sizes[1:]):
         assert isinstance(fetch, Fetch)
-        place = index + jnp.asarray([start[dim] for start in fetch.starts])[device]
-        joined = jnp.where((place >= 0) & (place < size), window, joined)
+        joined = jnp.where(_is_inside_along(dim, fetch, size, axes), window, joined)
     return joined

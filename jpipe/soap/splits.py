@@ -372,16 +372,18 @@ def _split(
     """How an equation is split."""
     equation, sizes = member.equation, known.sizes
     exchange = _exchange(operator, member, axes, known)
-    inputs = [
-        _read(value.shape, access, axes, sizes)
-        for value, access in zip(equation.inputs, member.reads)
-    ]
+    inputs: list[Spec | None]
+    if exchange is None:
+        inputs = [
+            _read(value.shape, access, axes, sizes)
+            for value, access in zip(equation.inputs, member.reads)
+        ]
+    else:
+        inputs = [None if isinstance(e, Fetch) else e for e in exchange.operands]
     outputs = tuple(
         _written(operator, value, dims, axes, sizes)[0]
         for value, dims in zip(equation.outputs, member.writes)
     )
-    if exchange is not None:
-        inputs = [None if isinstance(e, Fetch) else e for e in exchange.operands]
     moves = tuple(_move(member, i, after, known) for i, after in enumerate(inputs))
     shapes = tuple(value.shape for value in equation.outputs)
     return Split(equation.primitive, shapes, moves, tuple(inputs), outputs, exchange)

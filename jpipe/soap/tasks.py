@@ -511,21 +511,25 @@ class Tasks:
         source, target, position = self.graph.edges[number]
         tensor = self.graph.operators[target].inputs[position].tensor
         above, below = self.strategy[source], self.strategy[target]
-        item_bytes = self.graph.tensors[tensor].item_bytes
-        item_bytes *= self.graph.operators[source].repeats
-        owned = self.shards.regions.writes(source, tensor, above.degrees)
-        sizes = (np.prod(owned[:, :, 1] - owned[:, :, 0], axis=1) * item_bytes).tolist()
         read: dict[int, int] = {}
-        receivers = set()
-        messages: dict[int, int] = {}
+        sent = []  # by a shard to a device
         for a, b, num_bytes in pairs:
             device = below.devices[b]
             read[device] = read.get(device, 0) + num_bytes
             if above.devices[a] != device:
-                receivers.add(device)
-                if num_bytes < sizes[a]:
-                    for end in (above.devices[a], device):
-                        messages[end] = max(messages.get(end, 0), num_bytes)
+                sent.append((a, device, num_bytes))
+        if not sent:
+            return
+        receivers = {device for _, device, _ in sent}
+        item_bytes = self.graph.tensors[tensor].item_bytes
+        item_bytes *= self.graph.operators[source].repeats
+        owned = self.shards.regions.writes(source, tensor, above.degrees)
+        sizes = (np.prod(owned[:, :, 1] - owned[:, :, 0], axis=1) * item_bytes).tolist()
+        messages: dict[int, int] = {}
+        for a, device, num_bytes in sent:
+            if num_bytes < sizes[a]:
+                for end in (above.devices[a], device):
+                    messages[end] = max(messages.get(end, 0), num_bytes)
         times = self._lifetimes.received(target, position)
         moment = self._lifetimes.backward(target)
         for device in sorted(receivers):

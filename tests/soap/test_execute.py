@@ -209,12 +209,20 @@ def all_degrees(graph, name: str, num_devices: int):
     return list(degree_vectors(sizes, num_devices))
 
 
+def check_equal(found, expected, message: str = "") -> None:
+    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        scale = np.abs(other).max()
+        np.testing.assert_allclose(
+            one, other, rtol=1e-6, atol=1e-6 * scale, err_msg=message
+        )
+
+
 def check_numbers(case: Case, num_devices: int) -> None:
     given, loss = arrays(case), loss_of(case)
     graph = soap.trace(loss, *given)
     mesh = soap.device_mesh(num_devices)
     both = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
-    expected = jax.tree.leaves(jax.jit(both)(*given))
+    expected = jax.jit(both)(*given)
     options: dict = {"xla_backend_optimization_level": 0}  # compiles sooner
     tried = all_degrees(graph, case.operator, num_devices)
     assert len(tried) > 1
@@ -229,11 +237,7 @@ def check_numbers(case: Case, num_devices: int) -> None:
         split = soap.apply(loss, graph, strategy, mesh)
         both = jax.value_and_grad(split, argnums=(0, 1), has_aux=True)
         run = jax.jit(both, compiler_options=options)
-        for found, value in zip(jax.tree.leaves(run(*given)), expected, strict=True):
-            scale = np.abs(value).max()
-            np.testing.assert_allclose(
-                found, value, rtol=1e-6, atol=1e-6 * scale, err_msg=f"{degrees}"
-            )
+        check_equal(run(*given), expected, f"{degrees}")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -414,10 +418,7 @@ def check_model(name: str, seed: int, num_devices: int = 4) -> None:
         is_leaf=lambda s: isinstance(s, tuple) and isinstance(s[0], int),
     )
 
-    def loss(weights, x):
-        y = model(weights, x)
-        return (y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum()
-
+    loss = loss_of(Case("", model, (), shape))
     graph = soap.trace(loss, weights, x)
     space = soap.Space(graph, num_devices, executable=True)
     strategy = soap.random_strategy(space, rng)
@@ -425,17 +426,14 @@ def check_model(name: str, seed: int, num_devices: int = 4) -> None:
     *placed_as, _ = soap.argument_shardings(graph, strategy, mesh)
     placed_as = jax.tree.unflatten(jax.tree.structure(weights), placed_as)
     split = jax.jit(
-        jax.value_and_grad(soap.apply(loss, graph, strategy, mesh)),
+        jax.value_and_grad(soap.apply(loss, graph, strategy, mesh), has_aux=True),
         in_shardings=(placed_as, NamedSharding(mesh, PartitionSpec())),
         out_shardings=(None, placed_as),
     )
     compiled = split.lower(weights, x).compile()
     found = compiled(jax.device_put(weights, placed_as), x)
-    expected = jax.jit(jax.value_and_grad(loss))(weights, x)
-    for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(
-            one, other, rtol=1e-6, atol=1e-6 * np.abs(other).max()
-        )
+    expected = jax.jit(jax.value_and_grad(loss, has_aux=True))(weights, x)
+    check_equal(found, expected)
     machine = soap.p100_cluster().with_devices(num_devices)
     predicted = soap.simulate(graph, machine, strategy).sent_bytes
     predicted += bytes_of_whole_sums(graph, strategy, num_devices)
