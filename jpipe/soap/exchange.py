@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.soap.moves import Spec, as_entries, boxes_of
 from jpipe.soap.products import product_of
-from jpipe.soap.regions import Step
+from jpipe.soap.regions import Access, read_all
 
 PRIMITIVES = frozenset(
     """concatenate conv_general_dilated dot_general dynamic_slice gather pad reduce_window_max reduce_window_min reduce_window_sum stack
@@ -64,19 +64,28 @@ class Exchange:
     sums: tuple[tuple[tuple[str, ...], int | None], ...]
 
 
-def window_of(source: Spec, step: Step, loops: np.ndarray) -> Fetch | None:
+def window_of(source: Spec, access: Access, loops: np.ndarray) -> Fetch | None:
     """The windows that boxes of loops read, without what is beyond the array along dims that no loop splits.
 
     Args:
       source: how the array lies.
-      step: what an equation reads of the array.
+      access: what an equation reads of the array. A second step is that of the channels of groups.
       loops: `[devices, loops, 2]`, boxes of equal shapes.
 
     Returns:
       None if windows differ in shape or padding, or are empty.
     """
     starts, shape, padding = [], [], []
-    for each in step:
+    for each, below in zip(access[0], access[-1], strict=True):
+        if len(access) > 1 and (each.divisor != 1 or not below.is_plain):
+            of_groups = (each,), (dataclasses.replace(below, dim=0),)
+            low, high = read_all(of_groups, loops)[:, 0].T
+            if np.any(high - low != high[0] - low[0]):
+                return None
+            starts.append(low.tolist())
+            shape.append(int(high[0] - low[0]))
+            padding.append((0, 0))
+            continue
         if each.dim is None:
             starts.append([0] * len(loops))
             shape.append(each.size)
@@ -339,6 +348,8 @@ def run(
         params = dict(eqn.params)
         if isinstance(exchange.operands[0], Fetch):
             params |= _padding(eqn, exchange.operands[0])
+        if params.get("feature_group_count", 1) > 1:
+            params["feature_group_count"] = _num_groups(eqn, operands)
         if name == "gather":
             params["slice_sizes"] = tuple(
                 min(size, n) for size, n in zip(params["slice_sizes"], parts[0].shape)
@@ -364,6 +375,13 @@ def _padding(eqn: Any, fetch: Fetch) -> dict[str, Any]:
         dims = params["dimension_numbers"].lhs_spec[2:]
         return {"padding": tuple(padding[dim] for dim in dims)}
     return {"padding": padding} if "padding" in params else {}
+
+
+def _num_groups(eqn: Any, operands: Sequence[jax.Array]) -> int:
+    """How many groups of channels a device's part of an image has."""
+    image, kernel = operands
+    dims = eqn.params["dimension_numbers"]
+    return image.shape[dims.lhs_spec[1]] // kernel.shape[dims.rhs_spec[1]]
 
 
 def _summed(result: jax.Array, terms: tuple[str, ...], dim: int | None) -> jax.Array:

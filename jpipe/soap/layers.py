@@ -15,7 +15,7 @@ from jpipe.layers.trace import run_layer
 from jpipe.soap.execute import with_splits
 from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.moves import as_entries
-from jpipe.soap.splits import Plan, reads_tiles, splits
+from jpipe.soap.splits import Plan, splits
 from jpipe.soap.strategy import Config, load_strategy
 from jpipe.soap.trace import trace
 
@@ -51,13 +51,6 @@ class LayersGraph(NamedTuple):
         self, strategy: Sequence[Config], sizes: Mapping[str, int]
     ) -> list[LayerSplit]:
         """How a strategy splits each layer over the axes of a mesh; see `jpipe.soap.splits.splits`."""
-        for operator, config in zip(self.graph.operators, strategy):
-            if not reads_tiles(operator, config):
-                raise ValueError(
-                    f"shards of operator {operator.name!r} with degrees {config.degrees} read parts of their neighbours, which XLA sends "
-                    "by collective permutes. A device of another stage would have to join them, and runs something else. "
-                    "Search with `Space(graph, num_devices, in_stages=True)` (`train/search.py --in-stages`)."
-                )
         found = splits(self.graph, strategy, sizes, in_stages=True)
         result, start = [], 0
         for i, count in enumerate(self.num_parameters):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jpipe.soap.graph import Operator, OperatorGraph
-from jpipe.soap.splits import can_apply, factor_axes
+from jpipe.soap.splits import factor_axes, refusal
 from jpipe.soap.strategy import Config
 
 
@@ -55,7 +55,8 @@ class Space:
             self._axes = {"device": num_devices}
         elif executable:
             self._axes = factor_axes("device", num_devices)
-        self._lists: dict[tuple, tuple[Config, ...]] = {}
+        self._configs: dict[int, tuple[Config, ...]] = {}
+        self._lists: dict[tuple, tuple[Config, ...]] = {}  # of operators that are alike
 
     @property
     def num_operators(self) -> int:
@@ -63,13 +64,19 @@ class Space:
 
     def configs(self, operator: int) -> tuple[Config, ...]:
         """All configurations of an operator, in a fixed order."""
-        each = self.graph.operators[operator]
+        if operator not in self._configs:
+            self._configs[operator] = self._found(self.graph.operators[operator])
+        return self._configs[operator]
+
+    def _found(self, each: Operator) -> tuple[Config, ...]:
         sizes = tuple(
             loop.size if loop.can_split and loop.kind in self._kinds else 1
             for loop in each.loops
         )
-        reads = tuple(one.access for one in each.inputs) if self._in_stages else None
-        key = sizes, reads
+        key: tuple = sizes
+        if self._axes is not None:  # what `refusal` looks at
+            accesses = tuple(one.access for one in each.inputs)
+            key = sizes, each.kind, each.loops, accesses
         if key not in self._lists:
             self._lists[key] = tuple(dict.fromkeys(self._list(each, sizes)))
         return self._lists[key]
@@ -90,7 +97,8 @@ class Space:
     def _is_allowed(self, operator: Operator, config: Config) -> bool:
         if self._axes is None:
             return True
-        return can_apply(operator, config, self._axes, in_stages=self._in_stages)
+        found = refusal(operator, config, self._axes, in_stages=self._in_stages)
+        return found is None
 
     def can_run(self, strategy: Sequence[Config]) -> bool:
         """Whether a mesh can run a strategy, if the space is of strategies that one can."""

@@ -18,7 +18,7 @@ from jpipe.soap.graph import (
     OperatorGraph,
 )
 from jpipe.soap.moves import Spec, Step, boxes_of, is_direct, steps_between
-from jpipe.soap.regions import Access, DimMap, followed, is_plain, read_all
+from jpipe.soap.regions import Access, followed, is_plain, read_all
 from jpipe.soap.strategy import Config, check_strategy, shard_boxes
 
 
@@ -117,37 +117,85 @@ def _reads_tiles(access: Access, loops: np.ndarray) -> bool:
 
 
 def is_partitioned_right(operator: Operator, config: Config, num_devices: int) -> bool:
-    """Whether XLA computes the right numbers of a split.
+    """Whether XLA computes the right numbers of a split with whole groups of channels.
 
     Of convolutions it counts sums several times where axes of the mesh that split no samples and no positions are left for copies or
     for channels (jaxlib 0.10.2, found by trying all degrees on 4 and 8 CPU devices). Right are splits by samples and output channels,
-    by samples and positions over all devices, and by samples and terms over all devices.
+    by samples and positions over all devices, and by samples and terms over all devices. With groups of channels, it counts them several
+    times wherever axes are left for copies.
     """
     if operator.kind != "conv_general_dilated":
         return True
     split = {loop.kind for loop, d in zip(operator.loops, config.degrees) if d > 1}
-    if split <= {SAMPLE, PARAMETER}:
-        return True
     uses_all = math.prod(config.degrees) == num_devices
+    if split <= {SAMPLE, PARAMETER}:
+        return uses_all or not split or not _groups_of(operator)
     return uses_all and (split <= {SAMPLE, ATTRIBUTE} or split <= {SAMPLE, REDUCTION})
 
 
-def can_apply(
+def _groups_of(operator: Operator) -> list[tuple[int, int]]:
+    """Of each convolution of an operator with groups of channels: the loop over output channels, and how many channels a group has."""
+    found = []
+    for member in operator.equations or ():
+        params = member.equation.params
+        if (groups := params.get("feature_group_count", 1)) > 1:
+            loop = params["dimension_numbers"].out_spec[1]
+            found.append((loop, operator.loops[loop].size // groups))
+    return found
+
+
+def _has_whole_groups(operator: Operator, config: Config) -> bool:
+    """Whether each shard of a convolution computes whole groups of channels, or a part of one.
+
+    XLA computes wrong numbers where a shard has parts of two groups.
+    """
+    for loop, of_group in _groups_of(operator):
+        own = operator.loops[loop].size // config.degrees[loop]
+        if own % of_group and of_group % own:
+            return False
+    return True
+
+
+def refusal(
     operator: Operator,
     config: Config,
     sizes: Mapping[str, int],
     *,
     in_stages: bool = False,
-) -> bool:
-    """Whether `jpipe.soap.apply`, or a pipeline in its stages, computes the right numbers of an operator on a mesh."""
+) -> str | None:
+    """Why `jpipe.soap.apply`, or a pipeline in its stages, cannot run an operator as a configuration splits it; None: it can.
+
+    Args:
+      operator: the operator.
+      config: its degrees and devices.
+      sizes: axis of the mesh -> number of devices.
+      in_stages: whether the mesh is that of the stages of a pipeline, which cannot fetch parts from each other: see `reads_tiles`.
+    """
     axes = loop_axes(config, sizes)
-    if axes is None or (in_stages and not reads_tiles(operator, config)):
-        return False
-    if is_partitioned_right(operator, config, math.prod(sizes.values())):
-        return True
+    if axes is None:
+        return _no_mesh(operator, config, sizes)
+    if in_stages and not reads_tiles(operator, config):
+        return (
+            f"shards of operator {operator.name!r} with degrees {config.degrees} read parts of their neighbours, which XLA sends "
+            "by collective permutes. A device of another stage would have to join them, and runs something else. "
+            "Search with `Space(graph, num_devices, in_stages=True)` (`train/search.py --in-stages`)."
+        )
+    count = math.prod(sizes.values())
+    wrong = f"XLA computes wrong numbers of the convolution {operator.name!r} split by degrees {config.degrees} over {count} devices"
+    if not _has_whole_groups(operator, config):
+        return (
+            f"{wrong}, because shards have parts of several groups of channels. Split it so that each shard has whole groups or a part "
+            "of one; `Space(graph, num_devices, executable=True)` leaves wrong splits out."
+        )
+    if is_partitioned_right(operator, config, count):
+        return None
     known = _Known(sizes, {}, in_stages=in_stages)
-    members = operator.equations or ()
-    return any(_exchange(operator, m, axes, known) for m in members)
+    if any(_exchange(operator, m, axes, known) for m in operator.equations or ()):
+        return None
+    return (
+        f"{wrong}. Split it by samples, or by samples and positions, over all devices; `Space(graph, num_devices, executable=True)` leaves "
+        "wrong splits out."
+    )
 
 
 class Move(NamedTuple):
@@ -301,20 +349,15 @@ def splits(
       in_stages: whether the mesh is that of the stages of a pipeline, which cannot fetch parts from each other: see `reads_tiles`.
 
     Raises:
-      ValueError: if an operator does not run on the whole mesh, in the order of its axes, or the compiler computes wrong numbers.
+      ValueError: if a mesh cannot run a configuration: see `refusal`.
     """
     check_strategy(graph, strategy, math.prod(sizes.values()))
     of_loops = []
     for operator, config in zip(graph.operators, strategy):
+        if message := refusal(operator, config, sizes, in_stages=in_stages):
+            raise ValueError(message)
         axes = loop_axes(config, sizes)
-        if axes is None:
-            raise ValueError(_no_mesh(operator, config, sizes))
-        if not can_apply(operator, config, sizes, in_stages=in_stages):
-            raise ValueError(
-                f"XLA computes wrong numbers where degrees {config.degrees} split the convolution {operator.name!r} over "
-                f"{math.prod(sizes.values())} devices, because its channels have groups. Split it by samples and channels, or by "
-                "samples and positions over all devices; `Space(graph, num_devices, executable=True)` leaves wrong splits out."
-            )
+        assert axes is not None, "`refusal` asks for them"
         of_loops.append(axes)
     plan: dict = {}
     written: dict[Value, Spec] = {}
@@ -443,10 +486,6 @@ def _exchange(
         return None
     if equation.params.get("batch_group_count", 1) > 1:
         return None
-    if equation.params.get("feature_group_count", 1) > 1:
-        features = equation.params["dimension_numbers"].out_spec[1]
-        if axes[features]:
-            return None
     reads = list(zip(equation.inputs, member.reads))
     lies = [
         known.split_of(member, i)
@@ -470,10 +509,10 @@ def _exchange(
     # A device joins windows of all operands, or none.
     must_fetch = None in specs and equation.primitive in ("concatenate", "stack")
     operands: list[Fetch | Spec] = []
-    for (value, access), spec, source, detour in zip(reads, specs, lies, detours):
+    for (_, access), spec, source, detour in zip(reads, specs, lies, detours):
         part: Fetch | Spec | None = spec
         if spec is None or detour or must_fetch:
-            part = _window(equation, value, access, source, loops)
+            part = _window(equation, access, source, loops)
         if part is None:
             return None
         operands.append(part)
@@ -490,19 +529,13 @@ def _exchange(
 
 
 def _window(
-    equation: Equation, value: Value, access: Access, source: Spec, loops: np.ndarray
+    equation: Equation, access: Access, source: Spec, loops: np.ndarray
 ) -> Fetch | None:
     """The windows of an operand that devices fetch."""
-    step = access[0]
     if equation.primitive == "stack":
         axis = equation.params["axis"]
-        return window_of((*source[:axis], (), *source[axis:]), step, loops)
-    # Groups of channels are not split, so all channels are read.
-    maps = (
-        each if each.size == size else DimMap(size, None)
-        for each, size in zip(step, value.shape)
-    )
-    return window_of(source, tuple(maps), loops)
+        return window_of((*source[:axis], (), *source[axis:]), access[:1], loops)
+    return window_of(source, access, loops)
 
 
 def _is_gather(before: Spec, after: Spec) -> bool:

@@ -14,8 +14,9 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe import soap
+from jpipe.soap.execute import with_splits
 from jpipe.soap.space import degree_vectors
-from jpipe.soap.splits import can_apply, loop_axes
+from jpipe.soap.splits import loop_axes, refusal, splits
 from jpipe.soap.strategy import Regions, placed
 
 
@@ -120,6 +121,15 @@ def _transposed(weight, x):
     return lax.conv_transpose(x * x, weight, (2, 1), "SAME")
 
 
+def _grouped(groups):
+    def function(weight, x):
+        return lax.conv_general_dilated(
+            x * x, weight, (1, 1), "SAME", feature_group_count=groups
+        )
+
+    return function
+
+
 def _largest(weight, x):
     args = lax.max, (1, 3, 2), (1, 2, 1), ((0, 0), (0, 1), (1, 0))
     return lax.reduce_window(x * weight, -jnp.inf, *args)
@@ -129,13 +139,14 @@ WINDOWS = {
     "strided": Case("conv_general_dilated_0", _strided, (3, 3, 4, 4), (4, 10, 8, 4)),
     "dilated": Case("conv_general_dilated_0", _dilated, (4, 4, 3, 2), (4, 4, 8, 8)),
     "transposed": Case("conv_general_dilated_0", _transposed, (3, 3, 4, 4), (4,) * 4),
-    "grouped": Case(
-        "conv_general_dilated_0",
-        lambda w, x: lax.conv_general_dilated(
-            x * x, w, (1, 1), "SAME", feature_group_count=2
-        ),
-        (4, 2, 3, 3),
-        (4, 4, 8, 8),
+    "two groups": Case(
+        "conv_general_dilated_0", _grouped(2), (4, 2, 3, 3), (4, 4, 8, 8)
+    ),
+    "depthwise": Case(
+        "conv_general_dilated_0", _grouped(4), (8, 1, 3, 3), (4, 4, 4, 4)
+    ),
+    "three groups": Case(
+        "conv_general_dilated_0", _grouped(3), (12, 2, 3, 3), (4, 6, 4, 4)
     ),
     "largest": Case("reduce_window_max_0", _largest, (8, 8, 8), (8, 8, 8)),
     "negative pad": Case(
@@ -217,7 +228,14 @@ def check_equal(found, expected, message: str = "") -> None:
         )
 
 
-def check_numbers(case: Case, num_devices: int) -> None:
+def check_numbers(case: Case, num_devices: int, *, in_stages: bool = False) -> None:
+    """Numbers of all degrees of an operator.
+
+    Args:
+      case: has the operator.
+      num_devices: how many there are.
+      in_stages: whether XLA alone splits it, as in the stages of a pipeline.
+    """
     given, loss = arrays(case), loss_of(case)
     graph = soap.trace(loss, *given)
     mesh = soap.device_mesh(num_devices)
@@ -230,11 +248,19 @@ def check_numbers(case: Case, num_devices: int) -> None:
     for degrees in tried:
         strategy = with_degrees(graph, case.operator, degrees, num_devices)
         config = strategy[list(graph.operators).index(operator)]
-        if not can_apply(operator, config, mesh.shape):
-            with pytest.raises(ValueError, match="channels have groups"):
-                soap.apply(loss, graph, strategy, mesh)
+        if refusal(operator, config, mesh.shape, in_stages=in_stages):
+            what = (
+                "wrong numbers|several groups|parts of their neighbours"
+                if in_stages
+                else "several groups"
+            )
+            with pytest.raises(ValueError, match=what):
+                splits(graph, strategy, mesh.shape, in_stages=in_stages)
             continue
         split = soap.apply(loss, graph, strategy, mesh)
+        if in_stages:
+            found = splits(graph, strategy, mesh.shape, in_stages=True)
+            split = with_splits(loss, found.plan, mesh)
         both = jax.value_and_grad(split, argnums=(0, 1), has_aux=True)
         run = jax.jit(both, compiler_options=options)
         check_equal(run(*given), expected, f"{degrees}")
@@ -248,6 +274,35 @@ def test_numbers_of_every_degree(name):
 @pytest.mark.parametrize("name", WINDOWS)
 def test_numbers_of_windows_of_every_shape(name):
     check_numbers(WINDOWS[name], 4)
+
+
+@pytest.mark.parametrize("name", ["two groups", "depthwise", "three groups"])
+def test_numbers_of_groups_that_only_xla_splits(name):
+    check_numbers(WINDOWS[name], 4, in_stages=True)
+
+
+def test_space_knows_operators_of_the_same_sizes_apart():
+    """A convolution with groups of channels and one without have as many loops of the same turns."""
+
+    def loss(kernel, x):
+        wide = jnp.concatenate([x, 2 * x, 3 * x], 1)
+        grouped = lax.conv_general_dilated(
+            wide, kernel, (1, 1), "SAME", feature_group_count=3
+        )
+        return (lax.conv_general_dilated(x, kernel, (1, 1), "SAME") * grouped).sum()
+
+    graph = soap.trace(loss, jnp.ones((12, 4, 3, 3)), jnp.ones((4, 4, 4, 4)))
+    space = soap.Space(graph, 2, executable=True)
+    mesh = soap.device_mesh(2)
+    first, second = (
+        i
+        for i, each in enumerate(graph.operators)
+        if each.kind == "conv_general_dilated"
+    )
+    for i in (first, second):
+        for config in space.configs(i):
+            assert refusal(graph.operators[i], config, mesh.shape) is None
+    assert len(space.configs(first)) != len(space.configs(second))
 
 
 @pytest.mark.exhaustive
@@ -343,11 +398,14 @@ def bytes_of_whole_sums(graph, strategy, num_devices: int) -> int:
 def check_bytes(case: Case, num_devices: int, turns: int = 1) -> None:
     graph = soap.trace(loss_of(case), *arrays(case))
     machine = soap.p100_cluster().with_devices(num_devices)
-    assert operators_of(graph.operators, case.operator)
+    (operator, *_) = operators_of(graph.operators, case.operator)
     for degrees in all_degrees(graph, case.operator, num_devices):
         if math.prod(degrees) < num_devices:
             continue  # copies on other devices, of which the simulator knows nothing
         strategy = with_degrees(graph, case.operator, degrees, num_devices)
+        config = strategy[list(graph.operators).index(operator)]
+        if refusal(operator, config, soap.device_mesh(num_devices).shape):
+            continue  # refused: see `check_numbers`
         predicted = soap.simulate(graph, machine, strategy).sent_bytes
         predicted += bytes_of_whole_sums(graph, strategy, num_devices)
         predicted *= turns
@@ -363,7 +421,7 @@ def test_collectives_send_no_more_than_predicted(name):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in WINDOWS if name != "grouped"])
+@pytest.mark.parametrize("name", WINDOWS)
 def test_collectives_of_windows_of_every_shape(name):
     check_bytes(WINDOWS[name], 4)
 
