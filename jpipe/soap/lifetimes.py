@@ -5,23 +5,24 @@ kept, if no other backward reads the writer's. Its backward computes the gradien
 added up. XLA's programs hold these arrays: for a product of 8,192 x 8,192 numbers split in four columns, an all-gather of all of them, in the
 backward a product of the same shape, and the reduce-scatter of that.
 
-Two facts of the machine change what is held, and are stated by `jpipe.soap.Machine`:
+Facts of the machine and its compiler change what is held, and are stated by `jpipe.soap.Machine`:
 
-- `product_item_bytes`: TPUs multiply float32 arrays as bfloat16, and the compiler rounds them before it gathers them
-  (`bf16[8192,8192] all-gather` where the program has float32). So a product holds what it receives in 2 bytes per element. What the
-  gradient takes stays float32.
+- `product_item_bytes`: TPUs multiply float32 arrays as bfloat16. The compiler writes an array as bfloat16 if products alone read it, and rounds
+  what they receive before it gathers it (`bf16[8192,8192] all-gather` where the program has float32). So both take 2 bytes per
+  element. Gradients stay float32.
 - `on_chip_bytes`: the compiler leaves arrays that the next operator uses up in the on-chip memory (layouts with `S(1)`), as far as
-  they fit. Inputs of the function are copied there from the start of the step to their last use (`cross_program_prefetch`), and take room
-  from the others.
+  they fit, but for messages and arrays of whose parts messages consist. Inputs of the function are copied there from the start of the step to their
+  last use (`cross_program_prefetch`), and take room from the others.
 
-What is not known before compiling: the bytes of fragments, and whether a mask is written at once, or later from the float32 array below it.
+What is not known before compiling: the bytes of fragments, how many operators later XLA's scheduler computes the gradient by a weight (it holds
+what that reads until then), and whether a mask is written at once, or later from the float32 array below it.
 `jpipe.soap.apply` has masks written at once where a function has a derivative rule of its own, as `jax.nn.relu` has.
 """
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from jpipe.soap.graph import OperatorGraph
+from jpipe.soap.graph import PRODUCTS, OperatorGraph
 
 
 class Held(NamedTuple):
@@ -32,6 +33,7 @@ class Held(NamedTuple):
       first, last: positions in the order of the step: see `Lifetimes`.
       num_bytes: the bytes; below 0 for what is held no more while something else takes its place.
       copied_until: of an input of the function, the last position at which its first reader needs it; None of all else.
+      is_exchanged: whether devices send parts of it, which they do from the main memory.
     """
 
     device: int
@@ -39,6 +41,7 @@ class Held(NamedTuple):
     last: int
     num_bytes: int
     copied_until: int | None = None
+    is_exchanged: bool = False
 
 
 class Lifetimes:
@@ -49,6 +52,7 @@ class Lifetimes:
 
     Attributes:
       end: the position of the updates.
+      read_by_products: numbers of the tensors that operators write and products alone read, of all forwards and derivatives.
     """
 
     def __init__(self, graph: OperatorGraph):
@@ -58,6 +62,13 @@ class Lifetimes:
         for i, operator in enumerate(graph.operators):
             for each in operator.inputs:
                 self._readers.setdefault(each.tensor, []).append(i)
+        self.read_by_products = frozenset(
+            tensor
+            for tensor, readers in self._readers.items()
+            if all(graph.operators[i].kind in PRODUCTS for i in readers)
+            and graph.tensors[tensor].kept_for != graph.tensors[tensor].producer
+            and tensor not in graph.results
+        )
 
     def first_reader(self, tensor: int) -> int:
         """The first operator that reads a tensor."""
@@ -91,6 +102,11 @@ class Lifetimes:
         """Of an input of the function: the last position at which it is held, and the last one at which its first reader needs it."""
         has_backward = self._graph.operators[reader].has_backward
         return self.end, self.backward(reader) if has_backward else reader
+
+    def input_part(self, reader: int) -> tuple[int, int]:
+        """Of a part that an operator takes out of an input of the function: from its forward to its backward."""
+        has_backward = self._graph.operators[reader].has_backward
+        return reader, self.backward(reader) if has_backward else reader
 
     def replaced(self, reader: int, position: int) -> tuple[int, int] | None:
         """When what an operator writes is held no more because a reader has an array of its own; None: it is held as `value` says.

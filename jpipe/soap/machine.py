@@ -55,8 +55,8 @@ class Machine:
       memory_bytes: memory of a device.
       links: links between two devices that differ from those of the hierarchy.
       device_kind: name of the device.
-      product_item_bytes: bytes per element to which products round what they receive from other devices, as TPUs do with float32
-        (2, unless a precision is asked for); None: they do not. It changes the memory, not the bytes that are sent.
+      product_item_bytes: bytes per element to which products round what they read, as TPUs do with float32 (2, unless a precision is
+        asked for); None: they do not. It changes the memory, not the bytes that are sent.
       on_chip_bytes: of a memory beside `memory_bytes` in which the compiler leaves arrays that are used up at once; see
         `jpipe.soap.lifetimes`. 0 where hardware alone manages it, as the caches of GPUs.
       overlap: whether a device computes while it receives. If not, as in XLA's programs for CPUs, a message takes its seconds from the

@@ -180,8 +180,9 @@ class Tasks:
         """Adds the memory and the load of a block, or takes them away."""
         self.load += sign * block.load
         on_chip = self.machine.on_chip_bytes
-        for device, first, last, num_bytes, copied_until in block.held:
+        for device, first, last, num_bytes, copied_until, is_exchanged in block.held:
             is_brief = last - first <= 1 and 0 < num_bytes <= on_chip
+            is_brief &= not is_exchanged
             changes = self._changes[int(is_brief), device]
             changes[first] += sign * num_bytes
             changes[last + 1] -= sign * num_bytes
@@ -314,7 +315,7 @@ class Tasks:
     def _hold_inputs(self, block: Block, number: int) -> None:
         """The parts of the function's inputs that the operator reads first are held for the whole step.
 
-        Where shards read parts of each other's, every device has all that is read.
+        Where shards read parts of each other's, every device has all that is read, and a shard takes its part out of it.
         """
         operator, config = self.graph.operators[number], self.strategy[number]
         for position, each in enumerate(operator.inputs):
@@ -326,9 +327,12 @@ class Tasks:
             parts = np.unique(read, axis=0)
             every = np.stack([parts[:, :, 0].min(0), parts[:, :, 1].max(0)], -1)
             size = np.prod(every[:, 1] - every[:, 0])
-            if np.prod(parts[:, :, 1] - parts[:, :, 0], axis=1).sum() > size:
-                read = np.broadcast_to(every, read.shape)
             end, copied_until = self._lifetimes.input(number)
+            if np.prod(parts[:, :, 1] - parts[:, :, 0], axis=1).sum() > size:
+                item_bytes = self._read_bytes(number, each.tensor, value.item_bytes)
+                times = [self._lifetimes.input_part(number)]
+                self._hold(block, number, item_bytes, read, times)
+                read, copied_until = np.broadcast_to(every, read.shape), number
             self._hold(block, number, value.item_bytes, read, [(0, end)], copied_until)
 
     def _build_result(self, block: Block, number: int, tensor: int) -> None:
@@ -336,18 +340,22 @@ class Tasks:
         config, value = self.strategy[number], self.graph.tensors[tensor]
         regions = self.shards.regions
         owned = regions.writes(number, tensor, config.degrees)
-        kept = [self._lifetimes.value(number, tensor)]
-        of_gradient = self._lifetimes.gradient(number, tensor)
-        if of_gradient is not None and value.has_gradient:
-            kept.append(of_gradient)
         item_bytes = value.item_bytes * self.graph.operators[number].repeats
-        self._hold(block, number, item_bytes, owned, kept)
+        written = self._written_bytes(tensor, item_bytes)
+        times = [self._lifetimes.value(number, tensor)]
+        self._hold(block, number, written, owned, times)
+        of_gradient = self._lifetimes.gradient(number, tensor)
+        is_returned = of_gradient is not None and value.has_gradient
+        if of_gradient is not None and is_returned:
+            self._hold(block, number, item_bytes, owned, [of_gradient])
         if self.shards.sums(number, tensor, config.degrees):
             # A shard's term of a sum is there until it is sent; the gradient by it, as soon as it has come.
             computed = regions.results(number, tensor, config.degrees)
-            backward = self._lifetimes.backward(number)
-            moments = [(number, number), (backward, backward)][: len(kept)]
-            self._hold(block, number, item_bytes, computed, moments)
+            self._hold(block, number, item_bytes, computed, [(number, number)])
+            if is_returned:
+                moment = self._lifetimes.backward(number)
+                read = self._read_bytes(number, tensor, item_bytes)
+                self._hold(block, number, read, computed, [(moment, moment)])
         block.results[tensor] = list(block.forward)
         has_gradient = bool(block.backward) and value.has_gradient
         block.result_gradients[tensor] = list(block.backward) if has_gradient else []
@@ -536,23 +544,39 @@ class Tasks:
             held = self._read_bytes(target, tensor, read[device])
             block.held.append(Held(device, *times, held))
             if has_gradient:
-                block.held.append(Held(device, moment, moment, read[device]))
+                held = read[device]
+                block.held.append(
+                    Held(device, moment, moment, held, is_exchanged=bool(messages))
+                )
         for device, num_bytes in messages.items():
             for each in (target, moment)[: 1 + has_gradient]:
-                block.held.append(Held(device, each, each, 2 * num_bytes))
+                block.held.append(
+                    Held(device, each, each, 2 * num_bytes, is_exchanged=True)
+                )
         replaced = self._lifetimes.replaced(target, position)
         if replaced is None:
             return
         for device, size in zip(above.devices, sizes):
             if device in receivers:
-                block.held.append(Held(device, *replaced, -size))
+                written = self._written_bytes(tensor, size)
+                block.held.append(Held(device, *replaced, -written))
 
     def _read_bytes(self, operator: int, tensor: int, num_bytes: int) -> int:
         """Bytes of a part of a tensor in the form in which an operator gets it."""
-        item_bytes = self.machine.product_item_bytes
-        whole = self.graph.tensors[tensor].item_bytes
-        if item_bytes is None or self.graph.operators[operator].kind not in PRODUCTS:
+        if self.graph.operators[operator].kind not in PRODUCTS:
             return num_bytes
+        return self._rounded_bytes(tensor, num_bytes)
+
+    def _written_bytes(self, tensor: int, num_bytes: int) -> int:
+        """Bytes of a part of a tensor in the form in which its writer keeps it."""
+        if tensor not in self._lifetimes.read_by_products:
+            return num_bytes
+        return self._rounded_bytes(tensor, num_bytes)
+
+    def _rounded_bytes(self, tensor: int, num_bytes: int) -> int:
+        """Bytes of a part of a tensor in the form in which products read it."""
+        whole = self.graph.tensors[tensor].item_bytes
+        item_bytes = self.machine.product_item_bytes or whole
         return num_bytes * min(item_bytes, whole) // whole
 
     def _build_weight(self, block: Block, weight: int) -> None:

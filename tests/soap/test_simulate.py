@@ -286,15 +286,18 @@ def peaks(graph, strategy, num_devices):
         return largest
 
     def of_input(i, position, shape):
-        """Elements that each shard holds of an input of the function: all that is read if several shards read parts of each other's."""
+        """Elements that each shard holds of an input of the function: all that is read if several shards read parts of each other's.
+
+        Whether shards take their parts out of it is the second result.
+        """
         boxes = regions.reads(i, position, strategy[i].degrees)
         readers_of = np.zeros(shape or (1,), int)
         for box in {box.tobytes(): box for box in boxes}.values():
             readers_of[tuple(slice(a, b) for a, b in box)] += 1
         if (readers_of > 1).any():
             used = np.argwhere(readers_of)
-            return [int(np.prod(np.ptp(used, axis=0) + 1))] * len(boxes)
-        return sizes(boxes)
+            return [int(np.prod(np.ptp(used, axis=0) + 1))] * len(boxes), True
+        return sizes(boxes), False
 
     def held(t):
         """`(device, bytes)` at position t: forwards, then backwards in reverse, then the update."""
@@ -305,12 +308,18 @@ def peaks(graph, strategy, num_devices):
                 value = graph.tensors[each.tensor]
                 if value.weight is None and value.producer is None:
                     if readers(each.tensor)[0] == i:
+                        counts, takes_parts = of_input(i, position, value.shape)
                         yield from (
                             (d, k * value.item_bytes)
-                            for d, k in zip(
-                                config.devices, of_input(i, position, value.shape)
-                            )
+                            for d, k in zip(config.devices, counts)
                         )
+                        last = backward if has_backward(i) else i
+                        if takes_parts and forward <= t <= last:
+                            parts = regions.reads(i, position, config.degrees)
+                            yield from (
+                                (d, k * value.item_bytes)
+                                for d, k in zip(config.devices, sizes(parts))
+                            )
             for tensor in operator.outputs:
                 value, used = graph.tensors[tensor], readers(tensor) or [i]
                 # An elementwise operator writes its result to the place of what it reads last.
@@ -419,7 +428,8 @@ def test_memory_is_the_peak_over_the_step(name):
         ({"product_item_bytes": 8}, 3.75 + 1 + 1),
         # Gradients are on the chip beside the input. The most is held in the second forward: both the columns and what is gathered.
         ({"on_chip_bytes": 3 * 8192}, 2.5 + 0.5 + 1),
-        ({"on_chip_bytes": 3 * 8192, "product_item_bytes": 2}, 2.5 + 0.5 + 0.5),
+        # A product alone reads the columns.
+        ({"on_chip_bytes": 3 * 8192, "product_item_bytes": 2}, 2.5 + 0.25 + 0.5),
         # Of the gradients by results one fits, and neither the input nor the gradient by what is gathered.
         ({"on_chip_bytes": 8192 // 2}, 3.25 + 1 + 1),
         # The input leaves no room.
@@ -444,6 +454,83 @@ def test_memory_of_what_is_gathered_for_a_product(options, expected):
     found = soap.simulate(graph, machine, strategy).memory_bytes
     # The sum of all numbers takes a few bytes.
     np.testing.assert_allclose(found, expected * array, atol=16)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        # Half of the input 0.5, weights and state 0.75, a gradient 0.25; of the result's gradient a half, and all of it, which is gathered.
+        ({}, 3.0),
+        # Rounded, that takes less than the forward: a term 1 and half of their sum 0.5.
+        ({"product_item_bytes": 2}, 2.75),
+    ],
+)
+def test_memory_of_the_gradient_by_a_sum_of_terms(options, expected):
+    """A product split by its terms over two devices, by hand, in units of its result."""
+    rows, width = 64, 32
+
+    def loss(w, x):
+        return (x @ w).sum()
+
+    weight, x = soap_graphs.weight(width, width), soap_graphs.weight(rows, width)
+    graph = soap.trace(loss, weight, x)
+    strategy = soap.Config((1, 1, 2), (0, 1)), soap.Config((2, 1), (0, 1))
+    machine = dataclasses.replace(soap_graphs.machine(2), **options)
+    found = soap.simulate(graph, machine, strategy).memory_bytes
+    array = rows * width * 4
+    np.testing.assert_allclose(found, expected * array, atol=16)
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        # The input 1, five of its eight rows 0.625, half of the result's gradient 1; weights, state and gradient.
+        ({}, (2.625, 4)),
+        ({"product_item_bytes": 2}, (2.3125, 4)),
+        # In the forward the input leaves no room for the result on the chip. In the backward it is there no more.
+        ({"on_chip_bytes": 4096}, (2.625, 3)),
+    ],
+)
+def test_memory_of_windows_of_an_input(options, expected):
+    """A convolution split by rows over two devices, by hand, in units of its input and its kernel."""
+
+    def loss(w, x):
+        return soap_graphs.convolution(x, w).sum()
+
+    kernel, x = soap_graphs.weight(3, 3, 2, 4), soap_graphs.weight(4, 8, 16, 2)
+    graph = soap.trace(loss, kernel, x)
+    assert [each.kind for each in graph.operators][:2] == [
+        "conv_general_dilated",
+        "reduce_sum",
+    ]
+    strategy = (
+        soap.Config((1, 2, 1, 1, 1), (0, 1)),
+        soap.Config((1, 2, 1, 1), (0, 1)),
+    )
+    machine = dataclasses.replace(soap_graphs.machine(2), **options)
+    found = soap.simulate(graph, machine, strategy).memory_bytes
+    of_input, of_kernel = expected
+    array, weight = 4 * 8 * 16 * 2 * 4, 3 * 3 * 2 * 4 * 4
+    np.testing.assert_allclose(found, of_input * array + of_kernel * weight, atol=16)
+
+
+def test_messages_are_not_on_the_chip():
+    """Two convolutions split by rows over two devices, by hand, in units of their arrays, with room for all arrays on the chip."""
+
+    def loss(w, x):
+        return soap_graphs.convolution(soap_graphs.convolution(x, w[0]), w[1]).sum()
+
+    kernels, x = [soap_graphs.weight(3, 3, 2, 2)] * 2, soap_graphs.weight(4, 8, 16, 2)
+    graph = soap.trace(loss, kernels, x)
+    rows = soap.Config((1, 2, 1, 1, 1), (0, 1))
+    strategy = rows, rows, soap.Config((1, 2, 1, 1), (0, 1))
+    machine = dataclasses.replace(soap_graphs.machine(2), on_chip_bytes=2**30)
+    found = soap.simulate(graph, machine, strategy).memory_bytes
+    array, weight = 4 * 8 * 16 * 2 * 4, 3 * 3 * 2 * 2 * 4
+    # In the backward of the second: the input, five of its eight rows and of those of the first result, the gradient by these, and a message of
+    # a row at both of its ends.
+    expected = (1 + 3 * 5 / 8 + 2 / 8) * array + 7 * weight
+    np.testing.assert_allclose(found, expected, atol=16)
 
 
 def test_less_is_held_at_a_time_than_in_all():
