@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jpipe.soap.moves import Spec, as_entries, boxes_of
 from jpipe.soap.products import product_of
-from jpipe.soap.regions import Access, read_all
+from jpipe.soap.regions import Access, DimMap, read_all
 
 PRIMITIVES = frozenset(
     """concatenate conv_general_dilated dot_general dynamic_slice gather pad reduce_window_max reduce_window_min reduce_window_sum stack
@@ -75,42 +75,51 @@ def window_of(source: Spec, access: Access, loops: np.ndarray) -> Fetch | None:
     Returns:
       None if windows differ in shape or padding, or are empty.
     """
-    starts, shape, padding = [], [], []
+    found = []
     for each, below in zip(access[0], access[-1], strict=True):
         if len(access) > 1 and (each.divisor != 1 or not below.is_plain):
-            of_groups = (each,), (dataclasses.replace(below, dim=0),)
-            low, high = read_all(of_groups, loops)[:, 0].T
-            if np.any(high - low != high[0] - low[0]):
-                return None
-            starts.append(low.tolist())
-            shape.append(int(high[0] - low[0]))
-            padding.append((0, 0))
-            continue
-        if each.dim is None:
-            starts.append([0] * len(loops))
-            shape.append(each.size)
-            padding.append((0, 0))
-            continue
-        if each.divisor != 1 or each.stride < 1:
+            along = _channels_along(each, below, loops)
+        else:
+            along = _window_along(each, loops)
+        if along is None:
             return None
-        low, high = loops[:, each.dim, 0], loops[:, each.dim, 1]
-        # Among the elements with the holes of a dilation between them.
-        begin = low * each.stride + each.offset
-        length = int(high[0] - low[0] - 1) * each.stride + each.width
-        first = -(-begin // each.dilation)
-        last = (begin + length - 1) // each.dilation
-        before = first * each.dilation - begin
-        if np.all(low == low[0]):
-            inside = np.maximum(first, 0), np.minimum(last, each.size - 1)
-            before += (inside[0] - first) * each.dilation
-            first, last = inside
-        size, rest = int(last[0] - first[0]) + 1, int(before[0])
-        if size < 1 or np.any(last - first + 1 != size) or np.any(before != rest):
-            return None
-        starts.append(first.tolist())
-        shape.append(size)
-        padding.append((rest, length - rest - (size - 1) * each.dilation - 1))
-    return Fetch(source, tuple(zip(*starts)), tuple(shape), tuple(padding))
+        found.append(along)
+    starts, shape, padding = zip(*found) if found else ((), (), ())
+    return Fetch(source, tuple(zip(*starts)), shape, padding)
+
+
+_Along = tuple[list[int], int, tuple[int, int]]
+"""Of one dim: where the windows of devices begin, how long they are, and the padding before and after them."""
+
+
+def _channels_along(each: DimMap, below: DimMap, loops: np.ndarray) -> _Along | None:
+    """The channels of the groups that devices compute, or of which they compute a part."""
+    steps = (each,), (dataclasses.replace(below, dim=0),)
+    low, high = read_all(steps, loops)[:, 0].T
+    length = int(high[0] - low[0])
+    return None if np.any(high - low != length) else (low.tolist(), length, (0, 0))
+
+
+def _window_along(each: DimMap, loops: np.ndarray) -> _Along | None:
+    if each.dim is None:
+        return [0] * len(loops), each.size, (0, 0)
+    if each.divisor != 1 or each.stride < 1:
+        return None
+    low, high = loops[:, each.dim, 0], loops[:, each.dim, 1]
+    # Among the elements with the holes of a dilation between them.
+    begin = low * each.stride + each.offset
+    length = int(high[0] - low[0] - 1) * each.stride + each.width
+    first = -(-begin // each.dilation)
+    last = (begin + length - 1) // each.dilation
+    before = first * each.dilation - begin
+    if np.all(low == low[0]):
+        inside = np.maximum(first, 0), np.minimum(last, each.size - 1)
+        before += (inside[0] - first) * each.dilation
+        first, last = inside
+    size, rest = int(last[0] - first[0]) + 1, int(before[0])
+    if size < 1 or np.any(last - first + 1 != size) or np.any(before != rest):
+        return None
+    return first.tolist(), size, (rest, length - rest - (size - 1) * each.dilation - 1)
 
 
 class _Round(NamedTuple):
