@@ -20,7 +20,7 @@ from jpipe.soap.moves import Spec, Step, as_entries
 from jpipe.soap.splits import Plan, Split, factor_axes, splits
 from jpipe.soap.strategy import Strategy
 
-_VIEWS = {"reshape", "squeeze", "transpose"}
+_VIEWS = {"expand_dims", "reshape", "rev", "squeeze", "transpose"}
 _OWN_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
@@ -134,11 +134,11 @@ def with_splits(
 
 
 class _View(NamedTuple):
-    """What reshapes and transposes make of an array.
+    """What reshapes, transposes and reversals make of an array.
 
     Attributes:
       source: the array.
-      equations: the reshapes and transposes, in their order.
+      equations: in their order.
     """
 
     source: Any

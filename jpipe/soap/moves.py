@@ -58,7 +58,12 @@ class Step(NamedTuple):
 
 
 def steps_between(
-    shape: Sequence[int], source: Spec, target: Spec, sizes: Mapping[str, int]
+    shape: Sequence[int],
+    source: Spec,
+    target: Spec,
+    sizes: Mapping[str, int],
+    *,
+    by_compiler: bool = True,
 ) -> tuple[Step, ...]:
     """The steps from one split of an array to another: slices, one exchange, and gathers, so that the exchange sends as little as possible.
 
@@ -66,6 +71,7 @@ def steps_between(
       shape: of the array.
       source, target: the axes over which each dim is split.
       sizes: axis -> number of devices.
+      by_compiler: whether exchanges that the compiler does as an all-to-all are left to it.
 
     Returns:
       Nothing where the compiler goes to `target` in one step that sends no more, or the array is too small for such steps.
@@ -75,7 +81,7 @@ def steps_between(
       >>> steps_between((4, 4, 4), ((), ("a", "b"), ()), (("a",), (), ("b",)), sizes)
       (Step(spec=(('a',), (), ('b',)), is_fetched=True),)
     """
-    return _steps(tuple(shape), source, target, tuple(sizes.items()))
+    return _steps(tuple(shape), source, target, tuple(sizes.items()), by_compiler)
 
 
 @functools.lru_cache(4096)
@@ -84,6 +90,7 @@ def _steps(
     source: Spec,
     target: Spec,
     axes: tuple[tuple[str, int], ...],
+    by_compiler: bool,
 ) -> tuple[Step, ...]:
     sizes = dict(axes)
     used, wanted = (set(itertools.chain(*spec)) for spec in (source, target))
@@ -102,7 +109,8 @@ def _steps(
     if sliced != source:
         steps.append(Step(sliced, False))
     if split != sliced:
-        steps.append(Step(split, not _is_all_to_all(sliced, split)))
+        is_left = by_compiler and _is_all_to_all(sliced, split)
+        steps.append(Step(split, not is_left))
     if split != target:
         steps.append(Step(target, False))
     return tuple(steps) if len(steps) > 1 or any(s.is_fetched for s in steps) else ()

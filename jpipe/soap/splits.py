@@ -273,7 +273,7 @@ def _shown(
     shape: tuple[int, ...],
     sizes: Mapping[str, int],
 ) -> Spec | None:
-    """How a view of an array is split; None if devices have no equal parts of it, or the view drops a dim that is split.
+    """How a view of an array is split, if each device makes its part of it of what it has of the array; None: it does not.
 
     Args:
       spec: how the array is split.
@@ -288,11 +288,11 @@ def _shown(
         if dim is None or shown[dim] or shape[dim] % _parts(names, sizes):
             return None
         shown[dim] = names
-    is_same = is_plain(view) or _are_same_parts(shown, view, shape, spec, source, sizes)
-    return tuple(shown) if is_same else None
+    is_local = is_plain(view) or _reads_own(shown, view, shape, spec, source, sizes)
+    return tuple(shown) if is_local else None
 
 
-def _are_same_parts(
+def _reads_own(
     above: Sequence[tuple[str, ...]],
     view: Access,
     shape: tuple[int, ...],
@@ -300,7 +300,7 @@ def _are_same_parts(
     source: tuple[int, ...],
     sizes: Mapping[str, int],
 ) -> bool:
-    """Whether devices have the same elements of a view with all elements of an array, and of the array.
+    """Whether each device makes its part of a view of its part of an array.
 
     Args:
       above, shape: how the view is split, and its shape.
@@ -311,13 +311,12 @@ def _are_same_parts(
     for size, names in (*zip(shape, above), *zip(source, below)):
         if size % _parts(names, sizes):
             return False
-    if math.prod(shape) != math.prod(source):
-        return False
     used = [sorted(n for names in spec for n in names) for spec in (above, below)]
     if used[0] != used[1]:
         return False
     read = read_all(view, boxes_of(shape, above, sizes))
-    return np.array_equal(read, boxes_of(source, below, sizes))
+    has = boxes_of(source, below, sizes)
+    return bool(np.all((read[..., 0] >= has[..., 0]) & (read[..., 1] <= has[..., 1])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -438,18 +437,21 @@ def _move(member: Any, position: int, after: Spec | None, known: _Known) -> Move
     if after is None or known.in_stages:
         return Move()
     shape, sizes = member.equation.inputs[position].shape, known.sizes
+    value, view = member.sources[position]
     if before is not None:
-        steps = steps_between(shape, before, after, sizes)
+        # The compiler would split an array as its view is read, and move all of it.
+        steps = steps_between(shape, before, after, sizes, by_compiler=is_plain(view))
         # Without steps the same for all turns of a loop, whatever they begin with.
         return Move(before, steps) if steps else Move()
-    value, view = member.sources[position]
     if value not in known.written:
         return Move()
     before = known.written[value]
     below = [() if dim is None else after[dim] for dim in followed(view)]
-    if not _are_same_parts(after, view, shape, below, value.shape, sizes):
+    # All of the array is moved, so the view must have all of it.
+    is_whole = math.prod(shape) == math.prod(value.shape)
+    if not is_whole or not _reads_own(after, view, shape, below, value.shape, sizes):
         return Move()
-    steps = steps_between(value.shape, before, tuple(below), sizes)
+    steps = steps_between(value.shape, before, tuple(below), sizes, by_compiler=False)
     return Move(before, steps or (Step(tuple(below), False),), True)
 
 
