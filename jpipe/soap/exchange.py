@@ -287,6 +287,47 @@ _differentiable.defvjp(
 )
 
 
+def fetch_view(
+    value: jax.Array,
+    fetch: Fetch,
+    steps: Sequence[tuple[Any, tuple[int, ...]]],
+    target: Spec,
+    mesh: Mesh,
+) -> jax.Array:
+    """A view of an array, of which each device makes its part from a window of the array.
+
+    Args:
+      value: the array.
+      fetch: the windows.
+      steps: the equations of the view, and the shape of what a device makes by each.
+      target: how the view is split, over the same axes as the array.
+      mesh: the devices.
+    """
+    sizes = _sizes({name for names in target for name in names}, mesh)
+    has = boxes_of(value.shape, fetch.source, sizes)
+
+    def of_device(part: jax.Array) -> list[jax.Array]:
+        window = _fetched(part, fetch, has, tuple(sizes), 0)
+        for eqn, shape in steps:
+            window = _viewed(eqn, window, shape)
+        return [window]
+
+    (viewed,) = _on_devices(of_device, mesh, sizes, [fetch.source], [target])(value)
+    return viewed
+
+
+def _viewed(eqn: Any, window: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """A view of a window that has nothing but what the view reads."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "transpose":
+        return lax.transpose(window, params["permutation"])
+    if name == "rev":
+        return lax.rev(window, params["dimensions"])
+    if name == "slice" and params["strides"] is not None:
+        return lax.slice(window, [0] * window.ndim, window.shape, params["strides"])
+    return window.reshape(shape)
+
+
 def _sizes(axes: Collection[str], mesh: Mesh) -> dict[str, int]:
     """Axes in the order of the mesh, and their sizes."""
     return {name: size for name, size in mesh.shape.items() if name in axes}

@@ -20,7 +20,7 @@ from jpipe.soap.moves import Spec, Step, as_entries
 from jpipe.soap.splits import Plan, Split, factor_axes, splits
 from jpipe.soap.strategy import Strategy
 
-_VIEWS = {"expand_dims", "reshape", "rev", "squeeze", "transpose"}
+_VIEWS = {"expand_dims", "reshape", "rev", "slice", "split", "squeeze", "transpose"}
 _OWN_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"}
 
 
@@ -134,7 +134,7 @@ def with_splits(
 
 
 class _View(NamedTuple):
-    """What reshapes, transposes and reversals make of an array.
+    """What reshapes, transposes, slices and reversals make of an array.
 
     Attributes:
       source: the array.
@@ -176,7 +176,7 @@ class _Run:
             env.update(zip(eqn.outvars, outputs))
             if not below and eqn.primitive.name in _VIEWS:
                 source, steps = of_values[0] or _View(values[0], ())
-                seen[eqn.outvars[0]] = _View(source, (*steps, eqn))
+                seen |= {v: _View(source, (*steps, eqn)) for v in eqn.outvars}
         return [value(v) for v in jaxpr.outvars]
 
     def _constrained(self, values: Sequence, specs: Sequence[Spec | None]) -> list:
@@ -201,13 +201,20 @@ class _Run:
     ) -> Any:
         """An operand of an equation, as it reads it."""
         move = split.moves[position]
-        if not move.is_before_view:
+        after = split.inputs[position]
+        if move.window is not None:
+            if view is not None and len(view.equations) == len(move.shapes):
+                assert after is not None, "a window is fetched for a split"
+                steps = tuple(zip(view.equations, move.shapes))
+                args = view.source, move.window, steps, after
+                return exchange.fetch_view(*args, self._mesh)
+        elif not move.is_before_view:
             value = self._moved(value, move.source, move.steps)
         elif view is not None and np.ndim(view.source) == len(move.source):
             value = self._moved(view.source, move.source, move.steps)
             for eqn in view.equations:
                 (value,) = exchange.bind(eqn, [value], eqn.params)
-        return self._constrained([value], [split.inputs[position]])[0]
+        return self._constrained([value], [after])[0]
 
     def _arguments(self, jaxpr: Any, known: Mapping[Any, Any], plan: Plan) -> dict:
         """Arguments of a called jaxpr, by variable, each as the first equation that reads it does."""

@@ -18,7 +18,14 @@ from jpipe.soap.graph import (
     OperatorGraph,
 )
 from jpipe.soap.moves import Spec, Step, boxes_of, is_direct, steps_between
-from jpipe.soap.regions import Access, followed, is_plain, read_all
+from jpipe.soap.regions import (
+    Access,
+    DimMap,
+    followed,
+    identity,
+    is_plain,
+    read_all,
+)
 from jpipe.soap.strategy import Config, check_strategy, shard_boxes
 
 
@@ -206,11 +213,15 @@ class Move(NamedTuple):
       steps: see `steps_between`.
       is_before_view: whether this is of the array that its writer wrote, before the reshapes and transposes of which it is the result. So
         it is where a reshape merges or cuts dims that are split.
+      window: what devices fetch of the array that its writer wrote, where no split of that has it, as of a slice along a dim that is split.
+      shapes: of what they make of it, view by view; the last is that of their part of the operand.
     """
 
     source: Spec = ()
     steps: tuple[Step, ...] = ()
     is_before_view: bool = False
+    window: Fetch | None = None
+    shapes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +299,7 @@ def _shown(
         if dim is None or shown[dim] or shape[dim] % _parts(names, sizes):
             return None
         shown[dim] = names
-    is_local = is_plain(view) or _reads_own(shown, view, shape, spec, source, sizes)
+    is_local = _reads_own(shown, view, shape, spec, source, sizes)
     return tuple(shown) if is_local else None
 
 
@@ -439,8 +450,9 @@ def _move(member: Any, position: int, after: Spec | None, known: _Known) -> Move
     shape, sizes = member.equation.inputs[position].shape, known.sizes
     value, view = member.sources[position]
     if before is not None:
-        # The compiler would split an array as its view is read, and move all of it.
-        steps = steps_between(shape, before, after, sizes, by_compiler=is_plain(view))
+        # The compiler would split an array as a slice of it is read, and move all of it.
+        is_all = is_plain(view) and math.prod(shape) >= math.prod(value.shape)
+        steps = steps_between(shape, before, after, sizes, by_compiler=is_all)
         # Without steps the same for all turns of a loop, whatever they begin with.
         return Move(before, steps) if steps else Move()
     if value not in known.written:
@@ -450,9 +462,57 @@ def _move(member: Any, position: int, after: Spec | None, known: _Known) -> Move
     # All of the array is moved, so the view must have all of it.
     is_whole = math.prod(shape) == math.prod(value.shape)
     if not is_whole or not _reads_own(after, view, shape, below, value.shape, sizes):
-        return Move()
+        return _window_of_view(view, shape, before, after, sizes)
     steps = steps_between(value.shape, before, tuple(below), sizes, by_compiler=False)
     return Move(before, steps or (Step(tuple(below), False),), True)
+
+
+def _window_of_view(
+    view: Access,
+    shape: tuple[int, ...],
+    before: Spec,
+    after: Spec,
+    sizes: Mapping[str, int],
+) -> Move:
+    """Devices fetch the box of an array that their part of a view reads; nothing if that is more than the part, or they have copies.
+
+    Args:
+      view: which box of the array a box of the view needs.
+      shape: of the view.
+      before: how the array is split.
+      after: how the view is read.
+      sizes: axis -> number of devices.
+    """
+    used = [sorted(n for names in spec for n in names) for spec in (before, after)]
+    if used[0] != used[1]:
+        return Move()
+    part = boxes_of(shape, after, {k: n for k, n in sizes.items() if k in used[0]})
+    shapes = [tuple((part[0, :, 1] - part[0, :, 0]).tolist())]
+    for step in view:
+        whole, shape = shape, tuple(each.size for each in step)
+        if step == identity(whole):
+            continue  # of no equation
+        part = read_all((step,), part)
+        lengths = part[:, :, 1] - part[:, :, 0]
+        found = tuple(lengths[0].tolist())
+        if np.any(lengths != lengths[0]) or not _is_all_read(step, found, shapes[-1]):
+            return Move()
+        shapes.append(found)
+    starts = tuple(map(tuple, part[:, :, 0].tolist()))
+    window = Fetch(before, starts, shapes.pop())
+    return Move(before, window=window, shapes=tuple(reversed(shapes)))
+
+
+def _is_all_read(
+    step: Sequence[DimMap], below: Sequence[int], above: Sequence[int]
+) -> bool:
+    """Whether a box of a view has all of a box of an array below it, but for the holes of strides."""
+    if all(each.dim is not None and each.divisor == each.width == 1 for each in step):
+        return all(
+            -(-n // abs(each.stride)) == above[each.dim or 0]
+            for each, n in zip(step, below)
+        )
+    return math.prod(below) == math.prod(above)
 
 
 def _written(

@@ -466,9 +466,38 @@ MODELS = {
 }
 
 
+def _viewed(view):
+    """A function with an operator that reads a view of what another one writes."""
+    return lambda weight, x: jnp.sin(view(jnp.tanh(x * weight)))
+
+
+VIEWS = {
+    "cut": (_viewed(lambda x: x.reshape(8, 2, 12).sum(1)), (16, 12), (16, 12)),
+    "merged": (
+        _viewed(lambda x: x.transpose(1, 0, 2).reshape(8, -1)),
+        (4, 8, 4),
+        (4, 8, 4),
+    ),
+    "flat": (
+        _viewed(lambda x: x.reshape(4, -1) @ jnp.ones((96, 8))),
+        (4, 4, 4, 6),
+        (4, 4, 4, 6),
+    ),
+    "heads": (
+        _viewed(lambda x: x.reshape(4, 8, 3, 4).transpose(0, 2, 1, 3)),
+        (4, 8, 12),
+        (4, 8, 12),
+    ),
+    "reversed": (_viewed(lambda x: x[::-1]), (8, 8), (8, 8)),
+    "slice": (_viewed(lambda x: x[:, 2:6]), (8, 8), (8, 8)),
+    "stride": (_viewed(lambda x: x[:, ::2]), (8, 8), (8, 8)),
+    "part": (_viewed(lambda x: jnp.split(x, 2, 1)[1].T), (8, 8), (8, 8)),
+}
+
+
 def check_model(name: str, seed: int, num_devices: int = 4) -> None:
-    """Numbers and bytes of a random strategy of a whole model."""
-    model, shapes, shape = MODELS[name]
+    """Numbers and bytes of a random strategy of a whole model, or of a function with a view."""
+    model, shapes, shape = (MODELS | VIEWS)[name]
     rng = np.random.default_rng(seed)
     weights, x = jax.tree.map(
         lambda s: jnp.asarray(rng.normal(size=s) / 4),
@@ -498,7 +527,7 @@ def check_model(name: str, seed: int, num_devices: int = 4) -> None:
     assert 0 < sent_bytes(compiled.as_text()) <= predicted
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *VIEWS])
 def test_a_random_strategy_of_a_model(name):
     check_model(name, 1)
 
@@ -509,6 +538,13 @@ def test_a_random_strategy_of_a_model(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_random_strategies_of_models(name, seed):
     check_model(name, seed)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", VIEWS)
+def test_random_strategies_of_views(name):
+    for seed in range(2, 14):
+        check_model(name, seed)
 
 
 def test_a_loop_adds_up_the_gradient_of_its_weight_in_every_turn():
