@@ -200,20 +200,20 @@ class _Run:
         self, value: Any, split: Split, position: int, view: _View | None = None
     ) -> Any:
         """An operand of an equation, as it reads it."""
-        move = split.moves[position]
-        after = split.inputs[position]
-        if move.window is not None:
-            if view is not None and len(view.equations) == len(move.shapes):
+        move, after = split.moves[position], split.inputs[position]
+        if not move.shapes:
+            value = self._moved(value, move.source, move.steps)
+        elif view is not None and np.shape(view.source) == move.shapes[0]:
+            shapes = move.shapes[1:]
+            if move.is_before_view:
+                value = self._moved(view.source, move.source, move.steps)
+                for eqn in view.equations:
+                    (value,) = exchange.bind(eqn, [value], eqn.params)
+            elif move.window is not None and len(view.equations) == len(shapes):
                 assert after is not None, "a window is fetched for a split"
-                steps = tuple(zip(view.equations, move.shapes))
+                steps = tuple(zip(view.equations, shapes))
                 args = view.source, move.window, steps, after
                 return exchange.fetch_view(*args, self._mesh)
-        elif not move.is_before_view:
-            value = self._moved(value, move.source, move.steps)
-        elif view is not None and np.ndim(view.source) == len(move.source):
-            value = self._moved(view.source, move.source, move.steps)
-            for eqn in view.equations:
-                (value,) = exchange.bind(eqn, [value], eqn.params)
         return self._constrained([value], [after])[0]
 
     def _arguments(self, jaxpr: Any, known: Mapping[Any, Any], plan: Plan) -> dict:

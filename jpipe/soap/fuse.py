@@ -176,11 +176,14 @@ class Fusion:
                 continue
             if not is_plain(access):
                 return None
-            scalar = not self._equations[i].outputs[0].shape
+            shape = self._equations[i].outputs[0].shape
             for loop, d in zip(run.dims[base], followed(access)):
-                if loop is None or scalar:
+                if loop is None or not shape:
                     continue
-                if d is None or loops.setdefault(d, loop) != loop:
+                # A slice that begins at the first element is plain, too.
+                if d is None or shape[d] != run.sizes[loop]:
+                    return None
+                if loops.setdefault(d, loop) != loop:
                     return None
         if len(set(loops.values())) < len(loops):
             return None

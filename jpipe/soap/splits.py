@@ -214,7 +214,7 @@ class Move(NamedTuple):
       is_before_view: whether this is of the array that its writer wrote, before the reshapes and transposes of which it is the result. So
         it is where a reshape merges or cuts dims that are split.
       window: what devices fetch of the array that its writer wrote, where no split of that has it, as of a slice along a dim that is split.
-      shapes: of what they make of it, view by view; the last is that of their part of the operand.
+      shapes: of the array that its writer wrote, and of what devices make of the window, view by view.
     """
 
     source: Spec = ()
@@ -464,7 +464,8 @@ def _move(member: Any, position: int, after: Spec | None, known: _Known) -> Move
     if not is_whole or not _reads_own(after, view, shape, below, value.shape, sizes):
         return _window_of_view(view, shape, before, after, sizes)
     steps = steps_between(value.shape, before, tuple(below), sizes, by_compiler=False)
-    return Move(before, steps or (Step(tuple(below), False),), True)
+    steps = steps or (Step(tuple(below), False),)
+    return Move(before, steps, True, shapes=(value.shape,))
 
 
 def _window_of_view(
@@ -500,7 +501,7 @@ def _window_of_view(
         shapes.append(found)
     starts = tuple(map(tuple, part[:, :, 0].tolist()))
     window = Fetch(before, starts, shapes.pop())
-    return Move(before, window=window, shapes=tuple(reversed(shapes)))
+    return Move(before, window=window, shapes=(shape, *reversed(shapes)))
 
 
 def _is_all_read(

@@ -491,6 +491,7 @@ VIEWS = {
     "reversed": (_viewed(lambda x: x[::-1]), (8, 8), (8, 8)),
     "slice": (_viewed(lambda x: x[:, 2:6]), (8, 8), (8, 8)),
     "stride": (_viewed(lambda x: x[:, ::2]), (8, 8), (8, 8)),
+    "first half": (_viewed(lambda x: x[:, :4] * x[:, 4:]), (8, 8), (8, 8)),
     "part": (_viewed(lambda x: jnp.split(x, 2, 1)[1].T), (8, 8), (8, 8)),
 }
 

@@ -240,6 +240,20 @@ def test_one_operator_per_run():
     assert sum(len(o.equations) for o in graph.operators) == 3 + 1 + 3
 
 
+@pytest.mark.parametrize("start", [0, 2])
+def test_a_slice_is_read_by_another_operator(start):
+    """Shards of one operator would write other parts of the array than those whose slice they read."""
+    graph = soap.trace(
+        lambda w, x: jnp.sin(jnp.tanh(x * w)[:, start : start + 4]),
+        weight(4, 8),
+        weight(4, 8),
+    )
+    assert [[loop.size for loop in o.loops] for o in graph.operators] == [
+        [4, 8],
+        [4, 4],
+    ]
+
+
 def test_loops_of_the_program_are_unrolled():
     def loss(w, xs):
         def turn(h, x):
