@@ -216,8 +216,14 @@ class _Run:
                 return exchange.fetch_view(*args, self._mesh)
         return self._constrained([value], [after])[0]
 
-    def _arguments(self, jaxpr: Any, known: Mapping[Any, Any], plan: Plan) -> dict:
-        """Arguments of a called jaxpr, by variable, each as the first equation that reads it does."""
+    def _arguments(
+        self,
+        jaxpr: Any,
+        known: Mapping[Any, Any],
+        plan: Plan,
+        views: Mapping[Any, _View | None],
+    ) -> dict:
+        """Arguments of a called jaxpr, by variable, each as the first equation that reads it does; `views` are of them."""
         moved: dict[Any, Any] = {}
         for number, eqn in enumerate(jaxpr.eqns):
             below = plan.get(number)
@@ -226,11 +232,12 @@ class _Run:
                     continue
                 moved[v] = known[v]
                 if isinstance(below, Split):
-                    moved[v] = self._operand(known[v], below, position)
+                    moved[v] = self._operand(known[v], below, position, views.get(v))
                 elif below and eqn.primitive.name in CALLS:
                     inner = called(eqn)[0]
                     name = inner.invars[position]
-                    moved[v] = self._arguments(inner, {name: known[v]}, below)[name]
+                    args = {name: known[v]}, below, {name: views.get(v)}
+                    moved[v] = self._arguments(inner, *args)[name]
         return {**known, **moved}
 
     def _equation(
@@ -256,7 +263,8 @@ class _Run:
         jaxpr, consts = called(eqn)
         if name in _OWN_DERIVATIVES:
             known = dict(zip(jaxpr.invars, values))
-            arguments = self._arguments(jaxpr, known, plan)
+            of_known = dict(zip(jaxpr.invars, views))
+            arguments = self._arguments(jaxpr, known, plan, of_known)
             values = [arguments[v] for v in jaxpr.invars]
             if name == "custom_jvp_call":
                 results = _with_early_residuals(eqn)(*values)
