@@ -205,11 +205,11 @@ class _Run:
             value = self._moved(value, move.source, move.steps)
         elif view is not None and np.shape(view.source) == move.shapes[0]:
             shapes = move.shapes[1:]
-            if move.is_before_view:
+            if move.window is None:
                 value = self._moved(view.source, move.source, move.steps)
                 for eqn in view.equations:
                     (value,) = exchange.bind(eqn, [value], eqn.params)
-            elif move.window is not None and len(view.equations) == len(shapes):
+            elif len(view.equations) == len(shapes):
                 assert after is not None, "a window is fetched for a split"
                 steps = tuple(zip(view.equations, shapes))
                 args = view.source, move.window, steps, after

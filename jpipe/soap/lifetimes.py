@@ -103,11 +103,6 @@ class Lifetimes:
         has_backward = self._graph.operators[reader].has_backward
         return self.end, self.backward(reader) if has_backward else reader
 
-    def input_part(self, reader: int) -> tuple[int, int]:
-        """Of a part that an operator takes out of an input of the function: from its forward to its backward."""
-        has_backward = self._graph.operators[reader].has_backward
-        return reader, self.backward(reader) if has_backward else reader
-
     def replaced(self, reader: int, position: int) -> tuple[int, int] | None:
         """When what an operator writes is held no more because a reader has an array of its own; None: it is held as `value` says.
 

@@ -210,16 +210,14 @@ class Move(NamedTuple):
 
     Attributes:
       source: how the writer splits it.
-      steps: see `steps_between`.
-      is_before_view: whether this is of the array that its writer wrote, before the reshapes and transposes of which it is the result. So
-        it is where a reshape merges or cuts dims that are split.
+      steps: see `steps_between`. With `shapes`, they are of the array that its writer wrote, before the reshapes and transposes of which the
+        operand is the result. So it is where a reshape merges or cuts dims that are split.
       window: what devices fetch of the array that its writer wrote, where no split of that has it, as of a slice along a dim that is split.
       shapes: of the array that its writer wrote, and of what devices make of the window, view by view.
     """
 
     source: Spec = ()
     steps: tuple[Step, ...] = ()
-    is_before_view: bool = False
     window: Fetch | None = None
     shapes: tuple[tuple[int, ...], ...] = ()
 
@@ -322,8 +320,7 @@ def _reads_own(
     for size, names in (*zip(shape, above), *zip(source, below)):
         if size % _parts(names, sizes):
             return False
-    used = [sorted(n for names in spec for n in names) for spec in (above, below)]
-    if used[0] != used[1]:
+    if _axes_of(above) != _axes_of(below):
         return False
     read = read_all(view, boxes_of(shape, above, sizes))
     has = boxes_of(source, below, sizes)
@@ -465,7 +462,7 @@ def _move(member: Any, position: int, after: Spec | None, known: _Known) -> Move
         return _window_of_view(view, shape, before, after, sizes)
     steps = steps_between(value.shape, before, tuple(below), sizes, by_compiler=False)
     steps = steps or (Step(tuple(below), False),)
-    return Move(before, steps, True, shapes=(value.shape,))
+    return Move(before, steps, shapes=(value.shape,))
 
 
 def _window_of_view(
@@ -484,10 +481,10 @@ def _window_of_view(
       after: how the view is read.
       sizes: axis -> number of devices.
     """
-    used = [sorted(n for names in spec for n in names) for spec in (before, after)]
-    if used[0] != used[1]:
+    used = _axes_of(before)
+    if used != _axes_of(after):
         return Move()
-    part = boxes_of(shape, after, {k: n for k, n in sizes.items() if k in used[0]})
+    part = boxes_of(shape, after, {k: n for k, n in sizes.items() if k in used})
     shapes = [tuple((part[0, :, 1] - part[0, :, 0]).tolist())]
     for step in view:
         whole, shape = shape, tuple(each.size for each in step)
@@ -603,10 +600,7 @@ def _window(
 
 def _is_gather(before: Spec, after: Spec) -> bool:
     """Whether devices have larger parts of an array after a move."""
-    before_axes, after_axes = (
-        {n for names in s for n in names} for s in (before, after)
-    )
-    return not before_axes <= after_axes
+    return not set(_axes_of(before)) <= set(_axes_of(after))
 
 
 def _is_left_to_compiler(primitive: str, axes: Sequence[tuple[str, ...]]) -> bool:
@@ -634,6 +628,11 @@ def _tiles(
     spec = _followed_spec(shape, access, axes, sizes)
     has = boxes_of(shape, spec, sizes)
     return spec if np.array_equal(read_all(access, loops), has) else None
+
+
+def _axes_of(spec: Sequence[Sequence[str]]) -> list[str]:
+    """The axes over which an array is split, sorted."""
+    return sorted(name for names in spec for name in names)
 
 
 def _parts(names: Sequence[str], sizes: Mapping[str, int]) -> int:

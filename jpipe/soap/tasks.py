@@ -330,7 +330,7 @@ class Tasks:
             end, copied_until = self._lifetimes.input(number)
             if np.prod(parts[:, :, 1] - parts[:, :, 0], axis=1).sum() > size:
                 item_bytes = self._read_bytes(number, each.tensor, value.item_bytes)
-                times = [self._lifetimes.input_part(number)]
+                times = [(number, copied_until)]
                 self._hold(block, number, item_bytes, read, times)
                 read, copied_until = np.broadcast_to(every, read.shape), number
             self._hold(block, number, value.item_bytes, read, [(0, end)], copied_until)
@@ -345,14 +345,15 @@ class Tasks:
         times = [self._lifetimes.value(number, tensor)]
         self._hold(block, number, written, owned, times)
         of_gradient = self._lifetimes.gradient(number, tensor)
-        is_returned = of_gradient is not None and value.has_gradient
-        if of_gradient is not None and is_returned:
+        if not value.has_gradient:
+            of_gradient = None
+        if of_gradient is not None:
             self._hold(block, number, item_bytes, owned, [of_gradient])
         if self.shards.sums(number, tensor, config.degrees):
             # A shard's term of a sum is there until it is sent; the gradient by it, as soon as it has come.
             computed = regions.results(number, tensor, config.degrees)
             self._hold(block, number, item_bytes, computed, [(number, number)])
-            if is_returned:
+            if of_gradient is not None:
                 moment = self._lifetimes.backward(number)
                 read = self._read_bytes(number, tensor, item_bytes)
                 self._hold(block, number, read, computed, [(moment, moment)])
