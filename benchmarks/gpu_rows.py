@@ -16,6 +16,7 @@ SCHEDULES: dict[str, tuple[str, dict]] = {
     "zb-h2": ("zero_bubble_h2", {}),
     "zb-v": ("zero_bubble_v", {}),
     "pipemare": ("pipemare", {}),
+    "pipemare-paired": ("pipemare", {"ticks": "paired"}),
     "pipedream": ("pipedream", {}),
     "2bw": ("pipedream_2bw", {}),
 }

@@ -186,10 +186,8 @@ class Hlo:
         """Whether an instruction is a matrix product or a convolution."""
         if instruction.opcode == "custom-call":
             return "__cublas" in instruction.line or "__cudnn" in instruction.line
-        if instruction.opcode == "fusion":
-            return any(
-                i.opcode in ("dot", "convolution") for i in self.fused(instruction)
-            )
+        if instruction.opcode == "fusion":  # perhaps of a call with slices
+            return any(map(self.is_product, self.fused(instruction)))
         return instruction.opcode in ("dot", "convolution")
 
     def is_transpose(self, instruction: Instruction) -> bool:

@@ -43,6 +43,9 @@ MOST_PADDING = 1 / 8
 """The part of an array's bytes that `Packing.of(tight=True)` gives up pools for: what the average stage does not use."""
 
 
+_LONGEST = 2**31 - 1
+"""The most numbers of a vector, which indices of int32 count."""
+
 Lead = Sequence | Callable[[str], Sequence]
 """The indices of the leading axes of packed arrays: equal for all, or a function of the array's name."""
 
@@ -175,6 +178,10 @@ class Place:
         """The first index of leaf i."""
         return self.base + i * self.stride
 
+    def alone(self, i: int) -> "Place":
+        """The place of leaf i as the first of a run, whose leaves follow one another at the next indices."""
+        return dataclasses.replace(self, base=int(self.start(i)), stride=1, count=1)
+
     @property
     def block(self) -> tuple[int, ...]:
         """The leaf's shape inside its array."""
@@ -265,6 +272,7 @@ class Packing:
         }
         if tight:
             pooled = _tightened(pooled, counts, stages)
+        pooled = _with_short_vectors(pooled, counts)
         sizes: dict = collections.defaultdict(int)
         dtypes, places, used, specs, on_host = {}, [], [], {}, set()
         for leaves in of_owners:
@@ -420,6 +428,22 @@ def _tightened(pooled: set, counts: Mapping, stages: _Stages) -> set:
             break
         left.remove(key)
     return left if padding(left) <= MOST_PADDING else pooled
+
+
+def _with_short_vectors(pooled: set, counts: Mapping) -> set:
+    """The pools, with those of the largest leaves that a vector has no index for."""
+    pools = set(pooled)
+    for dtype in {key[1] for key in counts}:
+        left = {
+            key: math.prod(key[0]) * np.array(n)
+            for key, n in counts.items()
+            if key[1] == dtype and key not in pools
+        }
+        while left and sum(left.values()).max() > _LONGEST:
+            largest = max(left, key=lambda key: left[key].max())
+            del left[largest]
+            pools.add(largest)
+    return pools
 
 
 def axes(spec: tuple) -> list[str]:

@@ -279,13 +279,14 @@ class Settings:
     ) -> Stages:
         """The traced layers cut into stages that begin at `starts`."""
         ties = resolve_ties(traced.layers, self.ties)
-        # A switch costs nothing for another program, and the copies of a `cond` inside of a program.
+        if not self.schedule.splits_backward:
+            traced = traced.with_one_stash()
         return cut(
             traced,
             list(starts),
             self.schedule.num_stages,
             ties,
-            ends_apart=guard_of(self.platform) == "switch",
+            switch=guard_of(self.platform) == "switch",
             vocabulary_layers=self.vocabulary(traced, microbatch, key_impl),
             compression=self.compress_messages,
             accumulate=self.accumulate_gradients,

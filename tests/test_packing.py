@@ -259,6 +259,19 @@ def test_pools_stay_if_vectors_do_not_make_owners_equal():
     assert Packing.of(owners, tight=True) == Packing.of(owners)
 
 
+def test_leaves_of_a_vector_have_indices_of_int32():
+    """The largest leaves get pools until the rest is a vector of fewer than 2^31 numbers."""
+    large, small = (jax.ShapeDtypeStruct((2**n,), np.float32) for n in (30, 29))
+    owners = [[Leaf(large), Leaf(small, 2)], [Leaf(large), Leaf(small, 1)]]
+    pack = Packing.of(owners, occupancy=np.inf)
+    assert {n: a.shape for n, a in pack.arrays.items()} == {
+        "float32": (2 * 2**29,),
+        f"float32[{2**30}]": (1, 2**30),
+    }
+    short = Packing.of([of[1:] for of in owners], occupancy=np.inf)
+    assert set(short.arrays) == {"float32"}
+
+
 def test_split_leaves_keep_their_pools():
     a, b = (jax.ShapeDtypeStruct((n, 8), np.float32) for n in (8, 16))
     spec = (None, "model")

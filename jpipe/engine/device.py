@@ -15,6 +15,8 @@ A tick runs these steps, in this order:
     store       staged stashes      -> host memory; what was loaded -> its slot
     move        outgoing messages   -> received messages, on other devices
 
+A tick leaves out what its phase does not have: see `Lowered.phases`.
+
 A tick writes a ring before it reads the ring, so that XLA updates all buffers in place.
 
 Under overlap a channel belongs to one operation. What forwards send moves while the tick's
@@ -33,6 +35,7 @@ The buffers live in the donated training state. As temporaries of the step they 
 anew by every step.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -42,7 +45,7 @@ import numpy as np
 from jax import lax
 
 from jpipe.engine import spills, vocabulary
-from jpipe.engine.arrays import ReadOnly, TickArrays, Written
+from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device, StageContext
 from jpipe.engine.copies import sum_over_copies
 from jpipe.engine.guard import Branch, run_one_of
@@ -51,6 +54,7 @@ from jpipe.engine.operations import OPERATIONS
 from jpipe.engine.spec import PassSpec
 from jpipe.engine.transport import move, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
+from jpipe.lowering.lower import Phase
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import FSDP
 
@@ -170,23 +174,45 @@ def _scan(device: Device, arrays: TickArrays) -> TickArrays:
         rows_before = jnp.concatenate([jnp.full_like(rows[:1], -1), rows[:-1]])
         before = rows_before, jnp.asarray(np.append(False, updates[:-1]))
 
-    def tick(arrays: TickArrays, xs: tuple) -> tuple[TickArrays, None]:
+    def tick(phase: Phase, arrays: TickArrays, xs: tuple) -> tuple[TickArrays, None]:
         row, sends, here, before = xs
         if before is not None:
             row_before, updates = before
             scalars = TickScalars(spec.scalars, row_before)
             arrays = _update(device, scalars, updates, arrays)
-        return _tick(device, TickScalars(spec.scalars, row), sends, here, arrays), None
+        scalars = TickScalars(spec.scalars, row)
+        return _tick(device, phase, scalars, sends, here, arrays), None
 
     sends = [jnp.asarray(channel.sends) for channel in spec.lowered.channels]
-    arrays, _ = lax.scan(tick, arrays, (rows, sends, here, before))
+    for phase in spec.lowered.phases:
+        ticks = slice(phase.start, phase.stop)
+        # The ticks of the phase receive nothing of operations that it does not have.
+        _, pending = _received(spec, phase, arrays)
+        first = TickScalars(spec.scalars, rows[phase.start])
+        arrays = receive(spec, arrays, first, pending)
+        xs = jax.tree.map(lambda a, t=ticks: a[t], (rows, sends, here, before))
+        arrays, _ = lax.scan(functools.partial(tick, phase), arrays, xs)
     if late and updates[-1]:
         arrays = _update(device, TickScalars(spec.scalars, rows[-1]), True, arrays)
     return arrays
 
 
+def _received(
+    spec: PassSpec, phase: Phase, arrays: TickArrays
+) -> tuple[dict[int, Packed], dict[int, Packed]]:
+    """The received messages by channel: of the channels that move in the ticks of a phase, and of the others."""
+    moving: dict[int, Packed] = {}
+    resting: dict[int, Packed] = {}
+    for number, message in arrays.received.items():
+        operation = spec.lowered.channels[number].operation
+        moves = operation is None or operation in phase.operations
+        (moving if moves else resting)[number] = message
+    return moving, resting
+
+
 def _tick(
     device: Device,
+    phase: Phase,
     scalars: TickScalars,
     sends: Sequence[jax.Array],
     updates: jax.Array | None,
@@ -196,6 +222,7 @@ def _tick(
 
     Args:
       device: the device.
+      phase: of the tick.
       scalars: of the tick.
       sends: for each channel bool `[]`, whether any device sends.
       updates: bool `[]`, whether any device updates; None: the tick does not hold its update.
@@ -204,14 +231,18 @@ def _tick(
     spec = device.spec
 
     def moved(arrays: TickArrays, after: str | None) -> dict:
+        if after is not None and after not in phase.operations:
+            return {}
         return move(spec, arrays, scalars, sends, after)
 
     transfers = spills.begin(spec, scalars, arrays)
-    arrays = receive(spec, arrays, scalars, arrays.received)
+    received, resting = _received(spec, phase, arrays)
+    arrays = receive(spec, arrays, scalars, received)
     gradients = moved(arrays, after="backward")
     arrays = vocabulary.embed(device, scalars, arrays)
-    arrays = _run_operation("forward", device, scalars, arrays)
-    if spec.commits:
+    if "forward" in phase.operations:
+        arrays = _run_operation("forward", device, scalars, arrays)
+    if "commit" in phase.operations and spec.commits:
         statistics = sum_over_copies(device, scalars, "commit", arrays.statistics)
         arrays = arrays.replace(statistics=statistics)
         arrays = _run_operation("commit", device, scalars, arrays)
@@ -221,13 +252,15 @@ def _tick(
     arrays = receive(spec, arrays, scalars, gradients)
     activations = moved(arrays, after="forward")
     for name in ("backward", "weight_grad"):
-        arrays = _run_operation(name, device, scalars, arrays)
+        if name in phase.operations:
+            arrays = _run_operation(name, device, scalars, arrays)
     if not spec.schedule.forward_only:
         arrays = vocabulary.embed_backward(device, scalars, arrays)
-    if updates is not None:
+    if updates is not None and "update" in phase.operations:
         arrays = _update(device, scalars, updates, arrays)
     arrays = spills.end(spec, scalars, arrays, transfers)
-    return arrays.replace(received=activations | moved(arrays, after=None))
+    moved_last = moved(arrays, after=None)
+    return arrays.replace(received=resting | activations | moved_last)
 
 
 def _update(

@@ -35,6 +35,7 @@ _GRAPH_COMMANDS = (
     "CUBLAS",
     "CUBLASLT",
     "CUDNN",
+    "CONVOLUTION",
     "CUSTOM_CALL",
     "CONDITIONAL",
     "DYNAMIC_SLICE_FUSION",
@@ -52,7 +53,8 @@ def compiler_options(policy: str) -> dict[str, Any]:
             # All messages of a tick travel at the same time.
             "xla_gpu_collective_permute_combine_threshold_bytes": 0,
             "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
-            # XLA's default and WHILE: an update is a conditional with loops inside.
+            # XLA's default, and WHILE and CONVOLUTION: an update is a conditional with loops inside, and stages
+            # have convolutions.
             "xla_gpu_enable_command_buffer": ",".join(_GRAPH_COMMANDS),
         }
     return {}

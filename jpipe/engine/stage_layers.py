@@ -57,7 +57,7 @@ def for_each_layer(
         layer stands after the loop: nothing is fetched that no layer reads.
       backwards: whether the last layer comes first.
     """
-    lengths = {stage.stages.lengths[s][r] for s in stage.program.stages}
+    lengths = _lengths(stage, r)
     longest = max(lengths)
     if lengths == {1}:
         return body(0, fetch(0), state)
@@ -88,6 +88,11 @@ def for_each_layer(
             run = functools.partial(lambda i, state, _: body(i, fetch(i), state), i)
             state = guarded(policy, i < length, run, state, None)
     return state
+
+
+def _lengths(stage: StageContext, r: int) -> set[int]:
+    """The numbers of layers that run r has in the stages of the program."""
+    return {stage.stages.lengths[s][r] for s in stage.program.stages}
 
 
 # -- One layer
@@ -275,6 +280,18 @@ def _layer_extra(
     return [key, *packing.read_all(mutable_state, run.state, column, i)]
 
 
+def add_statistics(
+    stage: StageContext,
+    statistics: Packed,
+    places: Sequence[Place],
+    values: Sequence[jax.Array],
+    i: jax.Array | int,
+) -> Packed:
+    """Adds to the sums of statistics at leaf i of the places."""
+    column, i = stage.column("mutable_state"), stage.runtime_index(i)
+    return packing.add_all(statistics, places, column, values, i, joined=stage.joins)
+
+
 class LayersResult(NamedTuple):
     """What the forward of a stage returns.
 
@@ -316,6 +333,7 @@ def run_layers(
       statistics: sums of statistics; None: they are not kept.
     """
     skips = arrived_skips(stage, read)
+    added: list[tuple[Place, jax.Array]] = []
     for r, run in enumerate(stage.program.runs):
         kind = stage.stages.layer_kinds[run.kind]
         popped = [leaf for name, _ in run.pop for leaf in skips.pop(name)]
@@ -340,15 +358,10 @@ def run_layers(
                     rings, run, kind, stash, stage.slot, i, stage.joins
                 )
             if statistics is not None and run.state:
-                i = stage.runtime_index(i)
-                statistics = packing.add_all(
-                    statistics,
-                    run.state,
-                    stage.column("mutable_state"),
-                    aux,
-                    i,
-                    joined=stage.joins,
-                )
+                if stage.joins and i < min(_lengths(stage, r)):
+                    added.extend(zip((p.alone(i) for p in run.state), aux, strict=True))
+                else:
+                    statistics = add_statistics(stage, statistics, run.state, aux, i)
             return stage.stages.values.constrained(y), rings, statistics
 
         fetch = functools.partial(fetch_parameters, stage, read, weight_pass, run)
@@ -357,4 +370,9 @@ def run_layers(
         )
         x, *stashed = split_leaves(y, [leaves for _, leaves in run.stash])
         skips |= {name: leaves for (name, _), leaves in zip(run.stash, stashed)}
+    if added:
+        assert statistics is not None
+        # The statistics of all layers are few numbers, which are added at once.
+        places, values = zip(*added)
+        statistics = add_statistics(stage, statistics, places, values, 0)
     return LayersResult(x, skips, rings, statistics)

@@ -100,6 +100,11 @@ class LayerProgram:
     forward_equations: Equations
     text: str
 
+    def with_one_stash(self) -> "LayerProgram":
+        """The programs for a table that does not split backwards: all of the stash is read at one time."""
+        positions = tuple(sorted((*self.input_stash, *self.weight_stash)))
+        return dataclasses.replace(self, input_stash=positions, weight_stash=())
+
 
 def trace_layer(
     function: Callable[..., Any],

@@ -264,7 +264,7 @@ def _operand(env: dict, atom: Any) -> Any:
 def _is_slow_convolution(eqn: Any) -> bool:
     if eqn.primitive.name != convolution.NAME:
         return False
-    return convolution.is_permuted(eqn.params, eqn.outvars[0].aval.ndim)
+    return convolution.is_slow(eqn.params, *(v.aval.shape for v in eqn.invars))
 
 
 def _rewritten(eqn: Any) -> Any:

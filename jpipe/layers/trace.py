@@ -86,6 +86,11 @@ class Traced:
     values: ValueSplit
     splits: Sequence["LayerSplit"] = ()
 
+    def with_one_stash(self) -> "Traced":
+        """The layers for a table that does not split backwards: see `LayerProgram.with_one_stash`."""
+        kinds = [kind.with_one_stash() for kind in self.layer_kinds]
+        return dataclasses.replace(self, layer_kinds=kinds)
+
     def of_microbatch(self, aval: jax.ShapeDtypeStruct) -> Leaf:
         """A leaf that is split as what layers pass on, such as a leaf of a message."""
         return Leaf(aval, 1, self.values.spec(aval.shape))

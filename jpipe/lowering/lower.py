@@ -11,6 +11,7 @@ Letters: T ticks, D devices, S stages, C columns, N microbatches.
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,6 +72,19 @@ class Operations:
         return self.stage.shape[2]
 
 
+class Phase(NamedTuple):
+    """Consecutive ticks of a table.
+
+    Attributes:
+      start, stop: the first tick, and the one after the last.
+      operations: names of the operations that may run.
+    """
+
+    start: int
+    stop: int
+    operations: frozenset[str]
+
+
 @dataclasses.dataclass(frozen=True)
 class Lowered:
     """A schedule as static integers.
@@ -112,6 +126,27 @@ class Lowered:
     def placement(self) -> tuple[tuple[int, int], ...]:
         """For each stage the device and the position of its copy 0."""
         return tuple(of_stage[0] for of_stage in self.copies)
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The table cut into ticks with forwards and ticks without, if no backward runs before the last forward.
+
+        So a table like GPipe's is two loops, neither of which has branches or messages for operations of the other.
+        """
+        names = set(self.operations)
+        T, first = self.schedule.num_ticks, {"forward", "commit"}
+        busy = {
+            n: np.any(o.stage >= 0, axis=(1, 2)) for n, o in self.operations.items()
+        }
+        end = 1 + int(np.flatnonzero(busy["forward"]).max())
+        mixed = any(busy[name][:end].any() for name in names - first)
+        all_run_together = names - first - {"backward", "weight_grad", "update"}
+        if mixed or end == T or all_run_together or not self.schedule.drains:
+            return [Phase(0, T, frozenset(names))]
+        return [
+            Phase(0, end, frozenset(names & first)),
+            Phase(end, T, frozenset(names - first)),
+        ]
 
     @property
     def spills(self) -> dict[str, Spill]:

@@ -242,6 +242,10 @@ def _routes(
     )
 
 
+ONE_STASH = {"input_stash": ("input_stash", "weight_stash"), "weight_stash": ()}
+"""Ring -> the stashes of a layer that it holds, in a table that does not split backwards."""
+
+
 def predict_memory(
     schedule: Schedule,
     profile: Profile,
@@ -267,11 +271,15 @@ def predict_memory(
     groups = group(kinds, starts)
     layer_of_kind = dict(zip(kinds, layers))
 
+    # A table that does not split backwards has one stash: see `LayerProgram.with_one_stash`.
+    joined = {} if schedule.splits_backward else ONE_STASH
+
     def packed(name: str) -> Packing:
         """The packing of the stages' leaves of one name, as in the engine."""
         loss = profile.loss.avals(name) if name == "input_stash" else ()
+        names = joined.get(name, (name,))
         return groups.pack(
-            lambda kind: map(Leaf, layer_of_kind[kind].avals(name)),
+            lambda kind: [Leaf(a) for n in names for a in layer_of_kind[kind].avals(n)],
             [*map(Leaf, loss)],
             devices_of_use(name, schedule.copies),
             tight=name in ("parameters", "optimizer_state"),

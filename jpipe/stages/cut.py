@@ -12,6 +12,7 @@ Letters: S stages.
 import collections
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -101,6 +102,7 @@ class Stages:
       input_stash: the same for stashed values that only the input gradient reads.
       weight_stash: the same for stashed values that the weight gradient reads.
       split_residuals: the same for values that the input gradient computes and the weight gradient reads.
+      occupancy: which of the leaves have pools.
       codecs: `[S - 1]`, how each output leaf of a stage is encoded for the next stage.
       activations: how what is sent is packed; owner s is the message from stage s to stage s + 1.
       gradients: the same for their gradients.
@@ -129,6 +131,7 @@ class Stages:
     input_stash: Packing
     weight_stash: Packing
     split_residuals: Packing
+    occupancy: "Occupancy"
     codecs: Sequence[tuple[LeafCodec, ...]]
     activations: Packing
     gradients: Packing
@@ -166,6 +169,23 @@ class Stages:
             for layer, row in zip(self.layers_of(stage), rows, strict=True)
         ]
 
+
+class Occupancy(NamedTuple):
+    """`occupancy` of `Packing.of`, for the leaves of a stage.
+
+    Attributes:
+      weights: for weights, mutable state, and what has the shapes of weights: gradients, the optimizer's state.
+      stashes: for what a stage keeps of a microbatch.
+    """
+
+    weights: float = 0.5
+    stashes: float = 0.5
+
+
+_OF_SWITCH = Occupancy(weights=math.inf, stashes=0.75)
+"""Where devices switch between programs, a branch has to touch each array that only other branches write, and writes the leaves
+of a layer at once if they lie in one array. But a leaf of a vector is laid out row by row, which costs a transpose of some
+activations."""
 
 BALANCES = ("flops", "time", "memory")
 """What boundaries can balance between stages."""
@@ -294,19 +314,19 @@ def devices_of_use(
     return devices if one_device else None
 
 
-def group(kinds: Sequence, starts: Sequence[int], ends_apart: bool = False) -> Groups:
+def group(kinds: Sequence, starts: Sequence[int], switch: bool = False) -> Groups:
     """Groups stages.
 
     Args:
       kinds: kind of each layer; equal kinds compare equal.
       starts: first layer of each stage, and the number of layers at the end.
-      ends_apart: whether the first stage and the last stage share no program with other stages.
+      switch: as in `cut`.
     """
     signatures, programs, lengths, program_of_stage = [], [], [], []
     for start, stop in itertools.pairwise(starts):
         runs = [(k, len(list(g))) for k, g in itertools.groupby(kinds[start:stop])]
         signature = tuple(k for k, _ in runs)
-        end = (start == starts[0], stop == starts[-1]) if ends_apart else None
+        end = (start == starts[0], stop == starts[-1]) if switch else None
         program = signature, end
         if program not in programs:
             programs.append(program)
@@ -329,7 +349,7 @@ def cut(
     starts: list[int] | None,
     num_stages: int,
     ties: Sequence[Sequence[tuple[int, int]]] = (),
-    ends_apart: bool = False,
+    switch: bool = False,
     vocabulary_layers: Vocabulary = NO_VOCABULARY,
     compression: MessageCompression = NO_COMPRESSION,
     accumulate: StreamingPCA | None = None,
@@ -343,7 +363,8 @@ def cut(
       starts: first layer of each stage, and the number of layers at the end; None balances FLOPs.
       num_stages: S.
       ties: as in `Stages`.
-      ends_apart: as in `group`.
+      switch: whether devices switch between the programs of stages, see `jpipe.engine.guard`. Then the first stage
+        and the last stage share no program with other stages, and fewer leaves have pools: see `Occupancy`.
       vocabulary_layers: the layers that all stages run together.
       compression: of messages between stages.
       accumulate: how gradients are accumulated that are products; None: as they are, all are formed.
@@ -363,8 +384,9 @@ def cut(
     inner = vocabulary_layers.inner(len(layers))
     check_inner(starts, inner)
     firsts = [inner.start, *starts[1:-1], inner.stop]
-    groups = group(signature_of_layer, firsts, ends_apart)
+    groups = group(signature_of_layer, firsts, switch)
     weights_on_host = _on_host(traced, inner, offload.weights)
+    occupancy = _OF_SWITCH if switch else Occupancy()
     packings = {}
     for name in _LEAVES_OF:
         loss: tuple = ()
@@ -381,13 +403,16 @@ def cut(
             [traced.of_microbatch(a) for a in loss],
             devices_of_use(name, devices),
             tight=name == "parameters",
+            occupancy=occupancy.weights
+            if name in ("parameters", "state")
+            else occupancy.stashes,
         )
     accumulators = Accumulators.of(
         accumulate, traced.layer_kinds, traced.kind_of_layer, ties
     )
     gradients_on_host = _on_host(traced, inner, offload.gradients)
     packings |= _pack_accumulators(
-        traced, groups, accumulators, devices, gradients_on_host, offload
+        traced, groups, accumulators, devices, gradients_on_host, offload, occupancy
     )
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     codecs = [
@@ -416,6 +441,7 @@ def cut(
         program_of_stage=groups.program_of_stage,
         lengths=groups.lengths,
         **packings,
+        occupancy=occupancy,
         codecs=codecs,
         activations=activations,
         gradients=gradients,
@@ -524,6 +550,7 @@ def _pack_accumulators(
     devices: Sequence[Sequence[int]] | None,
     on_host: Container,
     offload: Offload,
+    occupancy: Occupancy,
 ) -> dict[str, Packing]:
     """How gradients, and factors of gradients, are packed. Factors are all in pools."""
 
@@ -537,7 +564,9 @@ def _pack_accumulators(
         return accumulators.factors(k, traced.layer_kinds[k])
 
     return {
-        "accumulators": groups.pack(plain, devices=devices, tight=True),
+        "accumulators": groups.pack(
+            plain, devices=devices, tight=True, occupancy=occupancy.weights
+        ),
         "factors": groups.pack(factors, occupancy=0.0).named(FACTORS),
     }
 

@@ -427,7 +427,10 @@ def make_updates(
         program_of_stage.append(list(drafts).index(key))
     devices_of = devices_of_owners(program_of_stage, devices)
     whole_state = Packing.of(
-        [d.state_leaves for d in drafts.values()], devices=devices_of, tight=True
+        [d.state_leaves for d in drafts.values()],
+        stages.occupancy.weights,
+        devices_of,
+        tight=True,
     )
     in_parts = [
         _in_parts(draft, places, of_draft)
@@ -435,7 +438,9 @@ def make_updates(
             drafts.values(), whole_state.places, devices_of, strict=True
         )
     ]
-    grouped, packing = group_updates(in_parts, whole_state, axis_sizes or {})
+    grouped, packing = group_updates(
+        in_parts, whole_state, axis_sizes or {}, stages.occupancy.weights
+    )
     programs = [
         _stage_update(draft, of_program)
         for draft, of_program in zip(drafts.values(), grouped, strict=True)
@@ -524,7 +529,8 @@ def _unit_update(
     )
     in_parts = _in_parts(draft, packing.places[0], [0])
     _check_elementwise(unit.name, in_parts.parts)
-    (grouped,), packing = group_updates([in_parts], packing, {})
+    occupancy = stages.occupancy.weights
+    (grouped,), packing = group_updates([in_parts], packing, {}, occupancy)
     return _stage_update(draft, grouped), packing
 
 

@@ -119,7 +119,10 @@ class _Turns(NamedTuple):
 
 
 def group_updates(
-    drafts: Sequence[Draft], state: Packing, axis_sizes: Mapping[str, int]
+    drafts: Sequence[Draft],
+    state: Packing,
+    axis_sizes: Mapping[str, int],
+    occupancy: float,
 ) -> tuple[list[Grouped], Packing]:
     """Groups the parts of each update, and divides them over the replicas of their stage.
 
@@ -127,6 +130,7 @@ def group_updates(
       drafts: the updates.
       state: how the state of each draft is packed if nobody shares it.
       axis_sizes: sizes of the axes of the mesh that leaves may be split over.
+      occupancy: of the shares of the state, see `Packing.of`.
 
     Returns:
       The groups of each draft, and how the shares of the state are packed: one owner for each draft
@@ -145,6 +149,7 @@ def group_updates(
     shared = [_SharedState(draft, state, axis_sizes) for draft in drafts]
     packing = Packing.of(
         [owner for s in shared for owner in s.owners()],
+        occupancy,
         devices=[
             # Every share is on a replica of its own.
             [d * s.draft.replicas.number + k for d in s.draft.devices]

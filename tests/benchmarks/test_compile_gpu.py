@@ -21,6 +21,7 @@ NUM_STAGES = 4
 # Name -> model and schedule.
 PROGRAMS = {"equal 1f1b": ("equal", "1f1b"), "ends zb-h1": ("ends", "zb-h1")}
 FIRST, *OTHERS = PROGRAMS
+PROGRAMS |= {"unet gpipe": ("unet", "gpipe")}
 
 # Limits of a tick of the small programs, whether the device is busy or idle. A buffer has up to
 # 42 MB, and the weights of a layer have 1 MB.
@@ -145,4 +146,16 @@ LIMITS = (
 )
 def test_limit(rows, name, limit):
     value, most = limit(*rows(name))
+    assert value <= most
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "limit",
+    [host_waits, host_waits_per_step, unknown_loops, temporaries, products],
+    ids=lambda limit: limit.__name__,
+)
+def test_limit_of_convolutions(rows, limit):
+    """Convolutions are part of CUDA graphs. Their weights are copied, so there are more kernels than in the plain scan."""
+    value, most = limit(*rows("unet gpipe"))
     assert value <= most

@@ -1,4 +1,6 @@
-"""Convolutions of layers are traced in the order that XLA:CPU computes fast in loops."""
+"""Convolutions of layers are traced in a form that XLA computes fast in loops."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from jax import lax
 from jpipe.layers import convolution
 from jpipe.layers.equations import Equations
 
+KERNEL = str.maketrans("NC", "OI")
 FAST = lax.ConvDimensionNumbers((0, 3, 1, 2), (3, 2, 0, 1), (0, 3, 1, 2))
 
 
@@ -79,3 +82,82 @@ def test_in_a_loop_and_a_branch_of_a_layer():
 
     x, kernel = arrays()
     check(function, x, kernel[..., :4])
+
+
+def primitives(function, *args):
+    """The names of the primitives of a function's equations."""
+    jaxpr = jax.make_jaxpr(lambda *a: Equations.trace(function, *args)(*a))(*args)
+    return {eqn.primitive.name for eqn in jaxpr.eqns}
+
+
+@pytest.mark.parametrize("window", [(1, 1), (3, 5), (3, 1), (1, 5)])
+def test_products(window):
+    """A convolution that sums over a whole dim, or does not move along it, is traced as a product."""
+    rng = np.random.default_rng(0)
+    sizes = {"N": 2, "C": 4, "H": 3, "W": 5}
+    of_kernel = dict(zip("HWIO", [*window, 4, 6]))
+    orders = list(itertools.permutations("NHWC"))
+    for i, order in enumerate(orders):
+        # Every order of the input, with other orders of the kernel and of the result.
+        orders_of = order, orders[i * 7 % 24], orders[-i]
+        names = tuple(map("".join, orders_of))
+        names = names[0], names[1].translate(KERNEL), names[2]
+        x = rng.normal(size=[sizes[d] for d in order]).astype("float32")
+        kernel = rng.normal(size=[of_kernel[d] for d in names[1]]).astype("float32")
+
+        def convolve(x, kernel, names=names):
+            return lax.conv_general_dilated(
+                x, kernel, (1, 1), "VALID", dimension_numbers=names
+            )
+
+        (got,) = Equations.trace(lambda *a: [convolve(*a)], x, kernel)(x, kernel)
+        np.testing.assert_allclose(got, convolve(x, kernel), rtol=1e-4, atol=1e-4)
+        found = primitives(lambda *a: [convolve(*a)], x, kernel)  # noqa: B023
+        assert "dot_general" in found and convolution.NAME not in found
+
+
+def test_gradients_of_a_product():
+    def convolve(x, kernel):
+        return lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    x, kernel = arrays()
+    kernel = kernel[:1, :1]
+    y, vjp = jax.vjp(convolve, x, kernel)
+
+    def backward(x, kernel, dy):
+        return [*jax.vjp(convolve, x, kernel)[1](dy)]
+
+    got = Equations.trace(backward, x, kernel, y)(x, kernel, y)
+    for a, b in zip(got, vjp(y), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    assert convolution.NAME not in primitives(backward, x, kernel, y)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_strides": (2, 1)},
+        {"padding": [(0, 0), (1, 0)]},
+        {"lhs_dilation": (1, 2)},
+        {"feature_group_count": 2},
+        {"batch_group_count": 2},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_not_a_product(options):
+    """Windows of 1 by 1 with a stride, padding, dilation or groups are convolutions."""
+    x, kernel = arrays(options.get("feature_group_count", 1))
+    options = {"window_strides": (1, 1), "padding": [(0, 0), (0, 0)], **options}
+
+    def convolve(x, kernel):
+        numbers = "NHWC", "HWIO", "NHWC"
+        return [
+            lax.conv_general_dilated(x, kernel, dimension_numbers=numbers, **options)
+        ]
+
+    kernel = kernel[:1, :1]
+    got = Equations.trace(convolve, x, kernel)(x, kernel)
+    np.testing.assert_allclose(got[0], convolve(x, kernel)[0], rtol=1e-5)
+    assert convolution.NAME in primitives(convolve, x, kernel)

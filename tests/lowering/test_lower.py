@@ -465,3 +465,34 @@ def test_a_minibatch_is_committed_when_all_copies_have_run_it_forward(ticks):
         for t, d, lane in cells:
             version = commits.version[t, d, lane]
             assert t - table.num_ticks * (version - 1) == forward[:, s].max()
+
+
+def test_forwards_before_all_backwards_are_a_phase():
+    S, N = 3, 5
+    forwards, rest = lower(gpipe(S, N)).phases
+    assert (forwards.start, forwards.stop, rest.start) == (0, N + S - 1, N + S - 1)
+    assert rest.stop == gpipe(S, N).num_ticks
+    assert forwards.operations == {"forward"}
+    assert rest.operations == {"backward", "weight_grad", "update"}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        one_f_one_b(3, 5),
+        zero_bubble_v(4, 4),
+        pipedream(3, 4),
+        paired_round(2, 3),
+        forward_only(3, 4),
+    ],
+    ids=lambda table: table.name,
+)
+def test_one_phase(table):
+    (phase,) = lower(table).phases
+    assert (phase.start, phase.stop) == (0, table.num_ticks)
+
+
+def test_copies_commit_in_the_phase_of_forwards():
+    forwards, rest = lower(gpipe(2, 4, replicas=[2, 1])).phases
+    assert forwards.operations == {"forward", "commit"}
+    assert "commit" not in rest.operations

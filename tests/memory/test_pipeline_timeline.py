@@ -158,10 +158,10 @@ def one_f_one_b():
 def test_stashes_are_those_in_flight():
     """The most stashes at once are the table's microbatches in flight, from a formula of the table's facts."""
     pipe, timeline = one_f_one_b()
-    stashes = [b for b in timeline.blocks if b.use == "weight stash"]
+    stashes = [b for b in timeline.blocks if b.use == "input stash" and b.stage == 0]
     assert {b.layers for b in stashes} == {(0, 1), (1, 2)}
     (size,) = {b.num_bytes for b in stashes}
-    most = timeline.by_use()["weight stash"].max() / size
+    most = timeline.by_use()["input stash"].max() / size
     assert most == 2 * pipe.schedule.facts().in_flight[0]
     # From the tick of the forward to that of the backward.
     ticks = pipe.schedule.forward_ticks(), pipe.schedule.backward_ticks()
