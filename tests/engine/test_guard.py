@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from families import schedule_named
+from flax import nnx
 from helpers import with_nan_buffers
 from skipping import DIM, LAYERS, loss_fn
 
@@ -104,6 +105,54 @@ def test_policies_train_the_same(name, replicas, monkeypatch):
         state, _ = pipe.flush(state)
         results.append((losses, pipe.get_params(state)))
     assert np.isfinite(results[0][0]).all()
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, *results)
+
+
+class Normed(nnx.Module):
+    """A dense layer with batch norm."""
+
+    def __init__(self, num_inputs, num_outputs, *, rngs):
+        self.linear = nnx.Linear(num_inputs, num_outputs, rngs=rngs)
+        self.norm = nnx.BatchNorm(num_outputs, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.tanh(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "pipemare/unit"])
+@pytest.mark.sampled(1)
+def test_statistics_of_unlike_stages(name, monkeypatch):
+    """Layers of all stages, and a layer that one of two stages of a program has, add to their statistics."""
+    layers = [
+        functools.partial(Normed, *sizes)
+        for sizes in ((3, 5), (5, 5), (5, 5), (5, 5), (5, 3))
+    ]
+    table, results = schedule_named(name, 4, 4), []
+    rng = np.random.default_rng(0)
+    batch = {
+        name: rng.standard_normal((64, 3)).astype("float32")
+        for name in ("inputs", "targets")
+    }
+    for policy in GUARDS:
+        for module in (spec, settings):
+            monkeypatch.setattr(
+                module, "guard_of", lambda platform, policy=policy: policy
+            )
+        pipe = jpipe.Pipeline(
+            layers,
+            loss=lambda y, batch: jnp.mean((y - batch["targets"]) ** 2),
+            optimizer=optax.sgd(0.1),
+            schedule=table,
+            mesh=jpipe.make_mesh(stage=4),
+            boundaries=[1, 3, 4],
+            overlap=policy == "switch",
+        )
+        state = pipe.init(jax.random.key(0), batch)
+        for _ in range(3):
+            state, _ = pipe.step(state, batch)
+        state, _ = pipe.flush(state)
+        results.append((pipe.get_params(state), pipe.get_mutable_state(state)))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, *results)
 
