@@ -78,6 +78,24 @@ class StageProgram:
     loss_stash: tuple = ()
 
 
+class Occupancy(NamedTuple):
+    """`occupancy` of `Packing.of`, for the leaves of a stage.
+
+    Attributes:
+      weights: for weights, mutable state, and what has the shapes of weights: gradients, the optimizer's state.
+      stashes: for what a stage keeps of a microbatch.
+    """
+
+    weights: float = 0.5
+    stashes: float = 0.5
+
+
+_OF_SWITCH = Occupancy(weights=math.inf, stashes=0.75)
+"""Where devices switch between programs, a branch has to touch each array that only other branches write, and writes the leaves
+of a layer at once if they lie in one array. But a leaf of a vector is laid out row by row, which costs a transpose of some
+activations."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Stages:
     """A model cut into stages, for one microbatch shape.
@@ -131,7 +149,7 @@ class Stages:
     input_stash: Packing
     weight_stash: Packing
     split_residuals: Packing
-    occupancy: "Occupancy"
+    occupancy: Occupancy
     codecs: Sequence[tuple[LeafCodec, ...]]
     activations: Packing
     gradients: Packing
@@ -169,23 +187,6 @@ class Stages:
             for layer, row in zip(self.layers_of(stage), rows, strict=True)
         ]
 
-
-class Occupancy(NamedTuple):
-    """`occupancy` of `Packing.of`, for the leaves of a stage.
-
-    Attributes:
-      weights: for weights, mutable state, and what has the shapes of weights: gradients, the optimizer's state.
-      stashes: for what a stage keeps of a microbatch.
-    """
-
-    weights: float = 0.5
-    stashes: float = 0.5
-
-
-_OF_SWITCH = Occupancy(weights=math.inf, stashes=0.75)
-"""Where devices switch between programs, a branch has to touch each array that only other branches write, and writes the leaves
-of a layer at once if they lie in one array. But a leaf of a vector is laid out row by row, which costs a transpose of some
-activations."""
 
 BALANCES = ("flops", "time", "memory")
 """What boundaries can balance between stages."""

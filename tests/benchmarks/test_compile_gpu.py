@@ -152,7 +152,7 @@ def test_limit(rows, name, limit):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "limit",
-    [host_waits, host_waits_per_step, unknown_loops, temporaries, products],
+    [host_waits, host_waits_per_step, unknown_loops, products],
     ids=lambda limit: limit.__name__,
 )
 def test_limit_of_convolutions(rows, limit):

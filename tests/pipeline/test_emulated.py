@@ -431,7 +431,9 @@ def test_stages_that_differ_take_what_they_need(optimizer, copies):
             places += stages.programs[stages.program_of_stage[-1]].loss_stash
         used = layout.leaf_bytes(places, getattr(stages, ring).arrays)
         held = layout["buffers"].shapes[ring].values()
-        assert sum(a.size * a.dtype.itemsize for a in held) == used > 0
+        assert sum(a.size * a.dtype.itemsize for a in held) == used
+        # The table does not split backwards, so it has one stash.
+        assert (used > 0) == (ring == "input_stash")
     # Nothing else of the state is padded either.
     held = pipe.compile(batch).memory_analysis().argument_size_in_bytes
     of_state = memory.weights + memory.optimizer + memory.gradients + memory.activations
