@@ -31,6 +31,12 @@ def benchmark(name: str):
         sys.path.remove(folder)
 
 
+def use_guard(monkeypatch, policy: str) -> None:
+    """Pipelines that are made from now on take a policy of `jpipe.lowering.lower.GUARDS`, on any platform."""
+    for module in ("jpipe.engine.spec", "jpipe.settings"):
+        monkeypatch.setattr(f"{module}.guard_of", lambda platform: policy)
+
+
 def with_nan_buffers(state, all_but: str | None = None):
     """The state with NaN in everything in flight and in every idle and unused slot."""
 

@@ -242,10 +242,6 @@ def _routes(
     )
 
 
-ONE_STASH = {"input_stash": ("input_stash", "weight_stash"), "weight_stash": ()}
-"""Ring -> the stashes of a layer that it holds, in a table that does not split backwards."""
-
-
 def predict_memory(
     schedule: Schedule,
     profile: Profile,
@@ -267,19 +263,17 @@ def predict_memory(
       ValueError: if the table needs more slots of stashes than `offload` leaves.
     """
     layers = profile.layers
+    if not schedule.splits_backward:
+        layers = tuple(layer.with_one_stash() for layer in layers)
     kinds = [(one.kind, one.stash, one.pop) for one in layers]
     groups = group(kinds, starts)
     layer_of_kind = dict(zip(kinds, layers))
 
-    # A table that does not split backwards has one stash: see `LayerProgram.with_one_stash`.
-    joined = {} if schedule.splits_backward else ONE_STASH
-
     def packed(name: str) -> Packing:
         """The packing of the stages' leaves of one name, as in the engine."""
         loss = profile.loss.avals(name) if name == "input_stash" else ()
-        names = joined.get(name, (name,))
         return groups.pack(
-            lambda kind: [Leaf(a) for n in names for a in layer_of_kind[kind].avals(n)],
+            lambda kind: map(Leaf, layer_of_kind[kind].avals(name)),
             [*map(Leaf, loss)],
             devices_of_use(name, schedule.copies),
             tight=name in ("parameters", "optimizer_state"),

@@ -78,6 +78,11 @@ class LayerProfile:
         """The abstract arrays of the attribute `name`, such as "parameters" or "split_residuals"."""
         return getattr(self, name)
 
+    def with_one_stash(self) -> "LayerProfile":
+        """The layer in a table that does not split backwards: see `jpipe.layers.backward.LayerProgram.with_one_stash`."""
+        both = (*self.input_stash, *self.weight_stash)
+        return dataclasses.replace(self, input_stash=both, weight_stash=())
+
     @property
     def activation_bytes(self) -> tuple[int, ...]:
         """Bytes of the activations, then of each skip that the layer stashes."""

@@ -19,9 +19,9 @@ FOLDER = pathlib.Path(__file__).parents[2] / "benchmarks"
 NUM_STAGES = 4
 
 # Name -> model and schedule.
-PROGRAMS = {"equal 1f1b": ("equal", "1f1b"), "ends zb-h1": ("ends", "zb-h1")}
-FIRST, *OTHERS = PROGRAMS
-PROGRAMS |= {"unet gpipe": ("unet", "gpipe")}
+TRANSFORMERS = {"equal 1f1b": ("equal", "1f1b"), "ends zb-h1": ("ends", "zb-h1")}
+FIRST, *OTHERS = TRANSFORMERS
+PROGRAMS = TRANSFORMERS | {"unet gpipe": ("unet", "gpipe")}
 
 # Limits of a tick of the small programs, whether the device is busy or idle. A buffer has up to
 # 42 MB, and the weights of a layer have 1 MB.

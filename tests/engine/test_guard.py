@@ -9,12 +9,11 @@ import optax
 import pytest
 from families import schedule_named
 from flax import nnx
-from helpers import with_nan_buffers
+from helpers import use_guard, with_nan_buffers
 from skipping import DIM, LAYERS, loss_fn
 
 import jpipe
-from jpipe import settings
-from jpipe.engine import engine, spec
+from jpipe.engine import engine
 from jpipe.engine.arrays import TickArrays
 from jpipe.engine.guard import Branch, compiler_options, guarded, run_one_of
 from jpipe.lowering.lower import GUARDS, guard_of, lower
@@ -84,10 +83,7 @@ def test_policies_train_the_same(name, replicas, monkeypatch):
     inputs, targets = (rng.standard_normal(shape).astype("float32") for _ in range(2))
     batches = [{"inputs": x, "targets": y} for x, y in zip(inputs, targets)]
     for policy in GUARDS:
-        for module in (spec, settings):
-            monkeypatch.setattr(
-                module, "guard_of", lambda platform, policy=policy: policy
-            )
+        use_guard(monkeypatch, policy)
         pipe = jpipe.Pipeline(
             LAYERS,
             loss=loss_fn,
@@ -135,10 +131,7 @@ def test_statistics_of_unlike_stages(name, monkeypatch):
         for name in ("inputs", "targets")
     }
     for policy in GUARDS:
-        for module in (spec, settings):
-            monkeypatch.setattr(
-                module, "guard_of", lambda platform, policy=policy: policy
-            )
+        use_guard(monkeypatch, policy)
         pipe = jpipe.Pipeline(
             layers,
             loss=lambda y, batch: jnp.mean((y - batch["targets"]) ** 2),

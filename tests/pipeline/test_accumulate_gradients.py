@@ -9,12 +9,10 @@ import optax
 import pytest
 from families import schedule_named
 from flax import nnx
-from helpers import refused
+from helpers import refused, use_guard
 
 import jpipe
-from jpipe import settings
 from jpipe.compress import PowerSGD, StreamingPCA
-from jpipe.engine import spec
 from jpipe.lowering.lower import GUARDS
 
 KEY, RANK, N = jax.random.key(0), 2, 4
@@ -203,8 +201,7 @@ def test_the_policy_of_gpus_trains_the_same(monkeypatch):
     """Run on CPU devices."""
     found = []
     for policy in GUARDS:
-        for module in (spec, settings):
-            monkeypatch.setattr(module, "guard_of", lambda _, policy=policy: policy)
+        use_guard(monkeypatch, policy)
         pipe = make(overlap=policy == "switch")
         found.append(pipe.get_params(trained(pipe)[0]))
     jax.tree.map(close, *found)

@@ -11,10 +11,9 @@ import pytest
 from collectives import collectives
 from families import schedule_named
 from flax import nnx
-from helpers import refused
+from helpers import refused, use_guard
 
 import jpipe
-from jpipe import settings
 from jpipe.compress import (
     Cast,
     PowerSGD,
@@ -23,7 +22,6 @@ from jpipe.compress import (
     Threshold,
     TopK,
 )
-from jpipe.engine import spec
 from jpipe.lowering.lower import GUARDS
 
 DIM, KEY = 16, jax.random.key(0)
@@ -235,10 +233,7 @@ def test_the_policy_of_gpus_trains_the_same(monkeypatch):
     """Run on CPU devices."""
     messages, losses = Threshold(0.3), []
     for policy in GUARDS:
-        for module in (spec, settings):
-            monkeypatch.setattr(
-                module, "guard_of", lambda platform, policy=policy: policy
-            )
+        use_guard(monkeypatch, policy)
         pipe = make(PowerSGD(2), compress_messages=messages, overlap=policy == "switch")
         losses.append([float(of_step["loss"]) for of_step in trained(pipe)[1]])
     np.testing.assert_allclose(*losses, rtol=1e-5)

@@ -9,7 +9,7 @@ import optax
 import oracles
 import pytest
 from families import COPIES_IN_TURN, FAMILIES, MODELS, B, cross_entropy, schedule_named
-from helpers import assert_close, with_nan_buffers
+from helpers import assert_close, use_guard, with_nan_buffers
 
 import jpipe
 from jpipe.lowering.lower import mixes_minibatches
@@ -373,8 +373,7 @@ def test_copies_add_in_a_ring_as_on_tpus(schedule, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_copies_under_the_policy_of_gpus(monkeypatch):
-    for module in ("jpipe.engine.spec", "jpipe.settings"):
-        monkeypatch.setattr(f"{module}.guard_of", lambda platform: "switch")
+    use_guard(monkeypatch, "switch")
     family, N = FAMILIES["mlp"], 4
     plain = oracles.PlainModel(family.layers, jax.random.key(7))
     batches = family.batches(2, 2 * N)

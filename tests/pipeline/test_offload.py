@@ -9,7 +9,7 @@ import optax
 import pytest
 from families import FAMILIES, cross_entropy, schedule_named
 from flax import nnx
-from helpers import assert_close, refused, with_nan_buffers
+from helpers import assert_close, refused, use_guard, with_nan_buffers
 from layouts import DIM, batches, loss, pipeline
 
 import jpipe
@@ -438,8 +438,7 @@ def test_offload_is_part_of_what_makes_states_equal():
 
 @pytest.mark.exhaustive
 def test_both_guards_take_arrays_in_host_memory(monkeypatch):
-    monkeypatch.setattr("jpipe.engine.spec.guard_of", lambda _: "switch")
-    monkeypatch.setattr("jpipe.settings.guard_of", lambda _: "switch")
+    use_guard(monkeypatch, "switch")
     monkeypatch.setattr("jpipe.engine.guard.compiler_options", lambda _: {})
     monkeypatch.setattr("jpipe.engine.engine.compiler_options", lambda _: {})
     table, data = jpipe.schedules.gpipe(2, 4), batches(2)
