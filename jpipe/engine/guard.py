@@ -5,11 +5,11 @@ The policy is a decision of the lowering: see `jpipe.lowering.lower.guard_of`.
 "cond": one `lax.cond` per program of an operation. XLA updates its buffers in place on CPUs and TPUs.
 
 "switch": one `lax.switch` over the programs of an operation, and a branch for a device that is idle.
-On GPUs XLA copies every buffer that a branch passes through without a change. The idle branch, and a
-program that does not write all buffers of the operation, therefore write one element of each large
-buffer back to its place. XLA then keeps the buffers in
-place, if it analyses live ranges by region. The host decides about a conditional unless the
-conditional is part of a CUDA graph. `compiler_options` asks XLA for both.
+On GPUs XLA keeps the buffers in place if it analyses live ranges by region. The host decides about a
+conditional unless the conditional is part of a CUDA graph. `compiler_options` asks XLA for both.
+Before JAX 0.12 XLA copied every buffer that a branch passes through without a change. There the idle
+branch, and a program that does not write all buffers of the operation, write one element of each
+large buffer back to its place.
 """
 
 import functools
@@ -27,6 +27,9 @@ from jpipe.packing import is_on_host
 WrittenArrays = TypeVar("WrittenArrays")
 ReadArrays = TypeVar("ReadArrays")
 Record = TypeVar("Record", bound=TickArrays)
+
+_COPIES_WHAT_PASSES = jax.__version_info__ < (0, 12)
+"""Whether XLA for GPUs copies the buffers that a branch passes through."""
 
 _LARGE = 2**20  # bytes; XLA may copy smaller buffers
 
@@ -106,6 +109,7 @@ def run_one_of(
         raise AssertionError(f"a policy of {GUARDS} is missing here: {policy!r}")
     writes = [name for name in arrays if any(name in b.writes for b in branches)]
     written, read = arrays.split(writes)
+    passed = functools.partial(_passed, policy, number)
 
     def run(branch: Branch, written: Written) -> Written:
         of_branch = _replaced(arrays, written).split(branch.writes)
@@ -113,14 +117,13 @@ def run_one_of(
             result = _replaced(written, branch.run(*of_branch))
         # Other branches may write arrays that this one passes through.
         return jax.tree.map(
-            lambda new, old: _touched(number, old) if new is old else new,
+            lambda new, old: passed(old) if new is old else new,
             result,
             written,
         )
 
     runs = [functools.partial(run, branch) for branch in branches]
-    idle = functools.partial(_touched, number)
-    return _replaced(arrays, lax.switch(number + 1, [idle, *runs], written))
+    return _replaced(arrays, lax.switch(number + 1, [passed, *runs], written))
 
 
 def guarded(
@@ -141,27 +144,24 @@ def guarded(
     """
     if policy not in GUARDS:
         raise AssertionError(f"a policy of {GUARDS} is missing here: {policy!r}")
-    return lax.cond(
-        predicate,
-        lambda arrays: operation(arrays, read),
-        functools.partial(_touched, jnp.asarray(predicate, jnp.int32) - 1)
-        if policy == "switch"
-        else lambda arrays: arrays,
-        written,
-    )
+    passed = functools.partial(_passed, policy, jnp.asarray(predicate, jnp.int32) - 1)
+    return lax.cond(predicate, lambda arrays: operation(arrays, read), passed, written)
 
 
 def _replaced(arrays: Record, written: TickArrays) -> Record:
     return arrays.replace(**{name: getattr(written, name) for name in written})
 
 
-def _touched(number: jax.Array, tree: WrittenArrays) -> WrittenArrays:
-    """The arrays, each large one with one element written back to its place.
+def _passed(policy: str, number: jax.Array, tree: WrittenArrays) -> WrittenArrays:
+    """The arrays as they are, in a branch beside another one that changes them.
 
     Args:
+      policy: one of `jpipe.lowering.lower.GUARDS`.
       number: int32 `[]`, at least -1, although the compiler does not know it.
       tree: the arrays.
     """
+    if policy == "cond" or not _COPIES_WHAT_PASSES:
+        return tree
 
     def touched(array: jax.Array) -> jax.Array:
         if is_on_host(array) or array.size * array.dtype.itemsize < _LARGE:

@@ -21,10 +21,9 @@ from jpipe.engine.factors import FactorSum, accumulators_of, with_accumulators
 from jpipe.engine.guard import guarded
 from jpipe.engine.stage_layers import (
     Fetched,
+    StageWeights,
     add_gradients,
-    fetch_parameters,
     for_each_layer,
-    layer_parameters,
     read_layer_stash,
     run_layers,
     split_leaves,
@@ -313,6 +312,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     rings = _rings(written, read)
     gradients = None if split else accumulators_of(written)
     factors = FactorSum.of(stage, read)
+    weights = StageWeights.of(stage, read, "backward")
     column = functools.partial(stage.column, "gradients")
     skip_gradients = arrived_skip_gradients(stage, read)
     for r, run in reversed(list(enumerate(stage.program.runs))):
@@ -327,7 +327,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
             kind: LayerProgram = kind,
         ) -> tuple:
             gy, rings, gradients = state
-            parameters = layer_parameters(stage, read, "backward", run, i, fetched)
+            parameters = weights.of_layer(run, i, fetched)
             stash = read_layer_stash(rings, run, kind, stage.slot, i)
             if split:
                 gx, values = kind.input_grad(parameters, stash, gy)
@@ -343,7 +343,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
                 )
             return stage.stages.values.constrained(gx), rings, gradients
 
-        fetch = functools.partial(fetch_parameters, stage, read, "backward", run)
+        fetch = functools.partial(weights.fetch, run)
         gy, rings, gradients = for_each_layer(
             stage, r, layer, (gy, rings, gradients), fetch=fetch, backwards=True
         )
@@ -440,6 +440,7 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
     """The parameter gradients of one microbatch, after `backward` computed its input gradient."""
     gradients = accumulators_of(written)
     factors = FactorSum.of(stage, read)
+    weights = StageWeights.of(stage, read, "backward")
     column = functools.partial(stage.column, "gradients")
     for r, run in enumerate(stage.program.runs):
         kind = stage.stages.layer_kinds[run.kind]
@@ -451,7 +452,7 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
             run: LayerRun = run,
             kind: LayerProgram = kind,
         ) -> Packed:
-            parameters = layer_parameters(stage, read, "backward", run, i, fetched)
+            parameters = weights.of_layer(run, i, fetched)
             stash = read_layer_stash(
                 _rings(read), run, kind, stage.slot, i, only="weight_stash"
             )
@@ -467,7 +468,7 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
                 gradients, run, values, column, row, stage.joins, factors
             )
 
-        fetch = functools.partial(fetch_parameters, stage, read, "backward", run)
+        fetch = functools.partial(weights.fetch, run)
         gradients = for_each_layer(stage, r, layer, gradients, fetch=fetch)
     return with_accumulators(written, gradients)
 

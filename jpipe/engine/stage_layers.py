@@ -6,10 +6,13 @@ measuring can run a layer as the engine does.
 """
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jpipe import packing
@@ -198,44 +201,92 @@ def split_leaves(leaves: Sequence, tails: Sequence[Sequence]) -> list[list]:
 # -- The layers of a stage
 
 
-def fetch_parameters(
-    stage: StageContext,
-    read: TickArrays,
-    weight_pass: str,
-    run: LayerRun,
-    i: jax.Array | int,
-) -> list[jax.Array]:
-    """The weights of layer i that are in host memory, brought to the device."""
-    arrays = read.read_parameters.get(weight_pass, read.parameters)
-    far = [place for place in run.parameters if place.on_host]
-    return packing.read_all(arrays, far, stage.version, i)
+class StageWeights(NamedTuple):
+    """The weights of a stage, as a forward or a backward reads them.
 
-
-def layer_parameters(
-    stage: StageContext,
-    read: TickArrays,
-    weight_pass: str,
-    run: LayerRun,
-    i: jax.Array | int,
-    fetched: Fetched,
-) -> list[jax.Array]:
-    """The weights of layer i that a "forward" or a "backward" reads, gathered from the axis "fsdp".
-
-    Args:
+    Attributes:
       stage: the stage.
-      read: hold the weights.
-      weight_pass: "forward" or "backward".
-      run: the run of the layer.
-      i: number of the layer in its run.
-      fetched: what `fetch_parameters` brought.
+      arrays: hold the weights.
+      cast: `(place, number of the leaf)` -> the small weights in the dtype that layers compute in. Empty where each layer casts
+        its own.
     """
-    arrays = read.read_parameters.get(weight_pass, read.parameters)
-    from_host = iter(fetched)
-    values = [
-        next(from_host) if p.on_host else packing.read(arrays, p, stage.version, i)
-        for p in run.parameters
-    ]
-    return _gathered(run.parameters, values, stage.spec.compute_dtype)
+
+    stage: StageContext
+    arrays: Packed
+    cast: Mapping[tuple[Place, Any], jax.Array]
+
+    @classmethod
+    def of(
+        cls, stage: StageContext, read: TickArrays, weight_pass: str
+    ) -> "StageWeights":
+        """The weights that a pass, "forward" or "backward", reads."""
+        arrays = read.read_parameters.get(weight_pass, read.parameters)
+        return cls(stage, arrays, _cast_at_once(stage, arrays))
+
+    def fetch(self, run: LayerRun, i: jax.Array | int) -> list[jax.Array]:
+        """The weights of layer i of a run that are in host memory, brought to the device."""
+        far = [place for place in run.parameters if place.on_host]
+        return packing.read_all(self.arrays, far, self.stage.version, i)
+
+    def of_layer(
+        self, run: LayerRun, i: jax.Array | int, fetched: Fetched
+    ) -> list[jax.Array]:
+        """The weights of layer i of a run, gathered from the axis "fsdp".
+
+        Args:
+          run: the run.
+          i: number of the layer in its run.
+          fetched: what `fetch` brought.
+        """
+        from_host = iter(fetched)
+
+        def value(place: Place) -> jax.Array:
+            if place.on_host:
+                return next(from_host)
+            if self.cast and (place, i) in self.cast:
+                # The layer casts it back. XLA removes both casts.
+                dtype = self.arrays[place.array].dtype
+                return self.cast[place, i].astype(dtype)
+            return packing.read(self.arrays, place, self.stage.version, i)
+
+        values = [value(place) for place in run.parameters]
+        return _gathered(run.parameters, values, self.stage.spec.compute_dtype)
+
+
+_SMALL = 2**14
+"""The most numbers of a weight that is cast together with others."""
+
+
+def _cast_at_once(
+    stage: StageContext, arrays: Packed
+) -> dict[tuple[Place, Any], jax.Array]:
+    """The small weights of all layers in the compute dtype; none if this is no GPU, or if nothing is cast.
+
+    Layers have many biases and scales, and a GPU starts a kernel for each that is cast. XLA joins casts of one size to one
+    kernel if they read the result of another kernel, but not if they read an argument of a branch. So one kernel copies the
+    weights, and a few others cast them.
+    """
+    dtype = stage.spec.compute_dtype
+    if not stage.joins or dtype is None:
+        return {}
+    found: dict[tuple[Place, Any], jax.Array] = {}
+    groups: dict[Any, dict] = {}
+    for run in stage.program.runs:
+        for place in run.parameters:
+            own = arrays[place.array].dtype
+            alone = place.on_host or any(place.spec) or own == dtype
+            if not alone and math.prod(place.shape) <= _SMALL:
+                for i in range(run.longest):
+                    value = packing.read(arrays, place, stage.version, i)
+                    groups.setdefault(own, {})[place, i] = value
+    for values in groups.values():
+        ends = np.cumsum([value.size for value in values.values()])[:-1]
+        flat = jnp.concatenate([value.reshape(-1) for value in values.values()])
+        parts = jnp.split(lax.optimization_barrier(flat), ends)
+        cast = lax.optimization_barrier([part.astype(dtype) for part in parts])
+        for (key, value), part in zip(values.items(), cast, strict=True):
+            found[key] = part.reshape(value.shape)
+    return found
 
 
 def _gathered(
@@ -332,6 +383,7 @@ def run_layers(
       rings: ring -> stashes; None: nothing is stashed.
       statistics: sums of statistics; None: they are not kept.
     """
+    weights = StageWeights.of(stage, read, weight_pass)
     skips = arrived_skips(stage, read)
     added: list[tuple[Place, jax.Array]] = []
     for r, run in enumerate(stage.program.runs):
@@ -348,7 +400,7 @@ def run_layers(
             popped: list[jax.Array] = popped,
         ) -> tuple:
             x, rings, statistics = state
-            parameters = layer_parameters(stage, read, weight_pass, run, i, fetched)
+            parameters = weights.of_layer(run, i, fetched)
             extra = _layer_extra(stage, mutable_state, run, kind, r, i)
             if rings is None:
                 y, aux = kind.forward(parameters, [*x, *popped], extra)
@@ -364,7 +416,7 @@ def run_layers(
                     statistics = add_statistics(stage, statistics, run.state, aux, i)
             return stage.stages.values.constrained(y), rings, statistics
 
-        fetch = functools.partial(fetch_parameters, stage, read, weight_pass, run)
+        fetch = functools.partial(weights.fetch, run)
         y, rings, statistics = for_each_layer(
             stage, r, layer, (x, rings, statistics), fetch=fetch
         )

@@ -1,6 +1,7 @@
 """Guards: an operation that is left out changes nothing, and policies compute the same."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,16 +14,24 @@ from helpers import use_guard, with_nan_buffers
 from skipping import DIM, LAYERS, loss_fn
 
 import jpipe
-from jpipe.engine import engine
+from jpipe.engine import engine, guard
 from jpipe.engine.arrays import TickArrays
 from jpipe.engine.guard import Branch, compiler_options, guarded, run_one_of
 from jpipe.lowering.lower import GUARDS, guard_of, lower
 from jpipe.schedules import gpipe
 
 each_policy = pytest.mark.parametrize("policy", GUARDS)
-LARGE = 2**18  # numbers of 4 bytes: an idle branch touches the array
+LARGE = 2**18  # numbers of 4 bytes: an idle branch may touch the array
 
 
+@pytest.fixture(params=[False, True], ids=["passes", "touches"])
+def copies(request, monkeypatch):
+    """XLA of either kind: one that copies what passes through a branch, and one that does not."""
+    monkeypatch.setattr(guard, "_COPIES_WHAT_PASSES", request.param)
+    return request.param
+
+
+@pytest.mark.usefixtures("copies")
 @each_policy
 @pytest.mark.parametrize("size", [3, LARGE])
 def test_guarded(policy, size):
@@ -38,6 +47,7 @@ def test_guarded(policy, size):
     np.testing.assert_array_equal(run(True, a, jnp.ones(size))["a"], a + 1)
 
 
+@pytest.mark.usefixtures("copies")
 @each_policy
 @pytest.mark.parametrize("number", [-1, 0, 1])
 def test_one_of_two_branches_runs(policy, number):
@@ -63,6 +73,14 @@ def test_one_of_two_branches_runs(policy, number):
     np.testing.assert_array_equal(arrays.loss, loss + 3 * (number == 0))
     np.testing.assert_array_equal(arrays.count, count + 2 * loss * (number == 1))
     np.testing.assert_array_equal(arrays.skipped, np.ones(2))
+
+
+def test_only_some_versions_of_xla_need_touched_arrays(copies):
+    def run(now, a):
+        return guarded("switch", now, lambda a, _: a + 1, a, None)
+
+    text = str(jax.make_jaxpr(run)(True, jnp.ones(LARGE)))
+    assert ("dynamic_update_slice" in text) == copies
 
 
 @pytest.mark.parametrize(
@@ -147,6 +165,55 @@ def test_statistics_of_unlike_stages(name, monkeypatch):
         state, _ = pipe.flush(state)
         results.append((pipe.get_params(state), pipe.get_mutable_state(state)))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, *results)
+
+
+class Scaled(nnx.Module):
+    """A dense layer with random vectors, each used in a way of its own, and a matrix too large to be cast with them."""
+
+    def __init__(self, num_inputs, num_outputs, *, rngs):
+        def vector(size):
+            return nnx.Param(jax.random.normal(rngs.params(), (1, size)))
+
+        self.linear = nnx.Linear(num_inputs, num_outputs, use_bias=False, rngs=rngs)
+        self.scale, self.shift = vector(num_inputs), vector(num_outputs)
+        self.gain = nnx.Param(jnp.float32(1.5))
+
+    def __call__(self, x):
+        return jnp.tanh(self.linear(x * self.scale[...]) + self.shift[...]) * self.gain
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zero_bubble_v", "pipemare/unit"])
+@pytest.mark.sampled(2)
+def test_small_weights_are_cast_together(name, monkeypatch):
+    """Layers read the same weights if each casts its own and if those of all layers are cast at once."""
+    table = schedule_named(name, 4, 8)
+    sizes = [7, *[130] * table.num_stages, 3]
+    layers = [functools.partial(Scaled, *pair) for pair in itertools.pairwise(sizes)]
+    rng = np.random.default_rng(0)
+    batch = {"inputs": rng.standard_normal((32, 7)).astype("float32")}
+    batch["targets"] = rng.standard_normal((32, 3)).astype("float32")
+    results, barriers = [], []
+    for policy in GUARDS:
+        use_guard(monkeypatch, policy)
+        pipe = jpipe.Pipeline(
+            layers,
+            loss=lambda y, batch: jnp.mean((y - batch["targets"]) ** 2),
+            optimizer=optax.sgd(0.01),
+            schedule=table,
+            mesh=jpipe.make_mesh(stage=table.num_devices),
+            compute_dtype=jnp.bfloat16,
+            overlap=policy == "switch",
+        )
+        state, losses = pipe.init(jax.random.key(0), batch), []
+        barriers.append("optimization_barrier" in pipe.lower(batch).as_text())
+        for _ in range(3):
+            state, metrics = pipe.step(state, batch)
+            losses.append(np.asarray(metrics["loss"]))
+        state, _ = pipe.flush(state)
+        results.append((losses, pipe.get_params(state)))
+    assert barriers == [False, True]
+    close = functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.005)
     jax.tree.map(close, *results)
 
 
