@@ -7,6 +7,7 @@ import collections
 import gc
 import importlib.metadata
 import os
+import random
 import time
 
 import pytest
@@ -75,10 +76,12 @@ def pytest_collection_finish():
     gc.set_threshold(20_000, 20, 50)
 
 
+_UNTIL = os.environ.get("JPIPE_EXHAUSTIVE_UNTIL", "inf")
+
+
 def pytest_runtest_setup(item):
     """On a slow machine `.ci/run` leaves out the last exhaustive tests, and says so."""
-    until = float(os.environ.get("JPIPE_EXHAUSTIVE_UNTIL", "inf"))
-    if item.get_closest_marker("exhaustive") and time.time() > until:
+    if item.get_closest_marker("exhaustive") and time.time() > float(_UNTIL):
         pytest.skip("its time is over (JPIPE_EXHAUSTIVE_UNTIL)")
 
 
@@ -106,3 +109,15 @@ def pytest_collection_modifyitems(items):
             item.add_marker("slow" if rare else "exhaustive")
             others[test] += 1
         seen[test] += 1
+    if _UNTIL != "inf":
+        _shuffle(items)
+
+
+def _shuffle(items):
+    """Every run leaves out other tests. The tests of a file stay together; all processes find the same order."""
+    files = collections.defaultdict(list)
+    for item in items:
+        files[item.path].append(item)
+    order = list(files)
+    random.Random(_UNTIL).shuffle(order)
+    items[:] = [item for path in order for item in files[path]]

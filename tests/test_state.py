@@ -237,6 +237,7 @@ def test_transformations_are_refused():
         )
 
 
+@pytest.mark.exhaustive
 def test_a_batch_on_another_device_is_moved():
     pipe = make()
     on_device = jax.device_put(batch_of(), jax.devices()[5])

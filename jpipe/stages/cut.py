@@ -91,8 +91,8 @@ class Occupancy(NamedTuple):
 
 
 _OF_SWITCH = Occupancy(weights=math.inf, stashes=0.75)
-"""Where devices switch between programs, a branch has to touch each array that only other branches write, and writes the leaves
-of a layer at once if they lie in one array. But a leaf of a vector is laid out row by row, which costs a transpose of some
+"""Where devices switch between programs, a layer writes its leaves at once if they lie in one array. Before JAX 0.12 a branch has to
+touch each array that only other branches write, too. But a leaf of a vector is laid out row by row, which costs a transpose of some
 activations."""
 
 

@@ -134,8 +134,10 @@ class Normed(nnx.Module):
         return jnp.tanh(self.norm(self.linear(x)))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "pipemare/unit"])
-@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "name",
+    ["gpipe", pytest.param("pipemare/unit", marks=pytest.mark.exhaustive)],
+)
 def test_statistics_of_unlike_stages(name, monkeypatch):
     """Layers of all stages, and a layer that one of two stages of a program has, add to their statistics."""
     layers = [
@@ -184,7 +186,7 @@ class Scaled(nnx.Module):
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zero_bubble_v", "pipemare/unit"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 def test_small_weights_are_cast_together(name, monkeypatch):
     """Layers read the same weights if each casts its own and if those of all layers are cast at once."""
     table = schedule_named(name, 4, 8)

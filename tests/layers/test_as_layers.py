@@ -152,6 +152,7 @@ def test_state_can_be_given_and_adopted():
     )
 
 
+@pytest.mark.exhaustive
 def test_statistics_that_are_not_finite_move_nothing():
     pipe, batch = pipeline(2, 2), batch_of(8)
     state = pipe.init(KEY, batch)

@@ -100,7 +100,15 @@ def primitives(function, *args):
     return {eqn.primitive.name for eqn in jaxpr.eqns}
 
 
-@pytest.mark.parametrize("window", [(1, 1), (3, 5), (3, 1), (1, 5)])
+@pytest.mark.parametrize(
+    "window",
+    [
+        (1, 1),
+        (3, 5),
+        pytest.param((3, 1), marks=pytest.mark.exhaustive),
+        pytest.param((1, 5), marks=pytest.mark.exhaustive),
+    ],
+)
 def test_products(window):
     """A convolution that sums over a whole dim, or does not move along it, is traced as a product."""
     rng = np.random.default_rng(0)

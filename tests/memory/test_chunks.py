@@ -27,7 +27,15 @@ def abstract_sizes(model):
     return sizes
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive)
+        if name in ("BERT", "Inception", "Translation")
+        else name
+        for name in MODELS
+    ],
+)
 def test_every_model_fills_its_chunks(name):
     sizes = abstract_sizes(MODELS[name]())
     layout = pack_chunks(sizes, best_chunk_size(sizes))

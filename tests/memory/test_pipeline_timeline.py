@@ -111,6 +111,7 @@ CASES = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(24)
 @pytest.mark.parametrize("case", CASES)
 def test_peak_is_the_compilers(case):
@@ -218,6 +219,7 @@ def test_temporaries_do_not_meet():
     )
 
 
+@pytest.mark.exhaustive
 def test_versions_live_until_they_are_read_last():
     """PipeDream's first stage keeps one version for each delay: as the table's facts say."""
     schedule = S.pipedream(4, 6)
@@ -242,6 +244,7 @@ class Seconds:
         return [of[operation] / 2] * 8
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["one_f_one_b", "zero_bubble_h1"])
 def test_seconds_are_the_simulators(name):
@@ -269,6 +272,7 @@ def test_seconds_are_the_simulators(name):
     assert "stage 1: optimizer" in found
 
 
+@pytest.mark.exhaustive
 def test_recorded_traces_move_least_under_belady():
     """Arrays of one size: weights and gradients of equal layers."""
     for name in ("one_f_one_b", "interleaved", "pipedream"):

@@ -493,6 +493,7 @@ def test_fine_grained_models_have_the_same_size(model, num_layers):
     assert num_parameters(fine) == num_parameters(model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("model, shape", MODELS, ids=IDS)
 @pytest.mark.sampled(8)
 def test_first_loss_is_that_of_a_guess(model, shape):
@@ -591,6 +592,7 @@ def test_equal_layers_are_structurally_equal(model, shape, equal):
     assert len(texts) == len(layers) / 2 and len(set(texts)) == 1
 
 
+@pytest.mark.exhaustive
 def test_residual_branches_start_small():
     # ResNet: an identity, up to the ReLU. Transformer: 0.02 / sqrt(2 L).
     x = np.abs(np.random.default_rng(0).normal(size=(2, 14, 14, 8))).astype(np.float32)
@@ -628,6 +630,7 @@ def test_decoder_is_causal_and_reads_all_of_the_source():
     assert np.abs(before - after)[0].max(-1).min() > 1e-3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("norm", ["post", "pre"])
 def test_padding_of_either_language_changes_nothing(norm):
     model = dataclasses.replace(LANGUAGES, norm=norm)

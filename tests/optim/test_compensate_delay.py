@@ -252,6 +252,7 @@ def reading(name):
     )
 
 
+@pytest.mark.exhaustive
 def test_versions_are_kept_only_where_somebody_reads_them():
     table = schedules.pipemare(3, 1, ticks="paired")
     kept, pipe, state = rows_of(optax.chain(reading("reads"), optax.sgd(0.1)), table)

@@ -100,7 +100,7 @@ def test_runs_at_a_stage_for_each_layer(name):
 # -- Weights that the optimizer keeps ----------------------------------------------------
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("devices", ["emulated", "real"])
 def test_the_average_of_a_pipeline_is_that_of_its_weights(devices):
     schedule = schedules.pipemare(2, 2)
@@ -162,6 +162,7 @@ def test_with_params_changes_a_tied_weight_everywhere():
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(b, 2 * a), before, after)
 
 
+@pytest.mark.exhaustive
 def test_with_params_refuses_other_shapes():
     pipe, state = trained(
         schedules.emulated(schedules.gpipe(2, 1)), 1, optimizer=optax.sgd(0.1)

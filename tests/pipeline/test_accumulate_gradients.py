@@ -167,6 +167,7 @@ def test_asynchronous_tables_update_in_order(schedule):
     np.testing.assert_array_equal(got[: -len(want)], 0)  # rows of no layer
 
 
+@pytest.mark.exhaustive
 def test_replicas_are_equal():
     state, _ = trained(make(data=2, optimizer=optax.adam(1e-2)))
     kept = state.parameters, state.optimizer_state, state.gradient_compression
@@ -309,6 +310,7 @@ def test_tied_weights_are_accumulated_as_they_are():
 # -- Memory
 
 
+@pytest.mark.exhaustive
 def test_gradients_take_the_memory_of_factors():
     """k (a + b + 1) numbers for a weight, and a number for each bias: 14 times fewer here."""
     dim, rank = 128, 4

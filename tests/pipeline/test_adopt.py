@@ -205,6 +205,7 @@ def with_counts(pipe, state, counts):
     return portable.from_portable(state.program, source)
 
 
+@pytest.mark.exhaustive
 def test_adopt_keeps_each_stages_count_of_updates():
     """Adam's bias correction depends on the count, and a stage that skipped an update has a smaller one."""
     one = make(SCHEDULES.gpipe(2, 2))
@@ -229,6 +230,7 @@ def test_adopt_keeps_each_stages_count_of_updates():
         make(SCHEDULES.gpipe(2, 2), boundaries=[1]).adopt(again)
 
 
+@pytest.mark.exhaustive
 def test_a_real_skip_on_one_stage_is_kept():
     """A gradient that is not finite on one stage alone, in an asynchronous schedule."""
 

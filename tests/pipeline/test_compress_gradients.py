@@ -281,6 +281,7 @@ def test_copies_of_a_stage(data):
 # -- States that go on
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_keeps_what_compressors_keep(tmp_path):
     pipe = make(Threshold(0.1, every=3))
     state, _ = trained(pipe, 2)
@@ -311,6 +312,7 @@ def test_an_equal_pipeline_adopts_what_compressors_keep(recwarn):
     jax.tree.map(np.asarray, state.gradient_compression)  # not donated
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("other", [PowerSGD(1), None], ids=str)
 def test_another_pipeline_starts_anew_and_says_so(other, tmp_path):
     pipe = make(PowerSGD(2))
@@ -365,6 +367,7 @@ def test_a_rank_above_a_dim_is_refused_before_anything_is_compiled():
         pipe.init(KEY, batches(1)[0])
 
 
+@pytest.mark.exhaustive
 def test_memory_counts_what_is_kept():
     plain, compressed = (make(c).memory(batches(1)[0]) for c in (None, TopK(0.1)))
     assert plain.compression == 0

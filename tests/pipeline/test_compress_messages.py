@@ -225,6 +225,7 @@ def test_what_travels_has_the_dtype_of_the_wire(compress, types):
     assert sorted(set(found)) == types
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "pipedream"])
 def test_bytes_of_the_compiled_program(schedule):
     """A twentieth of a large message, read from the collectives."""
@@ -290,6 +291,7 @@ def test_evaluation_sends_what_training_sends():
     jax.tree.map(np.testing.assert_array_equal, state.message_compression, kept)
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_is_the_whole_run(tmp_path):
     def pipe():
         return make(Threshold(0.3, every=5), "pipedream")
@@ -310,6 +312,7 @@ def test_a_resumed_run_is_the_whole_run(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, restored.parameters, state.parameters)
 
 
+@pytest.mark.exhaustive
 def test_other_stages_start_anew_and_say_so():
     state, _ = trained(make(Threshold(0.3)), 2)
     assert jax.tree.leaves(state.message_compression)

@@ -112,6 +112,7 @@ ASYNCHRONOUS = [
 ROUNDS = 9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name,replicas,N,ticks,recompute", ASYNCHRONOUS, ids=str)
 @pytest.mark.sampled(8)
 def test_asynchronous_tables_equal_the_definition(name, replicas, N, ticks, recompute):
@@ -388,6 +389,7 @@ def test_copies_under_the_policy_of_gpus(monkeypatch):
     assert_trains_as(plain, pipe, batches)
 
 
+@pytest.mark.exhaustive
 def test_only_the_stages_own_gradients_travel_and_only_between_its_copies():
     """Read from the compiled program: one all-reduce for each stage with copies."""
     family, N = FAMILIES["mlp"], 6
@@ -474,6 +476,7 @@ def test_a_state_goes_from_copies_to_none_and_back(tmp_path):
     )
 
 
+@pytest.mark.exhaustive
 def test_memory_counts_every_copy():
     family, N = FAMILIES["mlp"], 3
     batch = family.batches(1, 2 * N)[0]

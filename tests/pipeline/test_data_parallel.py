@@ -104,6 +104,7 @@ def of_mesh(mesh, size=16):
     return pipe, family.batches(1, size)[0]
 
 
+@pytest.mark.exhaustive
 def test_each_device_only_receives_its_share():
     pipe, batch = of_mesh(jpipe.make_mesh(stage=2, data=2))
     alone, _ = of_mesh(jpipe.make_mesh(stage=2))
@@ -117,6 +118,7 @@ def test_each_device_only_receives_its_share():
     assert batch_shardings["inputs"].shard_shape((16, 6)) == (8, 6)
 
 
+@pytest.mark.exhaustive
 def test_gradients_are_reduced_once_a_minibatch():
     """All-reduces over the replicas: one for each array of gradients, whatever the number of microbatches."""
     counts = []

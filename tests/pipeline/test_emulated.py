@@ -337,6 +337,7 @@ def lines(pipe, batch):
     return len(re.findall(r"stablehlo\.\w+|func\.call", pipe.lower(batch).as_text()))
 
 
+@pytest.mark.exhaustive
 def test_the_program_does_not_grow_with_the_stages():
     batch = {"inputs": np.ones((4, 8), np.float32)}
 

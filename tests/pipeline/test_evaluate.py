@@ -53,7 +53,7 @@ def plain(params, x):
     return x
 
 
-@pytest.mark.parametrize("R", [1, 2])
+@pytest.mark.parametrize("R", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_evaluate_is_the_loss_of_the_whole_batch(R):
     pipe = pipeline(jpipe.schedules.one_f_one_b(2, 3), R)
     state = pipe.init(KEY, batch_of(6 * R))
@@ -86,6 +86,7 @@ def test_aux_is_the_mean_over_microbatches_and_replicas(R):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), got, want)
 
 
+@pytest.mark.exhaustive
 def test_aux_while_an_asynchronous_schedule_fills_and_drains():
     pipe = pipeline(jpipe.schedules.pipedream(2, 1, ticks="paired"))
     batch = batch_of(4)

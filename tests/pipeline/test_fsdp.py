@@ -152,6 +152,7 @@ def bytes_of(arrays):
     return sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(arrays))
 
 
+@pytest.mark.exhaustive
 def test_each_device_holds_its_share():
     batch = FAMILIES["mlp"].batches(1, B)[0]
     states = [

@@ -386,6 +386,7 @@ def test_collectives_over_fsdp(name):
     assert messages and sum(set(messages)) <= of_messages[1]
 
 
+@pytest.mark.exhaustive
 def test_collectives_over_model():
     """One sum of an activation for each branch, forward and backward; nothing is gathered."""
     sizes = {"data": 1, "stage": 2, "fsdp": 1, "model": 2}

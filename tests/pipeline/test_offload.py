@@ -62,7 +62,7 @@ def linear(table, offload, data=1, **options):
 CASES = [
     ("one_f_one_b", 4, 8, Offload(1.0, 3), {}),
     ("gpipe", 2, 8, Offload(0.5, 2), {"data": 2}),
-    ("pipedream", 4, 4, Offload(1.0, 2), {}),
+    pytest.param("pipedream", 4, 4, Offload(1.0, 2), {}, marks=LONG),
     ("interleaved", 4, 4, Offload(weights=1.0, gradients=1.0), {}),
     pytest.param("zero_bubble_v", 8, 8, Offload(1.0, 7), {}, marks=LONG),
     pytest.param("one_f_one_b/unit", 4, 8, Offload(0.7, 3), {}, marks=LONG),
@@ -187,6 +187,7 @@ def test_running_statistics_and_dropout(recompute):
             assert_close(of_states[1], of_states[0], "float64")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("weights", [0.0, 0.5, 1.0])
 def test_large_weights_move_in_chunks(weights):
@@ -229,6 +230,7 @@ def test_large_weights_move_in_chunks(weights):
         assert any("[128, 128]" in name for name in names) == (128 in sizes)
 
 
+@pytest.mark.exhaustive
 def test_checkpoints_restore_with_and_without_offload(tmp_path):
     table, data = jpipe.schedules.gpipe(2, 4), batches(3)
     offload = Offload(1.0, 2, weights=1.0, gradients=1.0)
@@ -305,6 +307,7 @@ def wide(**options):
 ROWS = {name: np.zeros((64, 128), np.float32) for name in ("inputs", "targets")}
 
 
+@pytest.mark.exhaustive
 def test_nothing_in_host_memory_is_copied():
     """A tick needs room for one slot of each stash that comes from the host, and for no ring of slots."""
     table = jpipe.schedules.gpipe(2, 16)

@@ -262,6 +262,7 @@ def wide(optimizer, table, **options):
     )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble")
 @pytest.mark.parametrize(
     "data, replicas", [(2, None), (4, None), (1, (2, 2)), (2, (2, 2))]
@@ -314,6 +315,7 @@ def test_gradients_are_scattered_and_weights_gathered():
         assert n == (matrix // 2 if kind == "reduce-scatter" else matrix)
 
 
+@pytest.mark.exhaustive
 def test_memory_tells_the_share():
     batch = {"inputs": np.zeros((16, 32), np.float32)}
     pipe, sharing = (
@@ -359,6 +361,7 @@ def test_a_state_moves_between_pipelines_that_share_and_do_not():
         jax.tree.map(np.testing.assert_array_equal, got, portable[0])
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_is_restored_with_and_without_sharing(tmp_path):
     sources = layout_batches(3)
     shared = pipeline(jpipe.schedules.gpipe(2, 4), data=2, shard_optimizer=True)

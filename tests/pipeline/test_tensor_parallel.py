@@ -162,6 +162,7 @@ def test_a_device_holds_its_part():
     assert whole.padding == part.padding == 0
 
 
+@pytest.mark.exhaustive
 def test_a_split_backward_and_two_columns_a_device():
     table = schedule_named("v", 4, 4)
     assert table.splits_backward and table.num_devices == 2
@@ -212,6 +213,7 @@ def test_a_state_goes_from_mesh_to_mesh():
     assert_close(pipe.get_params(state), params, "float32")
 
 
+@pytest.mark.exhaustive
 def test_optimizers_that_keep_other_shapes():
     """Leaves like parameters are split, by whatever wraps them; others are whole."""
     optimizer = optax.multi_transform(
@@ -236,6 +238,7 @@ def test_optimizers_that_keep_other_shapes():
     assert specs[4,] == PartitionSpec("stage")  # rows or columns of a kernel
 
 
+@pytest.mark.exhaustive
 def test_a_module_made_on_a_mesh_and_a_linen_module():
     """The metadata of either Flax, read alike."""
 

@@ -46,6 +46,7 @@ def test_without_a_delay_hooks_are_not_asked():
     assert_close(*results, "float64")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "name,readers", [("pipedream", []), ("pipemare", ["backward"])]
 )

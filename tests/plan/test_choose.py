@@ -37,6 +37,7 @@ def of(candidates, **fields):
     ]
 
 
+@pytest.mark.exhaustive
 def test_every_candidate_is_what_it_says():
     """Tables can be built, use up the minibatch and the devices, and are priced alike."""
     found = chosen(asynchronous=True)
@@ -58,6 +59,7 @@ def test_every_candidate_is_what_it_says():
     assert {c.num_stages for c in found} == {1, 2, 3, 4, 6}
 
 
+@pytest.mark.exhaustive
 def test_they_are_ranked():
     found = chosen(asynchronous=True)
     seconds = [float(f"{c.prediction.seconds:.9g}") for c in found]
@@ -66,6 +68,7 @@ def test_they_are_ranked():
     assert found[0].why == "" and all(c.why for c in found[1:])
 
 
+@pytest.mark.exhaustive
 def test_a_policy_is_priced_with_the_programs_that_it_runs():
     policy = dataclasses.replace(PROFILE, recompute="dots_saveable")
     assert {c.recompute for c in chosen()} == {"none", "full"}
@@ -74,6 +77,7 @@ def test_a_policy_is_priced_with_the_programs_that_it_runs():
     assert none == [c.prediction.seconds for c in chosen(policy)]
 
 
+@pytest.mark.exhaustive
 def test_asynchronous_ones_only_if_allowed():
     assert all(c.table().synchronous for c in chosen())
     assert not chosen(asynchronous=True)[0].table().synchronous
@@ -100,6 +104,7 @@ def refusals(num_stages, num_microbatches, names):
 ASYNCHRONOUS = {"pipedream", "pipedream_2bw", "pipemare"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:.*bubble:UserWarning")
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
@@ -166,6 +171,7 @@ def test_only_what_is_asked_for_is_built(monkeypatch):
     assert {name for name, *size in built if size != [2, 8]} == {"gpipe"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("tie, num_stages", [((0, 5), {1}), ((0, 1), {1, 2, 3, 4})])
 def test_weights_tied_over_stages_are_not_delayed(tie, num_stages):
     tied = dataclasses.replace(PROFILE, ties=(tie,))
@@ -281,6 +287,7 @@ def with_weights(layer, count):
     return dataclasses.replace(layer, parameters=(weights,))
 
 
+@pytest.mark.exhaustive
 def test_a_heavy_last_layer_behind_a_slow_link_gets_a_device_of_its_own():
     """PipeDream's case: weights in one layer, work in the others."""
     layers = [with_weights(layer, 1) for layer in PROFILE.layers[:-1]]

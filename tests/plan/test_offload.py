@@ -147,6 +147,7 @@ def test_wrong_bandwidths_are_refused():
             choose(PROFILE, Machine(2), 16, host_bandwidth=bandwidth)
 
 
+@pytest.mark.exhaustive
 def test_a_saved_plan_says_what_is_in_host_memory():
     config = flags.load("configs/quickstart.py", TrainConfig)
     machine = tight()

@@ -65,6 +65,7 @@ def test_bytes_are_those_of_the_pipeline(family, name, recompute):
     assert 0 <= want.activations - got.activations <= 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["pipemare/unit", "pipedream/paired", "gpipe"])
 def test_bytes_of_versions_that_the_optimizer_reads(name):
@@ -85,6 +86,7 @@ def test_bytes_of_versions_that_the_optimizer_reads(name):
     assert more == (name == "pipemare/unit")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "messages,gradients",
@@ -129,6 +131,7 @@ def test_compressed_messages_and_gradients_are_faster():
     np.testing.assert_allclose(seconds(compress_gradients=TopK(1.0)), plain, rtol=1e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gpipe", "pipedream/paired", "pipemare/unit"])
 @pytest.mark.sampled(3)
 def test_bytes_of_weights_that_only_hooks_give(name):
@@ -157,6 +160,7 @@ def test_bytes_of_weights_that_only_hooks_give(name):
     assert got.weights == times * plain.weights
 
 
+@pytest.mark.exhaustive
 def test_bytes_with_two_stages_a_device():
     schedule = jpipe.schedules.interleaved(4, 4)
     cut = [1, 3, 5]

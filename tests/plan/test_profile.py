@@ -203,6 +203,7 @@ def mixed():
     ]
 
 
+@pytest.mark.exhaustive
 def test_every_form_of_layer():
     inputs = {"inputs": np.arange(2 * B, dtype=np.int32)}
     found = profiled(pipeline(mixed()), inputs)
@@ -516,6 +517,7 @@ def test_a_wrong_call():
         pipe.profile(batch_of(), num_microbatches=3)
 
 
+@pytest.mark.exhaustive
 def test_progress_is_for_terminals(monkeypatch, capsys):
     pipe = pipeline([dense(4, 4)])
     profiled(pipe, batch_of(), programs=("forward",))

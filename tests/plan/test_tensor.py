@@ -151,6 +151,7 @@ def test_costs_of_a_split_layer():
         assert before.stash_bytes == after.stash_bytes
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("find", [soap.megatron, soap.data_parallel])
 def test_bytes_are_those_of_the_engine(tmp_path, find):
     """Weights, gradients and optimizer state of `Pipeline(strategy=)`; the rest is an upper bound."""
@@ -187,6 +188,7 @@ def splits_of(profiles, machine, numbers=(2, 4)):
     ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "machine",
     [

@@ -61,6 +61,7 @@ def test_rings_of_a_device(call, rings):
     assert rings == (words if share > 1 else f"{most:g}")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("call", "measured"), [(row[0], row[2]) for row in ROWS])
 @pytest.mark.sampled(4)
 def test_bytes_of_activations(call, measured):

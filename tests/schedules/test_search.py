@@ -67,6 +67,7 @@ def test_no_schedule_with_a_name_is_better(costs, S, N, limit, mode):
             assert found.makespan <= simulate(rival, costs, mode).makespan + 1e-9
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("limit", [4, 6, 8, math.inf])
 @pytest.mark.sampled(4)
 def test_two_stages_a_device(limit):

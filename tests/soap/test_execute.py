@@ -164,6 +164,14 @@ WINDOWS = {
         (8, 8),
     ),
 }
+LONG_WINDOWS = (
+    "strided",
+    "dilated",
+    "transposed",
+    "two groups",
+    "three groups",
+    "largest",
+)
 """More operators whose shards read parts of others, or whose windows XLA splits."""
 
 
@@ -271,7 +279,15 @@ def test_numbers_of_every_degree(name):
     check_numbers(CASES[name], 2)
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive)
+        if name in LONG_WINDOWS
+        else name
+        for name in WINDOWS
+    ],
+)
 def test_numbers_of_windows_of_every_shape(name):
     check_numbers(WINDOWS[name], 4)
 

@@ -201,6 +201,7 @@ def test_polish_in_a_space_in_which_nothing_can_follow():
         assert config in space.configs(i)
 
 
+@pytest.mark.exhaustive
 def test_no_single_change_improves_what_is_found():
     graph, machine = soap_graphs.recurrent(), soap_graphs.machine(2)
     found = soap.search(graph, machine, max_proposals=600, seed=1)

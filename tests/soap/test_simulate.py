@@ -104,6 +104,7 @@ def test_delta_simulation_is_exact(name, sync):
     random_walk(GRAPHS[name](), 4, 120, 1, sync, 2)
 
 
+@pytest.mark.exhaustive
 def test_delta_simulation_is_exact_on_random_graphs():
     for seed in range(8):
         rng = np.random.default_rng(seed)

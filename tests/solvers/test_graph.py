@@ -160,7 +160,7 @@ def test_neighbours_and_order():
 
 
 def test_long_chains_need_no_recursion():
-    count = 20_000
+    count = 5_000
     edges = tuple((v + 1, v) for v in range(count - 1))
     graph = Graph(tuple(Node(v) for v in range(count)), edges)
     assert graph.topological_order == tuple(range(count - 1, -1, -1))

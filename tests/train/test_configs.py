@@ -79,6 +79,7 @@ def test_docstring_is_the_record_of_a_run(path):
     [slow(path) if path.stem in SLOW else path for path in CONFIGS],
     ids=lambda path: path.stem,
 )
+@pytest.mark.exhaustive
 @pytest.mark.sampled(16)
 def test_one_shrunken_step(path, tmp_path, capsys, monkeypatch):
     # Restored afterwards: the run adds to it.

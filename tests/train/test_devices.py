@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import sys
 from train.devices import cache_compilations, prepare_cpu
@@ -43,6 +45,7 @@ def test_the_home_directory_is_found(tmp_path):
     assert any((tmp_path / "programs").iterdir())
 
 
+@pytest.mark.exhaustive
 def test_no_folder_and_a_folder_that_the_user_has_named_to_jax(tmp_path):
     assert run("none", JAX_COMPILATION_CACHE_DIR="") == ["3.0", "False"]
     run(tmp_path / "ours", JAX_COMPILATION_CACHE_DIR=str(tmp_path / "theirs"))

@@ -261,6 +261,7 @@ def test_a_folder_that_was_removed_costs_only_what_was_in_it(tmp_path, capsys):
     assert "No such file or directory. Training goes on" in capsys.readouterr().err
 
 
+@pytest.mark.exhaustive
 def test_output_that_cannot_be_written_is_a_warning(tmp_path):
     program = (
         f"import sys; sys.path[:0] = {[str(pathlib.Path(__file__).parent), *sys.path]!r}\n"

@@ -469,6 +469,7 @@ def test_graphs_of_our_own_are_read_by_default(chain):
     assert read_graph(chain) == CHAIN
 
 
+@pytest.mark.exhaustive
 def test_updates_are_measured_once_for_all_microbatch_sizes(tmp_path, monkeypatch):
     """What is kept is whole for every size; a profile of another model's updates is refused."""
     asked = []

@@ -76,6 +76,7 @@ def stopped_after(run_dir, step, folder):
     return folder
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("step", [3, 6, 9])
 @pytest.mark.sampled(4)
 def test_the_log_and_the_weights_are_those_of_the_whole_run(
@@ -131,6 +132,7 @@ def test_an_asynchronous_run_goes_on_with_what_is_in_flight(tmp_path):
         np.testing.assert_equal(params(folder), params(whole))
 
 
+@pytest.mark.exhaustive
 def test_a_longer_run_goes_on_where_the_first_ended(whole, tmp_path):
     folder = stopped_after(whole, 9, tmp_path / "run")
     words = options("num_steps=11", "optimizer.decay=constant")

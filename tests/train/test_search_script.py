@@ -54,6 +54,7 @@ def test_json_and_files(capsys, tmp_path):
         assert (pictures / name).read_text().lstrip().startswith("<?xml")
 
 
+@pytest.mark.exhaustive
 def test_a_strategy_for_stages(capsys, tmp_path):
     path = tmp_path / "strategy.json"
     words = ["--devices", "2", "--proposals", "20", "--in-stages", "--save", str(path)]
@@ -83,7 +84,11 @@ def test_table(capsys):
         (["--devices", "2", "--save", "none/here.json"], "there is no folder `none`"),
         (["--devices", "2", "--save", "tests"], "this is a folder"),
         (["--devices", "2", "--budget", "0s"], "must be a time above 0"),
-        (["--devices", "2", "--memory", "1KB", "--proposals", "4"], "fits into 1000 "),
+        pytest.param(
+            ["--devices", "2", "--memory", "1KB", "--proposals", "4"],
+            "fits into 1000 ",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_wrong_words(capsys, words, message):

@@ -109,6 +109,7 @@ TINY = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("rate, is_wrong", [(100.0, True), (1e-3, False)])
 def test_the_script_prints_and_warns(rate, is_wrong, tmp_path, capsys):

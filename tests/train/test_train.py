@@ -202,6 +202,7 @@ def test_numbers_depend_on_the_seed_and_not_on_the_devices(base, tmp_path):
     assert np.abs(np.subtract(other, two)).min() > 1e-3
 
 
+@pytest.mark.exhaustive
 def test_evaluation_while_training(tmp_path, capsys):
     table = jpipe.schedules.one_f_one_b(2, 2, ticks="unit")
     (tmp_path / "mine.txt").write_text(table.to_text())
