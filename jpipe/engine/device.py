@@ -193,7 +193,8 @@ def _scan(device: Device, arrays: TickArrays) -> TickArrays:
         xs = jax.tree.map(lambda a, t=ticks: a[t], (rows, sends, here, before))
         arrays, _ = lax.scan(functools.partial(tick, phase), arrays, xs)
     if late and updates[-1]:
-        arrays = _update(device, TickScalars(spec.scalars, rows[-1]), True, arrays)
+        scalars = TickScalars(spec.scalars, rows[-1], number=len(updates) - 1)
+        arrays = _update(device, scalars, True, arrays)
     return arrays
 
 

@@ -169,7 +169,9 @@ def _run_program(
         Branch(name, writes, functools.partial(once, program, u))
         for u, program in programs
     ]
-    return run_one_of(device.spec.lowered.guard, lane.program, branches, arrays)
+    known = lane.only_program
+    chosen = lane.program if known is None else known
+    return run_one_of(device.spec.lowered.guard, chosen, branches, arrays)
 
 
 def _run_lanes(

@@ -39,11 +39,12 @@ class ScalarTable:
     The value of a scalar in round r is `base + rounds * r + started * s`, but at least `least`; s
     microbatches came before round 0. A *cyclic* scalar is that value modulo `modulus`, plus
     `offset`. A *guarded* scalar is `base` if the microbatches `first` to `last`, relative to the
-    round, are all in the pipe, else -1.
+    round, are all in the pipe, else -1. In a table that drains they are, so there it is a plain one.
     """
 
-    def __init__(self, shape: tuple[int, int]):
+    def __init__(self, shape: tuple[int, int], drains: bool):
         self._shape = shape
+        self._drains = drains
         self._plain: dict[ScalarName, tuple] = {}
         self._cyclic: dict[ScalarName, tuple] = {}
         self._guarded: dict[ScalarName, tuple] = {}
@@ -76,7 +77,18 @@ class ScalarTable:
         self, name: ScalarName, base: np.ndarray, first: np.ndarray, last: np.ndarray
     ) -> None:
         """Adds `base`, or -1 unless microbatches `first` to `last` are in the pipe; all `[T, D]`."""
-        self._guarded[name] = (base, first, last)
+        if self._drains:
+            self.add_plain(name, base)
+        else:
+            self._guarded[name] = (base, first, last)
+
+    def constant(self, name: ScalarName, tick: int) -> int | None:
+        """The value of a scalar in a tick; None if it is not the same on all devices and in all rounds."""
+        if name not in self._plain:
+            return None
+        base, (rounds, started, _) = self._plain[name]
+        values: list[int] = np.unique(base[tick]).tolist()
+        return values[0] if len(values) == 1 and rounds == started == 0 else None
 
     def _rounds_differ(self) -> bool:
         """Whether cyclic scalars differ in what a round adds to them."""
@@ -141,18 +153,17 @@ class ScalarTable:
             return jnp.maximum(value, least)
 
         modulus, offset = select(self._cyclic, 1), select(self._cyclic, 2)
-        first, last = (
-            select(self._guarded, j) + num_microbatches * round_ for j in (1, 2)
-        )
-        inside = (first >= 0) & (last < num_entered)
-        return jnp.concatenate(
-            [
-                at_round(self._plain),
-                jnp.mod(at_round(self._cyclic), modulus) + offset,
-                jnp.where(inside, select(self._guarded, 0), -1),
-            ],
-            axis=1,
-        )
+        values = [
+            at_round(self._plain),
+            jnp.mod(at_round(self._cyclic), modulus) + offset,
+        ]
+        if self._guarded:
+            first, last = (
+                select(self._guarded, j) + num_microbatches * round_ for j in (1, 2)
+            )
+            inside = (first >= 0) & (last < num_entered)
+            values.append(jnp.where(inside, select(self._guarded, 0), -1))
+        return jnp.concatenate(values, axis=1)
 
 
 # -- Typed views of one tick
@@ -165,10 +176,12 @@ class TickScalars:
     Attributes:
       table: which scalar is stored where.
       values: int32 `[F]`.
+      number: of the tick, if it is known when the step is traced.
     """
 
     table: ScalarTable
     values: jax.Array
+    number: int | None = None
 
     def lane(self, operation: str, lane: int | jax.Array) -> "LaneScalars":
         """The scalars of one lane of an operation; the lane may be known in the program only."""
@@ -218,6 +231,15 @@ class LaneScalars:
     def program(self) -> jax.Array:
         """The stage program that runs; -1: none."""
         return self._get("program")
+
+    @property
+    def only_program(self) -> int | None:
+        """The stage program that all devices run; None: they may differ, none runs, or the tick is not known."""
+        if self.tick.number is None or not isinstance(self.lane, int):
+            return None
+        name = self.operation, self.lane, "program"
+        program = self.tick.table.constant(name, self.tick.number)
+        return None if program == -1 else program
 
     @property
     def stage(self) -> jax.Array:
@@ -354,7 +376,7 @@ def scalar_table(
       newest: whether the newest versions are read instead of the table's.
     """
     schedule = lowered.schedule
-    table = ScalarTable((schedule.num_ticks, schedule.num_devices))
+    table = ScalarTable((schedule.num_ticks, schedule.num_devices), schedule.drains)
     for name, operations in lowered.operations.items():
         for lane in range(operations.num_lanes):
             lane_name = (name, lane)

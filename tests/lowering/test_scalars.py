@@ -43,7 +43,10 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
             checked.add(name)
             return int(self.values[self.table.index[name]])
 
-    for r, entered in [(0, 1), (0, N), (2, 3 * N), (3, 3 * N)]:
+    rounds = [(0, N), (2, 3 * N)]
+    if not table.synchronous:  # others fill and drain
+        rounds += [(0, 1), (3, 3 * N)]
+    for r, entered in rounds:
         for d in range(table.num_devices):
             values = np.asarray(scalars.of_device(d, r, started, entered, N))
             for t in range(table.num_ticks):
@@ -108,3 +111,28 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
     # A table that only runs forward reads the newest versions, and has no updates.
     unread = {name for name in scalars.index if newest and name[-1] == "previous_row"}
     assert checked == set(scalars.index) - unread
+
+
+@pytest.mark.parametrize(
+    "name,programs,expected",
+    [
+        ("gpipe", [2, 2, 2, 2], 2),
+        ("gpipe", [0, 1, 1, 0], None),  # stages of two programs update
+        ("pipemare/unit", [2, 2, 2, 2], None),  # an update waits for its minibatch
+    ],
+)
+def test_a_program_that_all_devices_run_is_known(name, programs, expected):
+    lowered = lower(schedule_named(name, 4, 4))
+    of_stage = {("program",): np.array(programs)}
+    fields = dict.fromkeys(lowered.operations, of_stage)
+    rows = VersionRows(np.ones(4, int), np.zeros((4, 1), int), 1, np.zeros(4, int))
+    scalars = scalar_table(lowered, fields, rows, newest=False)
+    last = lowered.schedule.num_ticks - 1
+
+    def known(number, operation="update"):
+        return TickScalars(scalars, np.zeros(0), number).lane(operation, 0).only_program
+
+    assert known(last) == expected
+    assert known(None) is None
+    assert known(0, "forward") is None  # the first stage alone runs
+    assert known(0) is None  # no device updates
