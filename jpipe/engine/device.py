@@ -21,7 +21,8 @@ A tick writes a ring before it reads the ring, so that XLA updates all buffers i
 
 Under overlap a channel belongs to one operation. What forwards send moves while the tick's
 backwards run, and is received in the next tick. What backwards send moves while the next tick's
-forwards run, and is received before that tick's backwards.
+forwards run, and is received before that tick's backwards. What stays on its device does not move: it
+is received in the next tick from where it was sent.
 
 *The rule of operations.* An operation gets two records. `written` has the arrays that it writes,
 and it returns them. `read` has all other arrays. The two records have no array in common: an
@@ -231,15 +232,16 @@ def _tick(
     """
     spec = device.spec
 
-    def moved(arrays: TickArrays, after: str | None) -> dict:
+    def moved(arrays: TickArrays, after: str | None, late: bool = False) -> dict:
         if after is not None and after not in phase.operations:
             return {}
-        return move(spec, arrays, scalars, sends, after)
+        return move(spec, arrays, scalars, sends, after, late)
 
     transfers = spills.begin(spec, scalars, arrays)
     received, resting = _received(spec, phase, arrays)
+    received |= moved(arrays, after="forward", late=True)
     arrays = receive(spec, arrays, scalars, received)
-    gradients = moved(arrays, after="backward")
+    gradients = moved(arrays, after="backward", late=True)
     arrays = vocabulary.embed(device, scalars, arrays)
     if "forward" in phase.operations:
         arrays = _run_operation("forward", device, scalars, arrays)

@@ -395,11 +395,11 @@ def buffer_shapes(
         },
         "sent_activations": sent["forward"],
         "sent_gradients": sent["backward"],
-        # Under overlap what a backward sends arrives within a tick and needs no place here.
+        # What leaves late arrives within a tick and needs no place here.
         "received": {
             i: packed_shapes(mesh, message[next(iter(channel.arrives))])
             for i, channel in enumerate(lowered.channels)
-            if channel.operation != "backward"
+            if not channel.late
         },
     }
     shapes["host_stash"] = {

@@ -69,6 +69,7 @@ def move(
     scalars: TickScalars,
     sends: Sequence[jax.Array],
     after: str | None,
+    late: bool,
 ) -> dict[int, Packed]:
     """Sends the messages of the channels that an operation feeds.
 
@@ -79,13 +80,14 @@ def move(
       sends: channel -> bool `[]`, whether any device sends in this tick; the same on all devices.
       after: the operation: "forward" or "backward"; None: the channels that both feed, at the end
         of the tick.
+      late: of the channels: see `Channel.late`.
 
     Returns:
       Channel -> the received message.
     """
     received = {}
     for number, channel in enumerate(spec.lowered.channels):
-        if channel.operation != after:
+        if (channel.operation, channel.late) != (after, late):
             continue
         message = _select_output(arrays, scalars, number, channel)
         transfer = functools.partial(_transfer, channel)

@@ -79,6 +79,16 @@ class Channel:
     lanes: tuple[int, ...]
     arrives: Mapping[str, np.ndarray]
 
+    @property
+    def late(self) -> bool:
+        """Whether a message leaves in the tick after the one that computes it, before the tick's forwards.
+
+        The message of a backward then travels while forwards run. A message that stays on its device then goes from
+        where it was written to its inbox: if it were kept as a received one, too, XLA would copy it in every tick.
+        """
+        is_local = self.pairs is None and self.operation is not None
+        return is_local or self.operation == "backward"
+
 
 @dataclasses.dataclass
 class _Draft:

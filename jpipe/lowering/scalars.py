@@ -392,9 +392,8 @@ def scalar_table(
     for name in ("update", "commit"):
         _add_flags(table, lowered, name)
     for i, channel in enumerate(lowered.channels):
-        # What a backward sends under overlap leaves in the tick after.
-        late = channel.operation == "backward"
-        table.add_plain(("channel", i, "lane"), np.roll(channel.lane, late, axis=0))
+        outputs = np.roll(channel.lane, channel.late, axis=0)
+        table.add_plain(("channel", i, "lane"), outputs)
         for inbox, arrives in channel.arrives.items():
             column, position = np.moveaxis(arrives, 2, 0)
             slot_name = ("channel", i, "slot", inbox)

@@ -256,7 +256,8 @@ def _on_their_way(
         tick = _sent_tick(builder, route, m, sender)
         size = _message_bytes(builder, route.inbox, source)
         words = f"from stage {source} to {target}, microbatch {m}: {route.inbox}"
-        late = builder.engine.overlap and route.operation == "backward"
+        is_local = builder.schedule.device[sender] == builder.schedule.device[column]
+        late = builder.engine.overlap and (is_local or route.operation == "backward")
         if sender in builder.columns:
             lane = builder.lanes[route.operation, sender, tick % T]
             number = lowered.outgoing.index((route.inbox, lane))

@@ -99,7 +99,7 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
                 else:
                     assert tick.reporter == -1
                 for i, channel in enumerate(lowered.channels):
-                    late = channel.operation == "backward"
+                    late = channel.late
                     assert tick.channel(i).lane == channel.lane[t - late, d]
                     for inbox, arrives in channel.arrives.items():
                         s, position = arrives[t, d].tolist()

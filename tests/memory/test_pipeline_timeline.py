@@ -108,6 +108,9 @@ CASES = {
         mesh=jpipe.make_mesh(stage=4, data=2),
         compress_gradients=jpipe.compress.PowerSGD(rank=2),
     ),
+    "messages of a device to itself": lambda: pipeline(
+        S.zero_bubble_v(8, 6), overlap=True
+    ),
 }
 
 
