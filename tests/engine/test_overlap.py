@@ -73,6 +73,16 @@ def test_overlap_must_be_a_bool():
     assert make(jpipe.schedules.gpipe(2, 2)).overlap is False  # on CPU
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_message_that_stays_on_its_device_has_one_array(overlap):
+    """Under overlap it is received from where it was sent; without, all messages of a tick are sent at its end."""
+    pipe = make(schedule_named("zero_bubble_v", 4, 8), overlap=overlap)
+    engine = pipe._program(batch()).engine
+    local = {i for i, c in enumerate(engine.lowered.channels) if c.pairs is None}
+    received = engine.layout["buffers"].shapes["received"]
+    assert local and local & set(received) == (set() if overlap else local)
+
+
 def scheduled_tick(text):
     """Lines of the scan's body in the compiler's order, and a function: whether a line sends."""
     # Each computation is a line that ends in a brace, its instructions, and a brace.
