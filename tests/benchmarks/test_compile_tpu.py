@@ -75,7 +75,10 @@ def test_small_step_for_eight_chips():
     assert script.returncode == 0, script.stderr[-3000:]
     (line,) = [line for line in script.stdout.splitlines() if line.startswith("{")]
     row = json.loads(line)
-    assert 0.99 < row["compiled_mb"] / row["predicted_mb"] < 1.1
+    arguments = row["compiled_mb"] - row["temporaries_mb"]
+    assert 0.99 < arguments / row["predicted_mb"] < 1.01
+    # The compiler takes 6 MB for itself, at this size and at others. Activations in flight have 40 MB, and are not copied.
+    assert row["temporaries_mb"] < 10
     assert row["permutes"] == 2 and min(row["hidden"]) > 0.2
     assert min(row["slack"]) > 1
     assert list(row["cycles"]) == ["forward", "backward"]
