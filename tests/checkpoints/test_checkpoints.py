@@ -138,6 +138,7 @@ def test_another_layout_goes_on_as_its_adoption(saved):
     assert_equal(state, expected)
 
 
+@pytest.mark.exhaustive
 def test_microbatches_in_flight_need_the_layout(tmp_path):
     pipe, data = pipeline(schedules.pipedream(4, 2)), batches(3)
     state, _ = trained(pipe, pipe.init(KEY, data[0]), data)

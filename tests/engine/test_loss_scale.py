@@ -91,6 +91,7 @@ def test_a_scale_too_large_falls_until_it_fits():
     assert metrics[-1]["loss"] < metrics[0]["loss"]
 
 
+@pytest.mark.exhaustive
 def test_a_constant_scale_works_with_asynchronous_schedules():
     schedule = jpipe.schedules.pipedream(3, 2)
     params, _ = trained(5, schedule=schedule, loss_scale=2.0**10)

@@ -126,6 +126,7 @@ def specs(pipe):
     }
 
 
+@pytest.mark.exhaustive
 def test_one_model_on_every_mesh():
     for fsdp, model in itertools.product((1, 2), repeat=2):
         mesh = jpipe.make_mesh(stage=2, fsdp=fsdp, model=model)

@@ -884,6 +884,7 @@ def test_one_vocabulary_has_one_embedding():
         assert np.array_equal(y["source"], y["target"]) == equal
 
 
+@pytest.mark.exhaustive
 def test_unet_gives_every_pixel_its_classes():
     layers, parts = build(PIXELS), PIXELS.parts()
     x = example(PIXELS, (2, 8, 12, 3))

@@ -67,6 +67,7 @@ def test_adopt_goes_on_as_if_nothing_had_happened():
         third.adopt(state)
 
 
+@pytest.mark.exhaustive
 def test_compute_dtype_casts_every_layer_and_keeps_the_weights():
     family = FAMILIES["mlp"]
     plain = oracles.PlainModel(family.layers, jax.random.key(0))

@@ -102,6 +102,7 @@ def test_aux_while_an_asynchronous_schedule_fills_and_drains():
     assert int(metrics["num_microbatches"]) > 0 and metrics["aux"]["rows"] == 4
 
 
+@pytest.mark.exhaustive
 def test_flushing_a_synchronous_schedule_has_the_same_metrics():
     pipe, batch = pipeline(jpipe.schedules.gpipe(2, 2)), batch_of(4)
     state, stepped = pipe.step(pipe.init(KEY, batch), batch)

@@ -150,6 +150,7 @@ def test_the_compiled_step_computes_parts_and_sums_them():
     assert not {"4,8", "8,4", f"{M},8"} & set(gathered)
 
 
+@pytest.mark.exhaustive
 def test_a_device_holds_its_part():
     batch = rows(1)[0]
     whole = branches(jpipe.make_mesh(stage=2)).memory(batch)

@@ -205,6 +205,7 @@ def test_slow_links_make_stages_best():
     assert " x the time: compute takes" in replicas.why
 
 
+@pytest.mark.exhaustive
 def test_a_memory_limit_is_kept():
     found = chosen()
     sizes = sorted({c.prediction.num_bytes for c in found})

@@ -171,6 +171,7 @@ LONG_WINDOWS = (
     "two groups",
     "three groups",
     "largest",
+    "depthwise",
 )
 """More operators whose shards read parts of others, or whose windows XLA splits."""
 

@@ -233,6 +233,7 @@ def test_search_is_never_worse_than_its_starts_and_repeats_itself():
     assert soap.simulate(graph, machine, found.strategy) == found.simulated
 
 
+@pytest.mark.exhaustive
 def test_memory_limit():
     graph = soap_graphs.lenet(8)
     machine = soap_graphs.machine(4)

@@ -272,6 +272,7 @@ SMALL = (
 SMALL += " --config.batch_size=16 --config.num_steps=1 --microbatches 1"
 
 
+@pytest.mark.exhaustive
 def test_tensor_in_words_and_json(capsys, clone, unmeasured):
     """Plans with and without a strategy in one ranking; the first is saved with its strategy."""
     words = f"{SMALL} --devices 2 --cores 2 --tensor".split()

@@ -141,6 +141,7 @@ def test_a_longer_run_goes_on_where_the_first_ended(whole, tmp_path):
     assert jpipe.Checkpoints(folder / "checkpoints").steps() == [6, 9, 11]
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_checkpoint_costs_only_its_steps(whole, tmp_path, capsys):
     folder = stopped_after(whole, 9, tmp_path / "run")
     (folder / "checkpoints" / "00000009" / "manifest.json").write_text("")
