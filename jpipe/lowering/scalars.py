@@ -39,12 +39,12 @@ class ScalarTable:
     The value of a scalar in round r is `base + rounds * r + started * s`, but at least `least`; s
     microbatches came before round 0. A *cyclic* scalar is that value modulo `modulus`, plus
     `offset`. A *guarded* scalar is `base` if the microbatches `first` to `last`, relative to the
-    round, are all in the pipe, else -1. In a table that drains they are, so there it is a plain one.
+    round, are all in the pipe, else -1. In a synchronous table they are, so there it is a plain one.
     """
 
-    def __init__(self, shape: tuple[int, int], drains: bool):
+    def __init__(self, shape: tuple[int, int], synchronous: bool):
         self._shape = shape
-        self._drains = drains
+        self._synchronous = synchronous
         self._plain: dict[ScalarName, tuple] = {}
         self._cyclic: dict[ScalarName, tuple] = {}
         self._guarded: dict[ScalarName, tuple] = {}
@@ -77,7 +77,7 @@ class ScalarTable:
         self, name: ScalarName, base: np.ndarray, first: np.ndarray, last: np.ndarray
     ) -> None:
         """Adds `base`, or -1 unless microbatches `first` to `last` are in the pipe; all `[T, D]`."""
-        if self._drains:
+        if self._synchronous:
             self.add_plain(name, base)
         else:
             self._guarded[name] = (base, first, last)
@@ -376,7 +376,8 @@ def scalar_table(
       newest: whether the newest versions are read instead of the table's.
     """
     schedule = lowered.schedule
-    table = ScalarTable((schedule.num_ticks, schedule.num_devices), schedule.drains)
+    shape = schedule.num_ticks, schedule.num_devices
+    table = ScalarTable(shape, schedule.synchronous)
     for name, operations in lowered.operations.items():
         for lane in range(operations.num_lanes):
             lane_name = (name, lane)

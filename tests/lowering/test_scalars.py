@@ -7,6 +7,7 @@ from families import schedule_named
 from jpipe.lowering.lower import lower
 from jpipe.lowering.scalars import TickScalars, scalar_table
 from jpipe.lowering.versions import VersionRows
+from jpipe.schedules import emulated, pipedream
 
 NEWEST = np.array([0, -1, -2, -1])
 
@@ -136,3 +137,14 @@ def test_a_program_that_all_devices_run_is_known(name, programs, expected):
     assert known(None) is None
     assert known(0, "forward") is None  # the first stage alone runs
     assert known(0) is None  # no device updates
+
+
+def test_an_asynchronous_table_that_drains_looks_at_what_has_entered():
+    lowered = lower(emulated(pipedream(4, 4)))
+    assert lowered.schedule.drains and not lowered.schedule.synchronous
+    fields = dict.fromkeys(lowered.operations, {("program",): np.zeros(4, int)})
+    rows = VersionRows(np.ones(4, int), np.zeros((1, 4), int), 1, np.zeros(4, int))
+    scalars = scalar_table(lowered, fields, rows, newest=False)
+    for t in range(lowered.schedule.num_ticks):
+        lane = TickScalars(scalars, np.zeros(0), t).lane("update", 0)
+        assert lane.only_program is None
