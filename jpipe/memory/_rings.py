@@ -256,8 +256,8 @@ def _on_their_way(
         tick = _sent_tick(builder, route, m, sender)
         size = _message_bytes(builder, route.inbox, source)
         words = f"from stage {source} to {target}, microbatch {m}: {route.inbox}"
-        is_local = builder.schedule.device[sender] == builder.schedule.device[column]
-        late = builder.engine.overlap and (is_local or route.operation == "backward")
+        channel = _channel(builder, route, tick, m, column)
+        late = lowered.channels[channel].late
         if sender in builder.columns:
             lane = builder.lanes[route.operation, sender, tick % T]
             number = lowered.outgoing.index((route.inbox, lane))
@@ -275,11 +275,10 @@ def _on_their_way(
                 )
             )
         if column in builder.columns and not late:
-            number = _channel(builder, route, tick, m, column)
             moved, read = clock.at(tick, "move", 0.5), _arrival(builder, route, tick)
             accesses = [(moved, "write"), (read, "read")]
             name = f"{words}, received"
-            received.setdefault(number, []).append(
+            received.setdefault(channel, []).append(
                 builder.block(
                     name, "message", size, moved, read, accesses, stage=target
                 )
@@ -288,12 +287,12 @@ def _on_their_way(
 
 
 def _channel(builder: "Builder", route: Any, tick: int, m: int, column: int) -> int:
-    """The number of the channel that brings a message to the device."""
-    T = builder.schedule.num_ticks
-    t = (tick + 1) % T
+    """The number of the channel that brings a message to a column."""
+    t = (tick + 1) % builder.schedule.num_ticks
+    device = builder.schedule.device[column]
     for number, channel in enumerate(builder.lowered.channels):
         arrives = channel.arrives.get(route.inbox)
-        if arrives is not None and arrives[t, builder.device, 0] == column:
+        if arrives is not None and arrives[t, device, 0] == column:
             return number
     raise AssertionError(f"no channel brings microbatch {m} of {route.inbox}")
 

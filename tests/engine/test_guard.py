@@ -83,6 +83,22 @@ def test_only_some_versions_of_xla_need_touched_arrays(copies):
     assert ("dynamic_update_slice" in text) == copies
 
 
+def trained(monkeypatch, policy, layers, table, batches, **options):
+    """A pipeline under a policy, run on CPU devices, its state after a step with each batch and a flush, and the losses."""
+    use_guard(monkeypatch, policy)
+    options = {"mesh": jpipe.make_mesh(stage=table.num_devices), **options}
+    overlap = policy == "switch"
+    pipe = jpipe.Pipeline(layers, schedule=table, overlap=overlap, **options)
+    state, losses = pipe.init(jax.random.key(0), batches[0]), []
+    for batch in batches:
+        if table.synchronous:
+            state = with_nan_buffers(state)
+        state, metrics = pipe.step(state, batch)
+        losses.append(np.asarray(metrics["loss"]))
+    state, _ = pipe.flush(state)
+    return pipe, state, losses
+
+
 @pytest.mark.parametrize(
     "name,replicas",
     [
@@ -101,22 +117,16 @@ def test_policies_train_the_same(name, replicas, monkeypatch):
     inputs, targets = (rng.standard_normal(shape).astype("float32") for _ in range(2))
     batches = [{"inputs": x, "targets": y} for x, y in zip(inputs, targets)]
     for policy in GUARDS:
-        use_guard(monkeypatch, policy)
-        pipe = jpipe.Pipeline(
+        pipe, state, losses = trained(
+            monkeypatch,
+            policy,
             LAYERS,
+            table,
+            batches,
             loss=loss_fn,
             optimizer=optax.adam(0.01),
-            schedule=table,
             mesh=jpipe.make_mesh(stage=table.num_devices, data=replicas),
-            overlap=policy == "switch",
         )
-        state, losses = pipe.init(jax.random.key(0), batches[0]), []
-        for batch in batches:
-            if table.synchronous:
-                state = with_nan_buffers(state)
-            state, metrics = pipe.step(state, batch)
-            losses.append(np.asarray(metrics["loss"]))
-        state, _ = pipe.flush(state)
         results.append((losses, pipe.get_params(state)))
     assert np.isfinite(results[0][0]).all()
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
@@ -151,20 +161,16 @@ def test_statistics_of_unlike_stages(name, monkeypatch):
         for name in ("inputs", "targets")
     }
     for policy in GUARDS:
-        use_guard(monkeypatch, policy)
-        pipe = jpipe.Pipeline(
+        pipe, state, _ = trained(
+            monkeypatch,
+            policy,
             layers,
+            table,
+            [batch] * 3,
             loss=lambda y, batch: jnp.mean((y - batch["targets"]) ** 2),
             optimizer=optax.sgd(0.1),
-            schedule=table,
-            mesh=jpipe.make_mesh(stage=4),
             boundaries=[1, 3, 4],
-            overlap=policy == "switch",
         )
-        state = pipe.init(jax.random.key(0), batch)
-        for _ in range(3):
-            state, _ = pipe.step(state, batch)
-        state, _ = pipe.flush(state)
         results.append((pipe.get_params(state), pipe.get_mutable_state(state)))
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
     jax.tree.map(close, *results)
@@ -197,22 +203,17 @@ def test_small_weights_are_cast_together(name, monkeypatch):
     batch["targets"] = rng.standard_normal((32, 3)).astype("float32")
     results, barriers = [], []
     for policy in GUARDS:
-        use_guard(monkeypatch, policy)
-        pipe = jpipe.Pipeline(
+        pipe, state, losses = trained(
+            monkeypatch,
+            policy,
             layers,
+            table,
+            [batch] * 3,
             loss=lambda y, batch: jnp.mean((y - batch["targets"]) ** 2),
             optimizer=optax.sgd(0.01),
-            schedule=table,
-            mesh=jpipe.make_mesh(stage=table.num_devices),
             compute_dtype=jnp.bfloat16,
-            overlap=policy == "switch",
         )
-        state, losses = pipe.init(jax.random.key(0), batch), []
         barriers.append("optimization_barrier" in pipe.lower(batch).as_text())
-        for _ in range(3):
-            state, metrics = pipe.step(state, batch)
-            losses.append(np.asarray(metrics["loss"]))
-        state, _ = pipe.flush(state)
         results.append((losses, pipe.get_params(state)))
     assert barriers == [False, True]
     close = functools.partial(np.testing.assert_allclose, rtol=0.02, atol=0.005)
