@@ -161,6 +161,13 @@ def pipeline(
 # -- The plain scan
 
 
+def cast(tree: Any, dtype: Any) -> Any:
+    """The pytree with its floating-point arrays in `dtype`."""
+    return jax.tree.map(
+        lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree
+    )
+
+
 class _Run(NamedTuple):
     """Consecutive equal layers.
 
@@ -184,7 +191,7 @@ class _Run(NamedTuple):
         self, parameters: Any, state: Any, x: Any, popped: Sequence
     ) -> tuple[Any, Any]:
         """Outputs and new state of one layer."""
-        parameters = jax.tree.map(lambda a: a.astype(self.dtype), parameters)
+        parameters = cast(parameters, self.dtype)
         layer = nnx.merge(self.graph, parameters, state, copy=True)
         outputs = layer(x, *popped)
         return outputs, nnx.split(layer, nnx.Param, ...)[2]
@@ -218,6 +225,8 @@ def plain(case: Case, sizes: Sizes) -> jax.stages.Lowered:
         x, kept, new_states = batch["inputs"], {}, []
         for run, p, s in zip(runs, parameters, states, strict=True):
             popped = [kept.pop(run.skips["pop"])] if "pop" in run.skips else []
+            # As a pipeline does: an embedding returns float32, whatever its weights are cast to.
+            x, popped = cast((x, popped), run.dtype)
             if run.length > 1:
                 x, s = lax.scan(lambda x, ps, run=run: run.apply(*ps, x, []), x, (p, s))
             else:

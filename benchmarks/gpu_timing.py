@@ -18,6 +18,7 @@ import jaxlib
 import optax
 from flax import nnx
 from gpu_sizes import Sizes
+from gpu_steps import cast
 from jax.extend.backend import get_backend
 
 import jpipe
@@ -154,8 +155,9 @@ def plain_loss(sizes: Sizes) -> tuple[Callable, Callable]:
     def loss(parameters: list, microbatch: dict) -> jax.Array:
         x = microbatch["inputs"]
         for graph, weights in zip(graphs, parameters, strict=True):
-            cast = jax.tree.map(lambda a: a.astype(jnp.bfloat16), weights)
-            x = nnx.merge(graph, cast)(x)
+            # As in the pipeline, weights and activations: the embedding returns float32.
+            weights, x = cast((weights, x), jnp.bfloat16)
+            x = nnx.merge(graph, weights)(x)
         return model_loss(x.astype(jnp.float32), microbatch)[0]
 
     return loss, init

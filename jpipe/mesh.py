@@ -1,5 +1,6 @@
 """Meshes: which device runs which stage, replica and part of a layer."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,20 @@ def memory_kinds(device: jax.Device) -> list[str]:
         return [memory.kind for memory in device.addressable_memories()]
     except (AttributeError, jax.errors.JaxRuntimeError):
         return [DEVICE_MEMORY, HOST_MEMORY]
+
+
+def platform_of(mesh: Mesh) -> contextlib.AbstractContextManager:
+    """A context in which the default device of JAX has the platform of a mesh, so that a layer can ask for it.
+
+    Devices that are only described have no platform that JAX can use, and leave the default device as it is.
+    """
+    platform = mesh.devices.flat[0].platform
+    if platform == jax.default_backend():
+        return contextlib.nullcontext()
+    try:
+        return jax.default_device(jax.local_devices(backend=platform)[0])
+    except RuntimeError:
+        return contextlib.nullcontext()
 
 
 def make_mesh(

@@ -19,7 +19,7 @@ from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss
 from jpipe.layers.trace import Traced, trace_layers
 from jpipe.lowering.lower import guard_of
-from jpipe.mesh import DATA, FSDP, STAGE
+from jpipe.mesh import DATA, FSDP, STAGE, platform_of
 from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.processes import Rows, is_global, is_shared
 from jpipe.schedule import Schedule
@@ -225,19 +225,20 @@ class Settings:
         else:
             splits = self._splits(microbatch, key_impl)
         accumulate = self.accumulate_gradients
-        return trace_layers(
-            self.layers,
-            self.loss if evaluated is None else None,
-            microbatch,
-            compute_dtype=self.compute_dtype,
-            key_impl=key_impl,
-            policy=self.recompute if callable(self.recompute) else None,
-            products=None if accumulate is None else accumulate.is_smaller,
-            automatic=self.automatic_mesh,
-            mesh=self.mesh,
-            axis_rules=self.axis_rules,
-            splits=splits,
-        )
+        with platform_of(self.mesh):
+            return trace_layers(
+                self.layers,
+                self.loss if evaluated is None else None,
+                microbatch,
+                compute_dtype=self.compute_dtype,
+                key_impl=key_impl,
+                policy=self.recompute if callable(self.recompute) else None,
+                products=None if accumulate is None else accumulate.is_smaller,
+                automatic=self.automatic_mesh,
+                mesh=self.mesh,
+                axis_rules=self.axis_rules,
+                splits=splits,
+            )
 
     def _splits(self, microbatch: Any, key_impl: Any) -> Sequence["LayerSplit"]:
         """How the strategy splits each layer; `()` without one."""

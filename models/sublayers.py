@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 from models.sharding import constrain, named
 
@@ -61,10 +61,11 @@ def attend(
     *,
     is_causal: bool = False,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention`, whose backward keeps only query, key and value.
+    """`jax.nn.dot_product_attention`, whose backward does not keep the probabilities.
 
-    The probabilities are as many as positions times positions. The backward computes them again,
-    so a pipeline does not keep them for every microbatch in flight.
+    The probabilities are as many as positions times positions, so a pipeline does not keep them for
+    every microbatch in flight. On NVIDIA GPUs cuDNN computes attention in one kernel that never
+    writes them (`_has_kernel` says when). Else the backward computes them again.
 
     Args:
       query: `[B, T, H, D / H]`.
@@ -74,12 +75,50 @@ def attend(
 
     Returns:
       `[B, T, H, D / H]`.
+
+    References:
+      Dao et al., FlashAttention, 2022, arXiv:2205.14135.
     """
+    if mask is None and _has_kernel(query, key, value):
+        return _FUSED_ATTENTION(query, key, value, is_causal=is_causal)
     attention = jax.nn.dot_product_attention
     if query.dtype == jnp.float64:  # JAX computes every softmax in float32
         attention = _attention_in_float64
     attention = functools.partial(attention, is_causal=is_causal)
     return jax.checkpoint(attention)(query, key, value, mask=mask)
+
+
+_FUSED_ATTENTION = functools.partial(
+    jax.nn.dot_product_attention, implementation="cudnn"
+)
+_TILE = 64
+"""Positions in a tile of cuDNN's kernel. JAX does not check that a sequence is made of whole ones."""
+
+
+def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
+    """Whether cuDNN has a kernel for the attention of these arrays, without a mask.
+
+    It needs a GPU, cuDNN, whole tiles of positions, and numbers of 16 bits, at most 256 of them per
+    head (before H100s: 128). Where rules split dims over devices, XLA has to split the products of
+    attention, which it cannot do to a kernel.
+    """
+    if platform() != "gpu" or linen.get_logical_axis_rules():
+        return False
+    if query.shape[1] % _TILE or key.shape[1] % _TILE:
+        return False
+    try:
+        jax.eval_shape(_FUSED_ATTENTION, query, key, value)
+    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+        return False
+    return True
+
+
+def platform() -> str:
+    """Where JAX computes, for example "gpu": the platform of its default device."""
+    device = jax.config.jax_default_device
+    if device is None:
+        return jax.default_backend()
+    return device if isinstance(device, str) else device.platform
 
 
 def _attention_in_float64(
