@@ -26,7 +26,7 @@ from jpipe.layers.layer import Layer
 from jpipe.layers.sharding import ValueSplit
 from jpipe.layers.trace import Mutable, Traced
 from jpipe.offload import NO_OFFLOAD, Offload
-from jpipe.packing import Leaf, Packing
+from jpipe.packing import CHUNK, Leaf, Packing
 from jpipe.solvers import min_max
 from jpipe.stages.accumulators import FACTORS, Accumulators, GradientPlace
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
@@ -78,22 +78,27 @@ class StageProgram:
     loss_stash: tuple = ()
 
 
-class Occupancy(NamedTuple):
-    """`occupancy` of `Packing.of`, for the leaves of a stage.
+class Vectors(NamedTuple):
+    """Which leaves of a stage lie in vectors, and how vectors are updated.
 
     Attributes:
-      weights: for weights, mutable state, and what has the shapes of weights: gradients, the optimizer's state.
-      stashes: for what a stage keeps of a microbatch.
+      weights: `occupancy` of `Packing.of` for weights, mutable state, and what has the shapes of weights:
+        gradients, the optimizer's state.
+      stashes: the same for what a stage keeps of a microbatch.
+      update_block: numbers of a vector that an update changes at once. It needs temporary memory for as many of
+        each array that it reads and writes.
     """
 
     weights: float = 0.5
     stashes: float = 0.5
+    update_block: int = CHUNK
 
 
-_OF_SWITCH = Occupancy(weights=math.inf, stashes=0.75)
+_OF_SWITCH = Vectors(weights=math.inf, stashes=0.75, update_block=4 * CHUNK)
 """Where devices switch between programs, a layer writes its leaves at once if they lie in one array. Before JAX 0.12 a branch has to
 touch each array that only other branches write, too. But a leaf of a vector is laid out row by row, which costs a transpose of some
-activations."""
+activations. On an H100 the kernels of a block of `CHUNK` numbers take 1 to 8 us each, so that it counts how
+many they are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +125,7 @@ class Stages:
       input_stash: the same for stashed values that only the input gradient reads.
       weight_stash: the same for stashed values that the weight gradient reads.
       split_residuals: the same for values that the input gradient computes and the weight gradient reads.
-      occupancy: which of the leaves have pools.
+      vectors: which of the leaves lie in vectors, and how these are updated.
       codecs: `[S - 1]`, how each output leaf of a stage is encoded for the next stage.
       activations: how what is sent is packed; owner s is the message from stage s to stage s + 1.
       gradients: the same for their gradients.
@@ -149,7 +154,7 @@ class Stages:
     input_stash: Packing
     weight_stash: Packing
     split_residuals: Packing
-    occupancy: Occupancy
+    vectors: Vectors
     codecs: Sequence[tuple[LeafCodec, ...]]
     activations: Packing
     gradients: Packing
@@ -365,7 +370,7 @@ def cut(
       num_stages: S.
       ties: as in `Stages`.
       switch: whether devices switch between the programs of stages, see `jpipe.engine.guard`. Then the first stage
-        and the last stage share no program with other stages, and fewer leaves have pools: see `Occupancy`.
+        and the last stage share no program with other stages, and fewer leaves have pools: see `Vectors`.
       vocabulary_layers: the layers that all stages run together.
       compression: of messages between stages.
       accumulate: how gradients are accumulated that are products; None: as they are, all are formed.
@@ -387,7 +392,7 @@ def cut(
     firsts = [inner.start, *starts[1:-1], inner.stop]
     groups = group(signature_of_layer, firsts, switch)
     weights_on_host = _on_host(traced, inner, offload.weights)
-    occupancy = _OF_SWITCH if switch else Occupancy()
+    vectors = _OF_SWITCH if switch else Vectors()
     packings = {}
     for name in _LEAVES_OF:
         loss: tuple = ()
@@ -404,16 +409,16 @@ def cut(
             [traced.of_microbatch(a) for a in loss],
             devices_of_use(name, devices),
             tight=name == "parameters",
-            occupancy=occupancy.weights
+            occupancy=vectors.weights
             if name in ("parameters", "state")
-            else occupancy.stashes,
+            else vectors.stashes,
         )
     accumulators = Accumulators.of(
         accumulate, traced.layer_kinds, traced.kind_of_layer, ties
     )
     gradients_on_host = _on_host(traced, inner, offload.gradients)
     packings |= _pack_accumulators(
-        traced, groups, accumulators, devices, gradients_on_host, offload, occupancy
+        traced, groups, accumulators, devices, gradients_on_host, offload, vectors
     )
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     codecs = [
@@ -442,7 +447,7 @@ def cut(
         program_of_stage=groups.program_of_stage,
         lengths=groups.lengths,
         **packings,
-        occupancy=occupancy,
+        vectors=vectors,
         codecs=codecs,
         activations=activations,
         gradients=gradients,
@@ -551,7 +556,7 @@ def _pack_accumulators(
     devices: Sequence[Sequence[int]] | None,
     on_host: Container,
     offload: Offload,
-    occupancy: Occupancy,
+    vectors: Vectors,
 ) -> dict[str, Packing]:
     """How gradients, and factors of gradients, are packed. Factors are all in pools."""
 
@@ -566,7 +571,7 @@ def _pack_accumulators(
 
     return {
         "accumulators": groups.pack(
-            plain, devices=devices, tight=True, occupancy=occupancy.weights
+            plain, devices=devices, tight=True, occupancy=vectors.weights
         ),
         "factors": groups.pack(factors, occupancy=0.0).named(FACTORS),
     }

@@ -278,13 +278,16 @@ class _Draft(NamedTuple):
     reads_stale: bool
 
 
-def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> Draft:
+def _in_parts(
+    draft: _Draft, state: Sequence[Place], devices: Sequence[int], block: int
+) -> Draft:
     """An update on packed arrays, in parts that can each run alone.
 
     Args:
       draft: the update.
       state: for each leaf of the optimizer's state, its place if nobody shares it.
       devices: of each copy of each stage that has this update.
+      block: numbers of a vector that change at once.
     """
     equations, parameters = draft.equations, draft.parameters
     state_leaves = [PackedLeaf("optimizer_state", [(place, 0)]) for place in state]
@@ -324,7 +327,7 @@ def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> 
         for part in equations.parts(common)
     ]
     of_all = [inputs[i] for i in common if i < len(inputs)]
-    parts = in_blocks(parts)
+    parts = in_blocks(parts, block)
     if draft.replicas.number == 1:  # else the replicas cut the leaves in their own way
         parts = in_chunks(parts)
     return Draft(parts, of_all, state, draft.replicas, devices)
@@ -428,18 +431,18 @@ def make_updates(
     devices_of = devices_of_owners(program_of_stage, devices)
     whole_state = Packing.of(
         [d.state_leaves for d in drafts.values()],
-        stages.occupancy.weights,
+        stages.vectors.weights,
         devices_of,
         tight=True,
     )
     in_parts = [
-        _in_parts(draft, places, of_draft)
+        _in_parts(draft, places, of_draft, stages.vectors.update_block)
         for draft, places, of_draft in zip(
             drafts.values(), whole_state.places, devices_of, strict=True
         )
     ]
     grouped, packing = group_updates(
-        in_parts, whole_state, axis_sizes or {}, stages.occupancy.weights
+        in_parts, whole_state, axis_sizes or {}, stages.vectors.weights
     )
     programs = [
         _stage_update(draft, of_program)
@@ -527,10 +530,10 @@ def _unit_update(
         Replicas(1, 1),
         reads_stale,
     )
-    in_parts = _in_parts(draft, packing.places[0], [0])
+    vectors = stages.vectors
+    in_parts = _in_parts(draft, packing.places[0], [0], vectors.update_block)
     _check_elementwise(unit.name, in_parts.parts)
-    occupancy = stages.occupancy.weights
-    (grouped,), packing = group_updates([in_parts], packing, {}, occupancy)
+    (grouped,), packing = group_updates([in_parts], packing, {}, vectors.weights)
     return _stage_update(draft, grouped), packing
 
 

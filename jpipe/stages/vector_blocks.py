@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jpipe.layers.elementwise import ELEMENTWISE
 from jpipe.layers.equations import Equations, bind, value_of
-from jpipe.packing import CHUNK, Place
+from jpipe.packing import Place
 
 
 class PackedLeaf(NamedTuple):
@@ -80,8 +80,13 @@ class PackedPart(NamedTuple):
         )
 
 
-def in_blocks(parts: Sequence[PackedPart]) -> list[PackedPart]:
-    """The parts, with those that work element by element on vectors replaced by blocks."""
+def in_blocks(parts: Sequence[PackedPart], size: int) -> list[PackedPart]:
+    """The parts, with those that work element by element on vectors replaced by blocks.
+
+    Args:
+      parts: of one update.
+      size: numbers of a block. The last block of a vector has what is left.
+    """
     kept: list[PackedPart] = []
     alike: dict[tuple, list[PackedPart]] = {}
     texts: dict[str, str | None] = {}
@@ -96,8 +101,8 @@ def in_blocks(parts: Sequence[PackedPart]) -> list[PackedPart]:
         else:
             kept.append(part)
     for members in alike.values():
-        for first, size in _joined(members):
-            kept += _blocks(first, size)
+        for first, total in _joined(members):
+            kept += _blocks(first, total, size)
     return kept
 
 
@@ -202,10 +207,9 @@ def _joined(parts: Sequence[PackedPart]) -> Iterator[tuple[PackedPart, int]]:
         yield run[0], sum(map(_size, run))
 
 
-def _blocks(first: PackedPart, size: int) -> Iterator[PackedPart]:
-    """Blocks of `size` numbers that begin where the part `first` begins."""
-    # An update needs temporary memory for one block of each of its outputs.
-    bounds = [*range(0, size, CHUNK), size]
+def _blocks(first: PackedPart, total: int, size: int) -> Iterator[PackedPart]:
+    """Blocks of `size` numbers, `total` in all, that begin where the part `first` begins."""
+    bounds = [*range(0, total, size), total]
     programs = {
         n: on_shape(first, (n,)) for n in {b - a for a, b in itertools.pairwise(bounds)}
     }

@@ -14,7 +14,6 @@ from flax import nnx
 from jpipe import optim
 from jpipe.layers.as_layers import as_layers
 from jpipe.layers.trace import trace_layers
-from jpipe.stages import vector_blocks
 from jpipe.stages.cut import cut
 from jpipe.stages.optimizer import make_updates, stage_tree
 
@@ -38,10 +37,14 @@ def as_optax_is_written():
         yield
 
 
-def stages_of(num_stages, layers=LAYERS, width=WIDTHS[0]):
+def stages_of(num_stages, layers=LAYERS, width=WIDTHS[0], block=None):
     layers = as_layers(layers)
     inputs = {"inputs": jax.ShapeDtypeStruct((2, width), np.float32)}
-    return cut(trace_layers(layers, None, inputs), None, num_stages)
+    stages = cut(trace_layers(layers, None, inputs), None, num_stages)
+    if block is None:
+        return stages
+    vectors = stages.vectors._replace(update_block=block)
+    return dataclasses.replace(stages, vectors=vectors)
 
 
 def random_like(stages, seed):
@@ -171,21 +174,19 @@ def test_stages_update_as_one_device_does(name, num_stages):
     assert_updates_as_one_device(stages_of(num_stages), OPTIMIZERS[name])
 
 
-@pytest.mark.parametrize("block", [7, vector_blocks.CHUNK])
+@pytest.mark.parametrize("block", [7, None])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.sampled(2)
-def test_vectors_are_updated_in_blocks(name, block, monkeypatch):
+def test_vectors_are_updated_in_blocks(name, block):
     """Layers of unlike shapes, whose weights are in flat vectors; 7 numbers cut through kernels."""
-    monkeypatch.setattr(vector_blocks, "CHUNK", block)
-    stages = stages_of(3, linear_layers(UNLIKE_WIDTHS))
+    stages = stages_of(3, linear_layers(UNLIKE_WIDTHS), block=block)
     assert_updates_as_one_device(stages, OPTIMIZERS[name])
 
 
 @pytest.mark.parametrize("name", ["adam", "momentum", "learning-rate schedule"])
-def test_groups_do_not_grow_with_the_shapes(name, monkeypatch):
+def test_groups_do_not_grow_with_the_shapes(name):
     """Blocks, the rest, and nothing else; every number of the vector is written once."""
-    monkeypatch.setattr(vector_blocks, "CHUNK", 7)
-    stages = stages_of(3, linear_layers(UNLIKE_WIDTHS))
+    stages = stages_of(3, linear_layers(UNLIKE_WIDTHS), block=7)
     for s, update in enumerate(make_updates(stages, OPTIMIZERS[name]).programs):
         groups = [g for g in update.groups if g.inputs]  # the others count steps
         assert len(groups) <= 2
