@@ -108,7 +108,7 @@ def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
         return False
     try:
         jax.eval_shape(_FUSED_ATTENTION, query, key, value)
-    except (NotImplementedError, RuntimeError, TypeError, ValueError):
+    except (NotImplementedError, RuntimeError):
         return False
     return True
 

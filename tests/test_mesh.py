@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.mesh import _rings
+from jpipe.mesh import _rings, platform_of
 from jpipe.schedules import (
     gpipe,
     interleaved,
@@ -65,3 +65,18 @@ def test_which_schedules_go_round():
     assert not interleaved(4, 4, num_chunks=2).ring  # two devices are neighbours
     for straight in (gpipe, one_f_one_b, zero_bubble_h1, zero_bubble_v, pipemare):
         assert not straight(8, 8).ring
+
+
+@pytest.mark.parametrize("default", ["cpu", "gpu"])
+def test_layers_see_the_platform_of_the_mesh(default, monkeypatch):
+    """On a machine with GPUs a mesh of CPU devices is on the CPU."""
+    monkeypatch.setattr(jax, "default_backend", lambda: default)
+    with platform_of(jpipe.make_mesh(stage=2)):
+        device = jax.config.jax_default_device
+        assert (device.platform if device else default) == "cpu"
+
+
+def test_described_devices_leave_the_default_device():
+    described = types.SimpleNamespace(platform="cuda")
+    with platform_of(types.SimpleNamespace(devices=np.array([described]))):
+        assert jax.config.jax_default_device is None

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jpipe
 import models
@@ -26,6 +26,7 @@ from models import (
     Transformer,
     Translation,
     UNet,
+    sublayers,
 )
 from models.convolution import Conv, halve
 from models.sublayers import Attention
@@ -719,6 +720,65 @@ def check_attention(dtype, tolerance, is_causal):
     np.testing.assert_allclose(
         got, expected, rtol=0, atol=tolerance * np.abs(expected).max()
     )
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """As on a GPU with cuDNN: a kernel that returns the values, and takes what cuDNN takes."""
+
+    def run(query, key, value, is_causal=False):
+        if query.dtype != jnp.bfloat16:
+            raise NotImplementedError(f"Q must be fp16/bf16, got {query.dtype}")
+        return value
+
+    monkeypatch.setattr(sublayers, "platform", lambda: "gpu")
+    monkeypatch.setattr(sublayers, "_FUSED_ATTENTION", run)
+
+
+def qkv(dtype=jnp.bfloat16, num_positions=64):
+    shape = 3, 1, num_positions, 2, 8
+    return np.random.default_rng(0).normal(size=shape).astype(dtype)
+
+
+def uses_kernel(arrays, **options):
+    """Whether `attend` returns the values, as the kernel of the fixture does."""
+    got = sublayers.attend(*arrays, is_causal=True, **options)
+    return np.array_equal(np.float32(got), np.float32(arrays[2]))
+
+
+def test_gpu_attends_in_a_kernel(kernel):
+    assert uses_kernel(qkv())
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [qkv(np.float32), qkv(num_positions=63)],
+    ids=["float32", "no whole tile"],
+)
+def test_kernel_is_left_where_cudnn_has_none(kernel, arrays):
+    assert not uses_kernel(arrays)
+
+
+def test_kernel_is_left_for_a_mask(kernel):
+    assert not uses_kernel(qkv(), mask=jnp.ones((1, 1, 64, 64), bool))
+
+
+def test_kernel_is_left_where_rules_split_dims(kernel):
+    with linen.logical_axis_rules([("heads", "model")]):
+        assert not uses_kernel(qkv())
+
+
+def test_kernel_is_left_without_cudnn(monkeypatch):
+    monkeypatch.setattr(sublayers, "platform", lambda: "gpu")
+    assert not uses_kernel(qkv())
+
+
+def test_platform_is_that_of_the_default_device():
+    assert sublayers.platform() == "cpu"
+    with jax.default_device("gpu"):  # JAX does not look for it before it computes
+        assert sublayers.platform() == "gpu"
+    with jax.default_device(jax.devices()[1]):
+        assert sublayers.platform() == "cpu"
 
 
 def test_positions_are_the_papers_sines():
