@@ -249,13 +249,44 @@ def table(results: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def kernel_table(results: Mapping[str, Any], most: int = 12) -> str:
+    """Where the time of the plain step and of one stage goes, as Markdown; "" if they have no kernels.
+
+    Args:
+      results: as they are saved.
+      most: kinds of kernels of the table, those that take most time.
+    """
+    rows = {
+        name: {kind: (n, ms) for kind, n, ms in row["kernels"]}
+        for name, row in results["rows"].items()
+        if name in ("plain", "one-stage") and row.get("kernels")
+    }
+    kinds = {kind for row in rows.values() for kind in row}
+    if not kinds:
+        return ""
+
+    def longest(kind: str) -> float:
+        return max(row.get(kind, (0, 0))[1] for row in rows.values())
+
+    lines = [
+        "| kernels per step | " + " | ".join(f"`{name}`" for name in rows) + " |",
+        "|---" * (1 + len(rows)) + "|",
+    ]
+    for kind in sorted(kinds, key=longest, reverse=True)[:most]:
+        of_rows = (row.get(kind) for row in rows.values())
+        cells = ["" if c is None else f"{c[1]:.1f} ms ({c[0]:,.0f})" for c in of_rows]
+        lines.append("| " + " | ".join([kind, *cells]) + " |")
+    return "\n".join(lines)
+
+
 def report(results: Mapping[str, Any]) -> str:
-    """The table under a line that says what was measured."""
+    """The tables under a line that says what was measured."""
     versions = ", ".join(f"{name} {results[name]}" for name in ("jax", "flax", "optax"))
     title = f"{results['device']}, {results['date']}, commit {results['commit']}"
     if results["sizes"] != dataclasses.asdict(Sizes()):
         title = f"A rehearsal, whose figures mean nothing. {title}"
-    return f"{title}, {versions}\n\n{table(results)}"
+    parts = f"{title}, {versions}", table(results), kernel_table(results)
+    return "\n\n".join(filter(None, parts))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -4,11 +4,14 @@ import collections
 import functools
 import math
 import os
+import pathlib
 import platform
+import re
 import statistics
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import flax
@@ -235,6 +238,10 @@ class Timed:
             self._state, loss = self._step(self._state, self._batch)
         return float(jax.block_until_ready((self._state, loss))[1])
 
+    def kernels(self, num_steps: int = 2) -> list[tuple[str, float, float]]:
+        """`kernel_kinds` of some steps."""
+        return kernel_kinds(trace_kernels(lambda: self._run(num_steps)), num_steps)
+
     def round(self) -> float:
         """Runs a round. Returns its seconds per step.
 
@@ -292,6 +299,60 @@ def gigabytes(timed: Timed) -> dict:
     return {name: n and n / 1e9 for name, n in num_bytes.items()}
 
 
+# -- Kernels
+
+_KINDS = {
+    "attention": ("sdpa", "cudnn"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma"),
+}
+"""Parts of the names of kernels of a kind. Other kernels are of the kind of their name without its number."""
+
+
+def kernel_kinds(
+    kernels: Iterable[tuple[str, float]], num_steps: int
+) -> list[tuple[str, float, float]]:
+    """Kernels by kind.
+
+    Args:
+      kernels: name and nanoseconds of each kernel of some steps.
+      num_steps: the number of steps.
+
+    Returns:
+      For each kind its name, the kernels per step, and their milliseconds per step; most time first.
+    """
+    number: collections.Counter[str] = collections.Counter()
+    seconds: collections.Counter[str] = collections.Counter()
+    for name, nanoseconds in kernels:
+        kind = re.sub(r"[_.]?\d+$", "", name)
+        for of_kind, parts in _KINDS.items():
+            if any(part in name for part in parts):
+                kind = of_kind
+                break
+        number[kind] += 1
+        seconds[kind] += nanoseconds / 1e6
+    return [
+        (kind, number[kind] / num_steps, ms / num_steps)
+        for kind, ms in seconds.most_common()
+    ]
+
+
+def trace_kernels(run: Callable[[], Any]) -> list[tuple[str, float]]:
+    """Name and nanoseconds of each kernel that a GPU runs in `run`; of another device none."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        files = pathlib.Path(folder).rglob("*.xplane.pb")
+        return [
+            (event.name, event.duration_ns)
+            for file in files
+            for plane in jax.profiler.ProfileData.from_file(str(file)).planes
+            if "GPU" in plane.name
+            for line in plane.lines
+            if line.name.startswith("Stream")
+            for event in line.events
+        ]
+
+
 def failure(error: Exception) -> dict:
     """The reason of an error under "failed", in one line, and its traceback on stderr."""
     traceback.print_exception(error)
@@ -308,8 +369,8 @@ def run_row(row: str, sizes: Sizes) -> dict:
 
     Returns:
       The figures by name. "seconds", "fastest" and "slowest" are per step: the median and the
-      extremes of all rounds. "losses" are those of the first step and of the last one. The row
-      "one-stage" has the result of `alternate` under "alternating".
+      extremes of all rounds. "losses" are those of the first step and of the last one. "kernels" are
+      the `kernel_kinds` of two traced steps. The row "one-stage" has the result of `alternate` under "alternating".
 
     Raises:
       ValueError: if a loss is not finite.
@@ -335,6 +396,10 @@ def run_row(row: str, sizes: Sizes) -> dict:
         "losses": list(timed.losses),
         **gigabytes(timed),
     }
+    try:
+        result["kernels"] = timed.kernels()
+    except Exception as error:  # The figures of the row stay.
+        failure(error)
     if row == "one-stage":
         try:
             beside = Timed(plain(sizes), sizes.steps)

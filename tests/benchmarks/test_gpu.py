@@ -163,6 +163,26 @@ def test_a_row_stays_without_its_alternating_rounds(monkeypatch):
     assert gpu.table(results).endswith("failed: RuntimeError: RESOURCE_EXHAUSTED")
 
 
+def test_kernels_are_of_kinds():
+    kernels = [
+        ("nvjet_sm90_tst_256x128", 3e6),
+        ("gemm_fusion_dot_584", 2e6),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_bprop_kernel0_0", 4e6),
+        ("loop_add_fusion", 1e6),
+        ("loop_add_fusion_12", 2e6),
+        ("loop_add_fusion.3", 4e6),
+    ]
+    assert timing.kernel_kinds(kernels, 2) == [
+        ("loop_add_fusion", 1.5, 3.5),
+        ("products", 1, 2.5),
+        ("attention", 0.5, 2),
+    ]
+
+
+def test_kernels_of_a_device_that_is_no_gpu_are_none():
+    assert timing.trace_kernels(lambda: jnp.ones(3).block_until_ready()) == []
+
+
 def test_alternation_changes_who_begins():
     order = []
 
@@ -254,7 +274,14 @@ def test_a_run(tmp_path, capsys, monkeypatch):
             assert list(saved) == begun[1:]
         begun.append(row)
         if row == "one-stage":
-            return ROW | {"seconds": 0.51, "alternating": ALTERNATING}
+            kernels = [["products", 96, 40.2], ["memcpy", 7, 1]]
+            return ROW | {
+                "seconds": 0.51,
+                "alternating": ALTERNATING,
+                "kernels": kernels,
+            }
+        if row == "plain":
+            return ROW | {"kernels": [["products", 95, 40], ["loop_fusion", 1000, 2]]}
         if row == "gpipe":
             return {"failed": "XlaRuntimeError: RESOURCE_EXHAUSTED: out of memory"}
         if row == "zero_bubble_v":
@@ -275,8 +302,15 @@ def test_a_run(tmp_path, capsys, monkeypatch):
     assert any(line.startswith("| `one-stage` | 0.5100 | 1.020 |") for line in lines)
     failed = next(line for line in lines if line.startswith("| `gpipe` |"))
     assert failed.startswith("| `gpipe` | failed: XlaRuntimeError: RESOURCE_EXHAUSTED")
-    assert len({line.count("|") for line in lines if line.startswith("| ")}) == 1
+    of_rows = [line for line in lines if line.startswith(("| program", "| `"))]
+    assert len({line.count("|") for line in of_rows}) == 1
     assert any("+1.5% (rounds: +1.0% to +2.1%; goal: at most +2%)" in n for n in lines)
+    kernels = lines[lines.index("| kernels per step | `plain` | `one-stage` |") :]
+    assert kernels[2:5] == [
+        "| products | 40.0 ms (95) | 40.2 ms (96) |",
+        "| loop_fusion | 2.0 ms (1,000) |  |",
+        "| memcpy |  | 1.0 ms (7) |",
+    ]
     # The saved rows print the same table.
     gpu.main(["--redraw", "--out", str(out)])
     assert set(capsys.readouterr().out.splitlines()) <= set(lines)
