@@ -1,6 +1,6 @@
 """Times one GPU: a pipeline of one device against the plain jitted step.
 
-    pip install "jax[cuda12]" -e .          # once
+    pip install "jax[cuda13]" -e .          # once
     python benchmarks/gpu.py                # under 10 minutes on one H100 or H200
     python benchmarks/gpu.py --rehearse     # a small model on CPU, in two minutes
     python benchmarks/gpu.py --redraw       # the table of the saved rows
@@ -50,7 +50,7 @@ GRACE = 45
 
 MACHINE = "machine"
 """The row that only describes the machine."""
-INSTALL = 'Install JAX for GPUs and the project: `pip install "jax[cuda12]" -e .` in its root.'
+INSTALL = 'Install JAX for GPUs and the project: `pip install "jax[cuda13]" -e .` in its root.'
 
 # The compiler's optimisations of CPU code would take most of a rehearsal.
 REHEARSAL_ENVIRONMENT = {

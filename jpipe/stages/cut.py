@@ -97,8 +97,7 @@ class Vectors(NamedTuple):
 _OF_SWITCH = Vectors(weights=math.inf, stashes=0.75, update_block=4 * CHUNK)
 """Where devices switch between programs, a layer writes its leaves at once if they lie in one array. Before JAX 0.12 a branch has to
 touch each array that only other branches write, too. But a leaf of a vector is laid out row by row, which costs a transpose of some
-activations. On an H100 the kernels of a block of `CHUNK` numbers take 1 to 8 us each, so that it counts how
-many they are."""
+activations. On an H100 each kernel of a block of `CHUNK` numbers takes only 1 to 8 us, so a block has more."""
 
 
 @dataclasses.dataclass(frozen=True)
