@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import topologies
 
 import jpipe
+from jpipe.layers.avals import cast
 from models import ResNet, Transformer, UNet
 from models.transformer import Block
 
@@ -159,13 +160,6 @@ def pipeline(
 
 
 # -- The plain scan
-
-
-def cast(tree: Any, dtype: Any) -> Any:
-    """The pytree with its floating-point arrays in `dtype`."""
-    return jax.tree.map(
-        lambda a: a.astype(dtype) if jnp.issubdtype(a.dtype, jnp.floating) else a, tree
-    )
 
 
 class _Run(NamedTuple):

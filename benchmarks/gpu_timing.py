@@ -21,10 +21,10 @@ import jaxlib
 import optax
 from flax import nnx
 from gpu_sizes import Sizes
-from gpu_steps import cast
 from jax.extend.backend import get_backend
 
 import jpipe
+from jpipe.layers.avals import cast
 from models.transformer import Transformer
 
 _EVENTS: collections.Counter[str] = collections.Counter()
@@ -321,7 +321,7 @@ def kernel_kinds(
       For each kind its name, the kernels per step, and their milliseconds per step; most time first.
     """
     number: collections.Counter[str] = collections.Counter()
-    seconds: collections.Counter[str] = collections.Counter()
+    milliseconds: collections.Counter[str] = collections.Counter()
     for name, nanoseconds in kernels:
         kind = re.sub(r"[_.]?\d+$", "", name)
         for of_kind, parts in _KINDS.items():
@@ -329,10 +329,10 @@ def kernel_kinds(
                 kind = of_kind
                 break
         number[kind] += 1
-        seconds[kind] += nanoseconds / 1e6
+        milliseconds[kind] += nanoseconds / 1e6
     return [
         (kind, number[kind] / num_steps, ms / num_steps)
-        for kind, ms in seconds.most_common()
+        for kind, ms in milliseconds.most_common()
     ]
 
 
