@@ -27,12 +27,11 @@ def memory_kinds(device: jax.Device) -> list[str]:
         return [DEVICE_MEMORY, HOST_MEMORY]
 
 
-def platform_of(mesh: Mesh) -> contextlib.AbstractContextManager:
-    """A context in which the default device of JAX has the platform of a mesh, so that a layer can ask for it.
+def on_platform(platform: str) -> contextlib.AbstractContextManager:
+    """A context in which the default device of JAX has a platform, such as "cpu", so that a layer can ask for it.
 
-    Devices that are only described have no platform that JAX can use, and leave the default device as it is.
+    A platform of devices that are only described leaves the default device as it is: JAX cannot use it.
     """
-    platform = mesh.devices.flat[0].platform
     if platform == jax.default_backend():
         return contextlib.nullcontext()
     try:

@@ -19,7 +19,7 @@ from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss
 from jpipe.layers.trace import Traced, trace_layers
 from jpipe.lowering.lower import guard_of
-from jpipe.mesh import DATA, FSDP, STAGE, platform_of
+from jpipe.mesh import DATA, FSDP, STAGE, on_platform
 from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.processes import Rows, is_global, is_shared
 from jpipe.schedule import Schedule
@@ -225,7 +225,7 @@ class Settings:
         else:
             splits = self._splits(microbatch, key_impl)
         accumulate = self.accumulate_gradients
-        with platform_of(self.mesh):
+        with on_platform(self.platform):
             return trace_layers(
                 self.layers,
                 self.loss if evaluated is None else None,

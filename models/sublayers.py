@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import linen, nnx
+from flax import nnx
 
 from models.sharding import constrain, named
 
@@ -99,10 +99,10 @@ def _has_kernel(query: jax.Array, key: jax.Array, value: jax.Array) -> bool:
     """Whether cuDNN has a kernel for the attention of these arrays, without a mask.
 
     It needs a GPU, cuDNN, whole tiles of positions, and numbers of 16 bits, at most 256 of them per
-    head (before H100s: 128). Where rules split dims over devices, XLA has to split the products of
-    attention, which it cannot do to a kernel.
+    head (before H100s: 128). On a mesh XLA may have to split the products of attention over devices,
+    which it cannot do to a kernel.
     """
-    if platform() != "gpu" or linen.get_logical_axis_rules():
+    if platform() != "gpu" or not jax.sharding.get_abstract_mesh().empty:
         return False
     if query.shape[1] % _TILE or key.shape[1] % _TILE:
         return False

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe.mesh import _rings, platform_of
+from jpipe.mesh import _rings, on_platform
 from jpipe.schedules import (
     gpipe,
     interleaved,
@@ -71,12 +71,11 @@ def test_which_schedules_go_round():
 def test_layers_see_the_platform_of_the_mesh(default, monkeypatch):
     """On a machine with GPUs a mesh of CPU devices is on the CPU."""
     monkeypatch.setattr(jax, "default_backend", lambda: default)
-    with platform_of(jpipe.make_mesh(stage=2)):
+    with on_platform("cpu"):
         device = jax.config.jax_default_device
         assert (device.platform if device else default) == "cpu"
 
 
 def test_described_devices_leave_the_default_device():
-    described = types.SimpleNamespace(platform="cuda")
-    with platform_of(types.SimpleNamespace(devices=np.array([described]))):
+    with on_platform("cuda"):
         assert jax.config.jax_default_device is None

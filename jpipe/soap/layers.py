@@ -12,6 +12,7 @@ from jpipe.layers.avals import cast
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss
 from jpipe.layers.trace import run_layer
+from jpipe.mesh import on_platform
 from jpipe.soap.execute import with_splits
 from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.moves import as_entries
@@ -73,6 +74,8 @@ def layers_graph(
 ) -> LayersGraph:
     """Traces a training step of layers and a loss into operators. Nothing is compiled.
 
+    Layers are traced as for a CPU: a strategy splits products, and a kernel of another platform would hide them.
+
     Args:
       layers: of `jpipe.layers.as_layers`.
       loss: the loss.
@@ -103,7 +106,8 @@ def layers_graph(
             kept |= dict(zip(layer.stash, stashed))
         return outputs
 
-    jax.eval_shape(bind, batch, key)
+    with on_platform("cpu"):
+        jax.eval_shape(bind, batch, key)
 
     def function(weights: Any, batch: Any, states: Any, key: jax.Array) -> Any:
         outputs = batch["inputs"]
@@ -122,7 +126,8 @@ def layers_graph(
 
     weights = [layer.parameters for layer in bound]
     states = [layer.state for layer in bound]
-    graph = trace(function, weights, batch, states, key, **options)
+    with on_platform("cpu"):
+        graph = trace(function, weights, batch, states, key, **options)
     return LayersGraph(graph, [len(jax.tree.leaves(each)) for each in weights])
 
 

@@ -9,10 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen, nnx
+from flax import nnx
 
 import jpipe
 import models
+from jpipe.layers.as_layers import as_layers
+from jpipe.layers.axis_rules import constraints_on, unannotated_on
+from jpipe.layers.loss import Loss
+from jpipe.layers.trace import trace_layers
+from jpipe.soap.layers import layers_graph
 from models import (
     BERT,
     MLP,
@@ -764,8 +769,33 @@ def test_kernel_is_left_for_a_mask(kernel):
 
 
 def test_kernel_is_left_where_rules_split_dims(kernel):
-    with linen.logical_axis_rules([("heads", "model")]):
+    mesh = jax.make_mesh((1,), ("model",), (jax.sharding.AxisType.Auto,))
+    with constraints_on(mesh, [("heads", "model")]):
         assert not uses_kernel(qkv())
+
+
+def test_kernel_is_left_where_a_strategy_splits_equations(kernel):
+    mesh = jax.make_mesh((1,), ("model",), (jax.sharding.AxisType.Auto,))
+    with unannotated_on(mesh):
+        assert not uses_kernel(qkv())
+
+
+def test_graph_of_a_strategy_has_no_kernel(monkeypatch):
+    """Also on a machine with GPUs its operators are the equations of `attend`."""
+
+    def run(*_, **__):
+        raise AssertionError("the kernel is traced")
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(sublayers, "_FUSED_ATTENTION", run)
+    model = Transformer(seq_len=64, dim=16, num_heads=2, num_blocks=1)
+    loss = Loss.of(lambda outputs, batch: model.loss()(outputs, batch)[0], False)
+    tokens = jax.ShapeDtypeStruct((1, 64), np.int32)
+    batch = {"inputs": tokens, "labels": tokens}
+    layers = as_layers(model.layers())
+    with pytest.raises(ValueError, match="the kernel is traced"):
+        trace_layers(layers, loss, batch, compute_dtype=jnp.bfloat16)
+    assert layers_graph(layers, loss, batch, compute_dtype=jnp.bfloat16).graph
 
 
 def test_kernel_is_left_without_cudnn(monkeypatch):
