@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jpipe.checks import check_fit
 from jpipe.engine.layout import REPLICATED
-from jpipe.layers.trace import shared_jit
+from jpipe.layers.quick_jit import shared_jit
 from jpipe.locations import (
     Locations,
     locations,

@@ -42,7 +42,7 @@ from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
 from jpipe.lowering.rings import HEAD_GRADIENT, STASHES
 from jpipe.lowering.scalars import LaneScalars
-from jpipe.packing import Lead
+from jpipe.packing import Lead, Place
 from jpipe.stages.cut import LayerRun
 
 FORWARD_STASHES, SPLIT = ["input_stash", "weight_stash"], "split_residuals"
@@ -277,12 +277,22 @@ def _commit_layer(
     mean = stage.device.mean_over_replicas(mean)
     commit: Any = stage.stages.mutable[run.kind].commit
     new = commit(old, mean)
-    finite = jnp.stack([jnp.isfinite(a).all() for a in new]).all()
+    finite = _all_finite(run.state, new)
     new = [jnp.where(finite, b, a) for a, b in zip(old, new)]
     zeros = [jnp.zeros_like(a) for a in old]
-    write = functools.partial(packing.write_all, i=i, joined=stage.joins)
+    # The leaves are small and many. XLA takes longer to compile a kernel for each than the kernels run.
+    write = functools.partial(packing.write_all, i=i, joined=True)
     state = write(state, run.state, column, new)
     return state, write(statistics, run.state, column, zeros)
+
+
+def _all_finite(places: Sequence[Place], values: Sequence[jax.Array]) -> jax.Array:
+    """Whether all numbers of a layer's state are finite, tested at once for the leaves of one dtype and one split."""
+    alike: dict[tuple, list[jax.Array]] = {}
+    for place, value in zip(places, values, strict=True):
+        alike.setdefault((value.dtype, place.spec), []).append(value.reshape(-1))
+    finite = [jnp.isfinite(jnp.concatenate(group)).all() for group in alike.values()]
+    return jnp.stack(finite).all()
 
 
 # -- Backward

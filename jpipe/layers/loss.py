@@ -23,6 +23,7 @@ import numpy as np
 from jpipe.layers.avals import is_inexact, shapes_text
 from jpipe.layers.backward import LayerProgram, trace_layer
 from jpipe.layers.equations import Equations
+from jpipe.layers.quick_jit import quick_options
 
 OPTIONAL_ARGUMENTS = ("reported", "key")
 """What a loss gets beside outputs and batch, if its signature names it."""
@@ -341,8 +342,7 @@ def _disagreement(whole: LossValue, first: LossValue, second: LossValue) -> str 
 @functools.lru_cache(maxsize=16)
 def _compiled(loss: Loss) -> Callable[..., LossValue]:
     """The loss, compiled once for all pipelines that use it; quickly, because it runs a few times only."""
-    cpu = jax.default_backend() == "cpu"
-    options = {"xla_backend_optimization_level": 0} if cpu else None
+    options = quick_options(jax.default_backend())
     return jax.jit(loss.__call__, compiler_options=options)
 
 

@@ -481,33 +481,3 @@ def _flops(kind: LayerProgram) -> float:
     # Before optimisation the count is within 1 % of the compiled program's and takes a tenth of
     # the time.
     return max(float((lowered.cost_analysis() or {}).get("flops", 0.0)), 0.0)
-
-
-def shared_jit(platform: str) -> Callable[[Callable, Any], Any]:
-    """A function `(function, argument) -> function(argument)` that compiles equal programs once.
-
-    Programs are equal if they do the same with the leaves of their arguments, whatever the trees are.
-
-    Args:
-      platform: of the devices that run it.
-    """
-    compiled: dict[str, Callable] = {}
-    # XLA:CPU takes up to ten times longer to optimise random initialisers than to run them.
-    options = {"xla_backend_optimization_level": 0} if platform == "cpu" else None
-
-    def call(function: Callable, argument: Any) -> Any:
-        trees = []
-        leaves, tree = jax.tree.flatten(argument)
-
-        def flat(*leaves: jax.Array) -> list:
-            results, of_results = jax.tree.flatten(function(tree.unflatten(leaves)))
-            trees.append(of_results)
-            return results
-
-        equations = Equations.trace(flat, *leaves)  # traces `function` once
-        text = equations.text()
-        if text not in compiled:
-            compiled[text] = jax.jit(equations.__call__, compiler_options=options)
-        return trees[0].unflatten(compiled[text](*leaves))
-
-    return call

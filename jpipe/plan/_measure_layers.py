@@ -17,7 +17,8 @@ from jpipe.engine.stage_layers import (
 )
 from jpipe.layers.avals import is_inexact, num_bytes
 from jpipe.layers.backward import LayerProgram
-from jpipe.layers.trace import Traced, shared_jit
+from jpipe.layers.quick_jit import shared_jit
+from jpipe.layers.trace import Traced
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._loops import (
     SLOTS,

@@ -156,3 +156,41 @@ def test_batch_norm_and_dropout(schedule, S, N, recompute, R):
         assert_close(pipe.predict(state, rows), x, "float64")
         want = np.mean((x - rows["targets"]) ** 2)
         assert_close(pipe.evaluate(state, rows)["loss"], want, "float64")
+
+
+class Norms(nnx.Module):
+    """A norm, and a running mean of its outputs in another dtype."""
+
+    def __init__(self, *, rngs):
+        self.norm = nnx.BatchNorm(DIM, momentum=MOMENTUM, rngs=rngs)
+        self.outputs = nnx.BatchStat(jnp.zeros(DIM, jnp.float16))
+
+    def __call__(self, x):
+        y = jnp.nan_to_num(self.norm(x))
+        seen = y.mean(axis=0).astype(jnp.float16)
+        self.outputs[...] = MOMENTUM * self.outputs[...] + (1 - MOMENTUM) * seen
+        return y
+
+
+@pytest.mark.parametrize("schedule,S", [("gpipe", 1), ("one_f_one_b/unit", 2)])
+def test_all_state_of_a_layer_stays_if_any_is_not_finite(schedule, S):
+    """Large values overflow the variance of the first norm, and no other state."""
+    pipe = jpipe.Pipeline(
+        [Norms, jnp.tanh, Norms, nnx.identity],
+        loss=loss_fn,
+        optimizer=optax.sgd(0.0),
+        schedule=schedule_named(schedule, S, 2),
+    )
+    good, bad = batches(2, 8, np.float32)
+    bad["inputs"][3] = 1e30
+    state, _ = pipe.step(pipe.init(KEY, good), good)
+    before = pipe.get_mutable_state(state)
+    state, _ = pipe.step(state, bad)
+    after = pipe.get_mutable_state(state)
+    for old, new in zip(jax.tree.leaves(before[0]), jax.tree.leaves(after[0])):
+        np.testing.assert_array_equal(new, old)
+    moved = zip(jax.tree.leaves(before[2]), jax.tree.leaves(after[2]), strict=True)
+    assert any((np.asarray(a) != np.asarray(b)).any() for a, b in moved)
+    assert all(
+        np.isfinite(np.asarray(a, np.float32)).all() for a in jax.tree.leaves(after)
+    )
