@@ -149,7 +149,8 @@ class Block(nnx.Module):
 
     def __init__(self, rngs):
         double = {"rngs": rngs, "param_dtype": jnp.float64}
-        self.linear = nnx.Linear(DIM, DIM, **double)
+        # No bias: the norm takes it away, and rounding alone would move it.
+        self.linear = nnx.Linear(DIM, DIM, use_bias=False, **double)
         self.norm = nnx.BatchNorm(DIM, **double)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
 
