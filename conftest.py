@@ -1,44 +1,41 @@
 """Eight CPU devices and strict numerics for every test.
 
-XLA reads its flags when JAX first runs, so they are set while this file is imported.
+XLA reads its flags when JAX first uses a device, so they are set while this file is imported.
 """
 
 import collections
 import gc
-import importlib.metadata
 import os
 import random
 import time
 
 import pytest
 
+# JAX reads this one when it is imported. The training script keeps compiled programs in the home
+# directory. Tests, and scripts that tests start, do not.
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+import jax  # noqa: E402
+
+import jpipe  # noqa: E402
+from jpipe.layers.quick_jit import quick_options  # noqa: E402
+
 _WANTED = {
     # A test that deadlocks should die in seconds, not in XLA's minute.
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 20,
     "xla_cpu_collective_call_terminate_timeout_seconds": 60,
     # Tests compile more than they compute.
-    "xla_backend_optimization_level": 0,
+    **quick_options("cpu"),
 }
-if importlib.metadata.version("jaxlib").startswith("0.10."):
-    # The older emitters compile twice as fast. Later versions of XLA do not know this flag, and
-    # XLA ends the process at an unknown flag.
-    _WANTED["xla_cpu_use_fusion_emitters"] = "false"
 _FLAGS = os.environ.get("XLA_FLAGS", "")
 for _flag, _value in _WANTED.items():
     if _flag not in _FLAGS:
-        _FLAGS += f" --{_flag}={_value}"
+        _FLAGS += f" --{_flag}={str(_value).lower()}"
 os.environ["XLA_FLAGS"] = _FLAGS.strip()
-# The training script keeps compiled programs in the home directory. Tests, and scripts that tests
-# start, do not.
-os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
-
-import jax  # noqa: E402
 
 if "xla_force_host_platform_device_count" not in _FLAGS:
     jax.config.update("jax_num_cpu_devices", 8)  # it would override the user's number
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-import jpipe  # noqa: E402
 
 # `main` of the training script calls it too, which is too late once a test has used a device.
 jpipe.distributed.initialize()

@@ -11,6 +11,7 @@ the clock. The table has medians over the rounds.
 
 import argparse
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -42,12 +43,14 @@ def measure(model: str, num_stages: int) -> dict[str, float]:
     jax.block_until_ready(jax.numpy.ones(3) + 1)  # starts XLA
     rng = np.random.default_rng(0)
     if model == "mlp":
-        sizes = zip(WIDTHS, WIDTHS[1:], strict=False)
+        sizes = itertools.pairwise(WIDTHS)
         layers = [functools.partial(nnx.Linear, a, b) for a, b in sizes]
-        shape, schedule, optimizer = (32, 32), "one_f_one_b", optax.adam(1e-3)
+        shape, optimizer = (32, WIDTHS[0]), optax.adam(1e-3)
+        schedule = jpipe.schedules.one_f_one_b(num_stages, 8)
     else:
         layers = ResNet.of_depth(50, num_channels=1, num_classes=10).layers()
-        shape, schedule, optimizer = (16, 28, 28, 1), "gpipe", optax.adamw(1e-3)
+        shape, optimizer = (16, 28, 28, 1), optax.adamw(1e-3)
+        schedule = jpipe.schedules.gpipe(num_stages, 8)
     batch = {
         "inputs": rng.normal(size=shape).astype(np.float32),
         "targets": rng.integers(0, 10, shape[0]),
@@ -64,12 +67,7 @@ def measure(model: str, num_stages: int) -> dict[str, float]:
     def mark() -> None:
         marks.append(time.process_time())
 
-    pipe = jpipe.Pipeline(
-        layers,
-        loss=loss,
-        optimizer=optimizer,
-        schedule=getattr(jpipe.schedules, schedule)(num_stages, 8),
-    )
+    pipe = jpipe.Pipeline(layers, loss=loss, optimizer=optimizer, schedule=schedule)
     state = jax.block_until_ready(pipe.init(jax.random.key(0), batch))
     mark()
     lowered = state.program.lower()
@@ -78,7 +76,7 @@ def measure(model: str, num_stages: int) -> dict[str, float]:
     mark()
     jax.block_until_ready(pipe.step(state, batch))
     mark()
-    seconds = [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    seconds = [b - a for a, b in itertools.pairwise(marks)]
     return dict(zip(PARTS, seconds, strict=True))
 
 
@@ -99,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--rounds must be at least 1, got {args.rounds}")
     rows = [(model, stages) for model in args.models for stages in STAGES[model]]
     found: dict = {row: [] for row in rows}
-    environment = {**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false"}
+    environment = os.environ | {"JAX_ENABLE_COMPILATION_CACHE": "false"}
     for _ in range(args.rounds):
         for model, stages in rows:
             command = [sys.executable, __file__, "--one", model, str(stages)]

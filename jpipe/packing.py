@@ -552,8 +552,7 @@ def write_all(
       lead: indices of the leading axes.
       values: one per place.
       i: number of the leaf.
-      joined: whether leaves that lie side by side are written at once. On GPUs these are fewer
-        kernels.
+      joined: whether leaves that lie side by side are written at once, which takes fewer kernels.
     """
     for place, leading, block in _blocks(places, values, lead, joined):
         old = arrays[place.array]

@@ -273,7 +273,7 @@ def initial(
     """The state before training; see `Pipeline.init` for the arguments, which are checked."""
     stages, optimizer = program.stages, program.settings.optimizer
     layers = stages.layers
-    init_one = shared_jit(program.settings.mesh.devices.flat[0].platform)
+    init_one = shared_jit(program.settings.platform)
     given: Any = (params, mutable_state)
     # Before `new_state` changes the default device: `fold_in` would compile on each.
     *keys, training_key = (jax.random.fold_in(key, i) for i in range(len(layers) + 1))
