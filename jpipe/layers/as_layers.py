@@ -8,10 +8,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 from flax import linen, nnx
 
-from jpipe.layers.constraint import NO_MESH
 from jpipe.layers.factories import (
     factory_problem,
     function_problem,
@@ -19,7 +17,7 @@ from jpipe.layers.factories import (
     not_callable_problem,
 )
 from jpipe.layers.flax_linen import from_linen
-from jpipe.layers.flax_nnx import NotAModuleError, from_nnx, make_module
+from jpipe.layers.flax_nnx import NotAModuleError, abstract_module, from_nnx
 from jpipe.layers.functions import from_function, from_pair
 from jpipe.layers.layer import Function, InitApply, Layer, Linen, Skip
 from jpipe.layers.report import ReportWeights, with_reported_weights
@@ -169,13 +167,11 @@ def _from_factory(make: Callable[..., Any], index: int) -> Layer:
     if problem is not None:
         raise ValueError(f"layer {index}: {problem}")
     try:
-        # Flax would look for the names of dims on a mesh of the user's.
-        with jax.sharding.use_abstract_mesh(NO_MESH):
-            module = nnx.eval_shape(lambda: make_module(make, jax.random.key(0)))
+        module, leaves = abstract_module(make)
     except NotAModuleError as error:
         raise ValueError(f"layer {index}: {error}") from None
     except Exception as error:
         raise ValueError(
             f"layer {index} could not be built by `factory(rngs=...)`: {error}"
         ) from error
-    return from_nnx(module, make, index)
+    return from_nnx(module, leaves, index)

@@ -5,7 +5,6 @@ Two programs are compared by `Equations.text` (equal texts are equal programs) o
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -49,15 +48,17 @@ class Equations:
     @classmethod
     def trace(cls, function: Callable[..., Sequence], *avals: Any) -> "Equations":
         """Traces `function`, from and to flat lists of arrays, and inlines every call."""
-        closed = jax.make_jaxpr(function)(*avals)
+        return cls.of(jax.make_jaxpr(function)(*avals))
+
+    @classmethod
+    def of(cls, closed: jex.ClosedJaxpr) -> "Equations":
+        """The equations of a jaxpr, and of the jaxprs that it calls."""
+        found = _Inliner({}, [], {})
         with jax.sharding.use_abstract_mesh(NO_MESH):
-            closed = jax.make_jaxpr(
-                lambda *args: _inline(closed.jaxpr, closed.consts, args)
-            )(*avals)
-        jaxpr = closed.jaxpr
-        constants = dict(zip(jaxpr.constvars, closed.consts))
+            inputs = [jex.Var(_aval_without_mesh(v)) for v in closed.jaxpr.invars]
+            outputs = found.inline(closed.jaxpr, closed.consts, inputs)
         return cls(
-            constants, tuple(jaxpr.invars), tuple(jaxpr.eqns), tuple(jaxpr.outvars)
+            found.constants, tuple(inputs), tuple(found.equations), tuple(outputs)
         )
 
     def __call__(self, *args: Any) -> list:
@@ -153,11 +154,11 @@ class Equations:
         lines += [f"{names[v]}: {v.aval}" for v in self.inputs]
 
         def name(atom: Any) -> str:
-            return (
-                f"{atom.val!r}:{atom.aval}"
-                if isinstance(atom, jex.Literal)
-                else names[atom]
-            )
+            if not isinstance(atom, jex.Literal):
+                return names[atom]
+            # The number: NumPy takes long to write an array of one.
+            value = atom.val.item() if hasattr(atom.val, "item") else atom.val
+            return f"{value!r}:{atom.aval}"
 
         for eqn in self.equations:
             operands = " ".join(name(v) for v in eqn.invars)
@@ -231,34 +232,90 @@ def _bind(eqn: Any, values: Sequence) -> list:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def _inline(jaxpr: Any, constants: Sequence, args: Sequence) -> list:
-    """Evaluates a jaxpr, and the jaxprs that it calls, equation by equation."""
-    env = {
-        **dict(zip(jaxpr.constvars, constants)),
-        **dict(zip(jaxpr.invars, args, strict=True)),
-    }
-    for eqn in jaxpr.eqns:
-        values = [_operand(env, v) for v in eqn.invars]
-        if eqn.primitive.name in _CALLS:
-            inner = eqn.params[_CALLS[eqn.primitive.name]]
-            # An open jaxpr has no constants.
-            constants = getattr(inner, "consts", ())
-            out = _inline(getattr(inner, "jaxpr", inner), constants, values)
-        elif eqn.primitive.name == "name":  # only checkpoint policies read names
-            out = values
-        elif _is_slow_convolution(eqn):
-            out = [convolution.convolve(eqn.params, *values)]
-        else:
-            out = _bind(without_mesh(_rewritten(eqn)), values)
-        env.update(zip(eqn.outvars, out))
-    return [_operand(env, v) for v in jaxpr.outvars]
+class _Inliner(NamedTuple):
+    """Collects the equations of jaxprs, on variables of its own.
+
+    Attributes:
+      constants: variable -> array, of all jaxprs so far.
+      equations: of all jaxprs so far.
+      variable_of: the identity of a constant -> its variable.
+    """
+
+    constants: dict[Any, Any]
+    equations: list
+    variable_of: dict[int, Any]
+
+    def inline(
+        self,
+        jaxpr: Any,
+        constants: Sequence,
+        operands: Sequence,
+        *,
+        replaces: bool = True,
+    ) -> list:
+        """Adds the equations of a jaxpr, and of the jaxprs that it calls.
+
+        Args:
+          jaxpr: the jaxpr.
+          constants: arrays.
+          operands: atoms, its inputs.
+          replaces: whether equations that cannot stay as they are give way to others.
+
+        Returns:
+          The atoms of its results.
+        """
+        env = self._bound(jaxpr, constants, operands)
+        for eqn in jaxpr.eqns:
+            atoms = [_atom(env, v) for v in eqn.invars]
+            if eqn.primitive.name in _CALLS:
+                inner = eqn.params[_CALLS[eqn.primitive.name]]
+                # An open jaxpr has no constants.
+                constants = getattr(inner, "consts", ())
+                inner = getattr(inner, "jaxpr", inner)
+                out = self.inline(inner, constants, atoms, replaces=replaces)
+            elif eqn.primitive.name == "name":  # only checkpoint policies read names
+                out = atoms
+            elif replaces and (run := _replacement(eqn)) is not None:
+                avals = [_without_sharding(v.aval) for v in atoms]
+                closed = jax.make_jaxpr(run)(*avals)
+                out = self.inline(closed.jaxpr, closed.consts, atoms, replaces=False)
+            else:
+                out = [jex.Var(v.aval) for v in eqn.outvars]
+                self.equations.append(eqn.replace(invars=atoms, outvars=out))
+            env.update(zip(eqn.outvars, out))
+        return [_atom(env, v) for v in jaxpr.outvars]
+
+    def _bound(self, jaxpr: Any, constants: Sequence, operands: Sequence) -> dict:
+        """Variable of a jaxpr -> its atom here, for its constants and inputs."""
+        env = dict(zip(jaxpr.invars, operands, strict=True))
+        for v, constant in zip(jaxpr.constvars, constants, strict=True):
+            if id(constant) not in self.variable_of:
+                own = jex.Var(_aval_without_mesh(v))
+                self.variable_of[id(constant)] = own
+                self.constants[own] = constant
+            env[v] = self.variable_of[id(constant)]
+        return env
 
 
-def _operand(env: dict, atom: Any) -> Any:
-    """The value of a variable or literal, without the mesh on which a literal was traced."""
-    value = value_of(env, atom)
-    is_tied = isinstance(atom, jex.Literal) and _has_mesh(atom)
-    return np.asarray(value, atom.aval.dtype) if is_tied else value
+def _atom(env: dict, atom: Any) -> Any:
+    """The atom in the place of another one, without the mesh on which a literal was traced."""
+    if not isinstance(atom, jex.Literal):
+        return env[atom]
+    if not _has_mesh(atom):
+        return atom
+    # The value itself also knows the mesh.
+    aval = _aval_without_mesh(atom)
+    return jex.Literal(np.asarray(atom.val, aval.dtype), aval)
+
+
+def _replacement(eqn: Any) -> Callable | None:
+    """The function that takes the place of an equation that cannot stay as it is."""
+    if _is_slow_convolution(eqn):
+        return lambda *values: convolution.convolve(eqn.params, *values)
+    other = without_mesh(_rewritten(eqn))
+    if other is not eqn or any(map(_has_mesh, (*eqn.invars, *eqn.outvars))):
+        return lambda *values: _bind(other, values)
+    return None
 
 
 def _is_slow_convolution(eqn: Any) -> bool:
@@ -281,9 +338,9 @@ def _rewritten(eqn: Any) -> Any:
             return tuple(map(rewritten, value))
         if not isinstance(value, jex.ClosedJaxpr) or not changes(value.jaxpr):
             return value
-        run = functools.partial(_inline, value.jaxpr, value.consts)
-        avals = [_without_sharding(a) for a in value.in_avals]
-        return jax.make_jaxpr(lambda *args: run(args))(*avals)
+        equations = Equations.of(value)
+        avals = [_without_sharding(v.aval) for v in equations.inputs]
+        return jax.make_jaxpr(equations.__call__)(*avals)
 
     params = {name: rewritten(value) for name, value in eqn.params.items()}
     return eqn.replace(params=params) if any(map(changes, _jaxprs_of(eqn))) else eqn
@@ -298,6 +355,14 @@ def _is_on_mesh(jaxpr: Any) -> bool:
 def _has_mesh(atom: Any) -> bool:
     sharding = getattr(atom.aval, "sharding", None)
     return sharding is not None and not sharding.mesh.empty
+
+
+def _aval_without_mesh(atom: Any) -> Any:
+    """The abstract value of an atom as it is without a mesh."""
+    if not _has_mesh(atom):
+        return atom.aval
+    alone = jax.make_jaxpr(lambda value: value)(_without_sharding(atom.aval))
+    return alone.jaxpr.invars[0].aval
 
 
 def _without_sharding(aval: Any) -> Any:

@@ -1,6 +1,6 @@
 """Layers given as Flax NNX modules, or as factories of them."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import abstract
 from jpipe.layers.batch_norm import commit, to_statistics
+from jpipe.layers.constraint import NO_MESH
 from jpipe.layers.layer import Layer, check_leaves
 
 Path = tuple[Any, ...]
@@ -36,6 +37,35 @@ def make_module(make: Callable[..., Any], key: jax.Array) -> nnx.Module:
             f"the factory must return a Flax NNX module, got {type(module).__name__}."
         )
     return module
+
+
+def abstract_module(
+    make: Callable[..., Any],
+) -> tuple[nnx.Module, Callable[[jax.Array], list]]:
+    """What a factory makes: the abstract module, and a function from a random key to the leaves of its `nnx.State`.
+
+    It contains a jitted function: JAX traces the factory here, and uses this trace again where weights are made.
+
+    Raises:
+      NotAModuleError: see `make_module`.
+    """
+    forms = []
+
+    @jax.jit
+    def traced(key: jax.Array) -> list:
+        graph, state = nnx.split(make_module(make, key))
+        leaves, tree = jax.tree.flatten(state)
+        forms.append((graph, tree))
+        return leaves
+
+    def leaves(key: jax.Array) -> list:
+        # Flax would look for the names of dims on a mesh of the user's.
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            return traced(key)
+
+    avals = jax.eval_shape(leaves, jax.eval_shape(jax.random.key, 0))
+    graph, tree = forms[0]
+    return nnx.merge(graph, tree.unflatten(avals)), leaves
 
 
 def as_parameters(values: Any) -> Any:
@@ -77,12 +107,14 @@ def _as_dicts(values: Any, role: str) -> Any:
     return unflatten_dict(chosen)
 
 
-def from_nnx(module: nnx.Module, make: Callable[..., Any] | None, index: int) -> Layer:
+def from_nnx(
+    module: nnx.Module, leaves: Callable[[jax.Array], list] | None, index: int
+) -> Layer:
     """The `Layer` of an NNX module.
 
     Args:
-      module: the module; an abstract one if `make` is given.
-      make: the factory that makes the weights, or None if the module holds them.
+      module: the module; an abstract one if `leaves` is given.
+      leaves: makes the leaves of the module's `nnx.State` from a random key; None: the module holds them.
       index: the layer's position, for messages.
     """
     name = type(module).__name__
@@ -111,7 +143,7 @@ def from_nnx(module: nnx.Module, make: Callable[..., Any] | None, index: int) ->
         module.eval()
         return module(*args)
 
-    parameters, state = abstract(variables.by_role(module))
+    parameters, state = abstract(variables.by_role(variables.leaves))
     check_leaves(parameters, state, name, index)
     return Layer(
         name,
@@ -120,11 +152,9 @@ def from_nnx(module: nnx.Module, make: Callable[..., Any] | None, index: int) ->
         train,
         evaluate,
         commit=lambda state, statistics: commit(state, statistics, momenta),
-        init=None
-        if make is None
-        else lambda key: variables.by_role(make_module(make, key)),
-        given=jax.tree.map(np.asarray, variables.by_role(module))
-        if make is None
+        init=None if leaves is None else lambda key: variables.by_role(leaves(key)),
+        given=jax.tree.map(np.asarray, variables.by_role(variables.leaves))
+        if leaves is None
         else None,
         specs=variables.specs(),
         alike=_hashable(variables.graph),
@@ -137,20 +167,21 @@ class _Variables:
 
     Attributes:
       graph: the module without its arrays.
+      leaves: the arrays, in the order of `role_of`.
       role_of: path of each variable -> "parameters", "state" or "random", in Flax's order.
     """
 
     def __init__(self, module: nnx.Module, name: str, index: int) -> None:
         self.graph, self._whole = nnx.split(module)
-        leaves, self._tree = jax.tree.flatten(self._whole)
+        self.leaves, self._tree = jax.tree.flatten(self._whole)
         variables = [(tuple(path), v) for path, v in nnx.to_flat_state(self._whole)]
-        if len(variables) != len(leaves):
+        if len(variables) != len(self.leaves):
             raise ValueError(
                 f"layer {index} ({name}): every variable must hold one array."
             )
         self.role_of: dict[Path, str] = {path: _role(v) for path, v in variables}
         self._keys = [path for path, v in variables if isinstance(v, nnx.RngKey)]
-        self._leaf_of = {path: leaf for (path, _), leaf in zip(variables, leaves)}
+        self._leaf_of = {path: leaf for (path, _), leaf in zip(variables, self.leaves)}
 
     def merge(self, parameters: Any, state: Any, key: jax.Array) -> nnx.Module:
         """The module with these values; its random streams begin anew from `key`."""
@@ -166,10 +197,9 @@ class _Variables:
         leaves = [values[path] for path in self.role_of]
         return nnx.merge(self.graph, self._tree.unflatten(leaves))
 
-    def by_role(self, module: nnx.Module) -> tuple[dict, dict]:
-        """The parameters and the state of a module, as nested dicts."""
-        _, whole = nnx.split(module)
-        values = dict(zip(self.role_of, jax.tree.leaves(whole), strict=True))
+    def by_role(self, leaves: Sequence) -> tuple[dict, dict]:
+        """The parameters and the state among the leaves of a module, as nested dicts."""
+        values = dict(zip(self.role_of, leaves, strict=True))
         return self._with_role(values, "parameters"), self._with_role(values, "state")
 
     def state_of(self, module: nnx.Module) -> dict:

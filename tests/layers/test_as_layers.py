@@ -16,6 +16,7 @@ from helpers import assert_close
 import jpipe
 from jpipe.layers.as_layers import as_layers
 from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
+from jpipe.layers.quick_jit import quick_options
 
 KEY = jax.random.key(1)
 
@@ -444,6 +445,32 @@ def test_a_factory_with_another_name_for_rngs():
     batch = {k: np.ones((4, 2), np.float32) for k in ("inputs", "targets")}
     with pytest.raises(ValueError, match="It has no parameter named `rngs`"):
         pipeline(1, 2, [lambda r: nnx.Linear(2, 2, rngs=r)]).init(KEY, batch)
+
+
+def test_a_factory_runs_once_for_each_kind_of_key():
+    calls = []
+
+    def make(*, rngs):
+        calls.append(rngs)
+        return nnx.Linear(3, 2, rngs=rngs)
+
+    (layer,) = as_layers([make])
+    key = jax.random.key(1)
+    parameters, _ = layer.init(key)
+    assert len(calls) == 1
+    expected = nnx.Linear(3, 2, rngs=nnx.Rngs(key))
+    assert_close(parameters, as_parameters(expected), "float64")
+    other = jax.random.key(1, impl="rbg")
+    parameters, _ = layer.init(other)
+    expected = nnx.Linear(3, 2, rngs=nnx.Rngs(other))
+    assert_close(parameters, as_parameters(expected), "float64")
+
+
+@pytest.mark.parametrize(("num_numbers", "level"), [(1000, 0), (4_000_000, 1)])
+def test_a_program_with_many_numbers_is_optimised(num_numbers, level):
+    options = quick_options("cpu", num_numbers)
+    assert options["xla_backend_optimization_level"] == level
+    assert quick_options("gpu", num_numbers) is None
 
 
 def test_parameters_in_the_forms_of_flax():
