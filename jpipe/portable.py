@@ -6,6 +6,7 @@ goes through the portable form, and so do checkpoints that are restored into ano
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jpipe.checks import check_fit
 from jpipe.engine.layout import REPLICATED
-from jpipe.layers.quick_jit import shared_jit
+from jpipe.layers.quick_jit import quick_options, shared_jit
 from jpipe.locations import (
     Locations,
     locations,
@@ -275,8 +276,10 @@ def initial(
     layers = stages.layers
     init_one = shared_jit(program.settings.platform)
     given: Any = (params, mutable_state)
+    of_key = quick_options(next(iter(key.devices())).platform)
+    fold_in = jax.jit(jax.random.fold_in, compiler_options=of_key)
     # Before `new_state` changes the default device: `fold_in` would compile on each.
-    *keys, training_key = (jax.random.fold_in(key, i) for i in range(len(layers) + 1))
+    *keys, training_key = (fold_in(key, i) for i in range(len(layers) + 1))
 
     def initial_layer(i: int) -> list:
         """Weights and mutable state of a layer."""
@@ -333,7 +336,10 @@ def new_state(
     return PipelineState(
         **_pack(program, of_layers, loss_scale),
         **_first_compression(program),
-        **_zeros(program.engine.layout.global_shapes(["gradients", "buffers"])),
+        **_zeros(
+            program.engine.layout.global_shapes(["gradients", "buffers"]),
+            program.settings.platform,
+        ),
         **_counters(program, key_data, 0, started),
         program=program,
     )
@@ -360,7 +366,7 @@ def with_arrays(
     shapes, tree = jax.tree.flatten_with_path({**like.kept(), **like.in_flight()})
     paths = [jax.tree_util.keystr(path) for path, _ in shapes]
     missing = {path: a for path, (_, a) in zip(paths, shapes) if path not in arrays}
-    found = {**_zeros(missing), **arrays}
+    found = {**_zeros(missing, program.settings.platform), **arrays}
     return PipelineState(
         **tree.unflatten([found[path] for path in paths]),
         **_counters(program, key_data, rounds, started),
@@ -436,11 +442,13 @@ def warn_of_new_compression() -> None:
     )
 
 
-def _zeros(shapes: Any) -> Any:
-    """Arrays of zeros, made where they lie."""
+def _zeros(shapes: Any, platform: str) -> Any:
+    """Arrays of zeros, made where they lie: on devices of a platform."""
+    size = sum(math.prod(a.shape) for a in jax.tree.leaves(shapes))
     return jax.jit(
         lambda: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes),
         out_shardings=jax.tree.map(lambda a: a.sharding, shapes),
+        compiler_options=quick_options(platform, size),
     )()
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -28,8 +28,9 @@ from jpipe.lowering.scalars import LaneScalars
 from jpipe.packing import Place
 from jpipe.stages.accumulators import FACTORS
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS, UpdateFacts
-from jpipe.stages.optimizer import LeafSlots, StageUpdate, UpdateGroup
+from jpipe.stages.optimizer import LeafSlots, UpdateGroup
 from jpipe.stages.shares import Division, WholeLeaves
+from jpipe.stages.stage_update import MergedUpdate
 
 Record = TypeVar("Record", bound=TickArrays)
 
@@ -44,7 +45,7 @@ def apply_writes(device: Device) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Apply:
-    """The optimizer's update of one column by one program, turn by turn.
+    """The optimizer's update of one column by one of some programs, turn by turn.
 
     Under the policy "cond", two tricks keep all arrays in place on CPUs and TPUs. A loop over the
     turns of a group has a dynamic length, so that XLA does not unroll it (and copy). A turn
@@ -55,7 +56,8 @@ class Apply:
 
     Attributes:
       device: the device.
-      program: the update.
+      programs: the updates.
+      position: which of them, int32 `[]` if there are several.
       scalars: of the lane.
       now: bool `[]`, whether the column updates by this program in this tick.
       skip: bool `[]`, whether the update is skipped.
@@ -64,21 +66,22 @@ class Apply:
     """
 
     device: Device
-    program: StageUpdate
+    programs: MergedUpdate
+    position: jax.Array | int
     scalars: LaneScalars
     now: jax.Array
     skip: jax.Array
     global_norm: jax.Array
     scale: jax.Array | None
 
-    def run(self, arrays: Record, num_updates: jax.Array | int) -> Record:
+    def run(self, arrays: Record) -> Record:
         """The arrays after 0 or 1 updates, which leave gradients of zero in the column."""
         forward_delay, backward_lead = (
             self.scalars.delay(name).astype(jnp.float32) for name in PASSES
         )
         facts = UpdateFacts(forward_delay, backward_lead, self.global_norm)
         extra = [arg.value(facts) for arg in EXTRA_ARGS]
-        extra += [forward_delay, backward_lead] if self.program.param_hooks else []
+        extra += [forward_delay, backward_lead] if self.programs.has_hooks else []
 
         updated: dict[str, Packed] = {
             "parameters": arrays.parameters,
@@ -86,7 +89,7 @@ class Apply:
             **arrays.read_parameters,
         }
         rank = None
-        if self.program.replicas.number > 1:
+        if self.programs.replicas.number > 1:
             rank = rank_of(self.device, self.scalars.chunk)
         read = {"gradients": arrays.gradients}
         if self.device.spec.accumulate_gradients is not None:
@@ -94,13 +97,16 @@ class Apply:
         turn = _Turn(self, rank, read)
         num_done = jnp.int32(0)
         shared = turn.unscaled(
-            self.program.shared,
-            [turn.load(slots, 0, None, updated) for slots in self.program.shared],
+            self.programs.shared,
+            [
+                turn.load(slots, self.position, None, updated)
+                for slots in self.programs.shared
+            ],
         )
-        for group in self.program.groups:
+        for g, group in enumerate(self.programs.groups):
             run = functools.partial(turn.run, group, [*shared, *extra])
-            num_turns = num_updates * group.num_turns
-            updated, num_done = lax.fori_loop(0, num_turns, run, (updated, num_done))
+            first, end = self._turns_of(g)
+            updated, num_done = lax.fori_loop(first, end, run, (updated, num_done))
         skipped = arrays.skipped
         if unit_of(self.device, self.scalars) is None:  # a unit skips with its home
             skips = (self.now & self.skip).astype(jnp.int32)
@@ -113,6 +119,20 @@ class Apply:
             skipped=skipped,
         )
 
+    def _turns_of(self, group: int) -> tuple[jax.Array | int, jax.Array | int]:
+        """The first turn of the column in a group, and the turn after its last."""
+        first, number = (
+            of_groups[group]
+            for of_groups in (self.programs.first_turn, self.programs.num_turns)
+        )
+        if isinstance(self.position, int):
+            first, number = int(first[self.position]), int(number[self.position])
+        else:
+            first, number = (jnp.asarray(a)[self.position] for a in (first, number))
+        if self.device.spec.lowered.guard == "cond":
+            number *= self.now.astype(jnp.int32)
+        return first, first + number
+
     def _emptied(
         self, gradients: Packed, updated: dict[str, Packed], num_done: jax.Array
     ) -> Packed:
@@ -121,10 +141,16 @@ class Apply:
         Reading `num_done`, or a barrier, delays this until all turns have read the gradients. Emptied
         earlier, the gradients would have to be copied.
         """
-        lead = self.device.lead("gradients", row_of(self.device, self.scalars))
-        own = {name: gradients[name] for name in self.program.gradient_arrays}
+        row = row_of(self.device, self.scalars)
+        lead = self.device.lead("gradients", row)
+        own = {name: gradients[name] for name in self.programs.gradient_arrays}
         if self.device.spec.lowered.guard == "cond":
-            return {**gradients, **_emptied_by_rows(own, lead, num_done > 0)}
+            # The row of an array that the stage does not use is one of another stage.
+            now = {
+                name: (num_done > 0) & self.device.uses("gradients", name, row)
+                for name in own
+            }
+            return {**gradients, **_emptied_by_rows(own, lead, now)}
         far = {name: a for name, a in own.items() if packing.is_on_host(a)}
         far = {
             name: packing.each_row(a, lead(name), jnp.zeros_like)
@@ -189,9 +215,24 @@ class _Turn(NamedTuple):
                 jnp.where(keeps, a, b) for a, b in zip(before, compute(), strict=True)
             ]
         for slots, value in zip(outputs, values, strict=True):
+            if group.num_done is not None:
+                value = self._with_done(group.num_done, slots, i, updated, value)
             packed = self._stored(slots, i, group.division, updated, value)
             updated = {**updated, slots.arrays: packed}
         return updated, num_done + 1
+
+    def _with_done(
+        self,
+        num_done: np.ndarray,
+        slots: LeafSlots,
+        i: jax.Array,
+        updated: dict[str, Packed],
+        value: jax.Array,
+    ) -> jax.Array:
+        """An output of turn i, but for the numbers that an earlier turn has updated."""
+        lead = self._lead(slots, self.update.scalars.row)
+        (done,) = read_turn(updated[slots.arrays], slots, i, lead)
+        return jnp.where(jnp.arange(value.size) < jnp.asarray(num_done)[i], done, value)
 
     def load(
         self,
@@ -281,9 +322,9 @@ class _Turn(NamedTuple):
 
 
 def _emptied_by_rows(
-    gradients: Packed, lead: Callable[[str], Sequence], now: jax.Array
+    gradients: Packed, lead: Callable[[str], Sequence], now: Mapping[str, jax.Array]
 ) -> Packed:
-    """Gradients whose column at `lead` is zero if `now`; row by row, so that they stay in place."""
+    """Gradients whose column at `lead` is zero where `now` says so; row by row, so that they stay in place."""
 
     def emptied(name: str, array: jax.Array) -> jax.Array:
         (column,) = lead(name)
@@ -299,6 +340,6 @@ def _emptied_by_rows(
                 array, zeros, start, allow_negative_indices=False
             )
 
-        return lax.fori_loop(0, now.astype(jnp.int32) * num_rows, row, array)
+        return lax.fori_loop(0, now[name].astype(jnp.int32) * num_rows, row, array)
 
     return {name: emptied(name, array) for name, array in gradients.items()}

@@ -9,12 +9,21 @@ from jpipe.engine.arrays import Packed
 from jpipe.engine.context import Device
 from jpipe.lowering.scalars import LaneScalars
 from jpipe.stages.optimizer import StageUpdate
+from jpipe.stages.stage_update import MergedUpdate, merge_updates
 
 
 def programs_of(device: Device, lane: LaneScalars) -> Sequence[StageUpdate]:
     """The updates of which a lane runs one."""
     updates, unit = device.spec.updates, unit_of(device, lane)
     return updates.programs if unit is None else [updates.of_units[unit][0]]
+
+
+def merged_of(device: Device, lane: LaneScalars) -> Sequence[MergedUpdate]:
+    """The same updates, merged."""
+    updates, unit = device.spec.updates, unit_of(device, lane)
+    return (
+        updates.merged if unit is None else merge_updates([updates.of_units[unit][0]])
+    )
 
 
 def unit_of(device: Device, lane: LaneScalars) -> int | None:

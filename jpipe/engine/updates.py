@@ -36,11 +36,18 @@ from jpipe.engine.shares import (
 )
 from jpipe.engine.spec import TiedCopy
 from jpipe.engine.transport import put_row
-from jpipe.engine.units import gradients_of, own_gradients, programs_of, row_of
+from jpipe.engine.units import (
+    gradients_of,
+    merged_of,
+    own_gradients,
+    programs_of,
+    row_of,
+)
 from jpipe.lowering.norms import NormTable
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA, STAGE
 from jpipe.stages.optimizer import StageUpdate
+from jpipe.stages.stage_update import MergedUpdate, merge_updates
 
 Record = TypeVar("Record", bound=TickArrays)
 State = TypeVar("State")
@@ -85,23 +92,37 @@ def update(
         norm, skip = norms.of_version(lane.stage, lane.absolute_version)
 
         def apply(
-            program: StageUpdate,
-            number: int,
-            num_updates: jax.Array | int,
-            arrays: Written,
-        ) -> Written:
-            of_program = Apply(
+            programs: MergedUpdate,
+            position: jax.Array | int,
+            now: jax.Array,
+            arrays: Record,
+        ) -> Record:
+            of_column = Apply(
                 device=device,
-                program=program,
+                programs=programs,
+                position=position,
                 scalars=lane,
-                now=lane.program == number,
+                now=now,
                 skip=skip,
                 global_norm=norm,
                 scale=norms.scale,
             )
-            return of_program.run(arrays, num_updates)
+            return of_column.run(arrays)
 
-        return _run_program(device, lane, "apply", apply_writes(device), apply, arrays)
+        if spec.lowered.guard == "cond":
+            for programs in merged_of(device, lane):
+                now, position = _position_of(lane.program, programs.programs)
+                arrays = apply(programs, position, now, arrays)
+            return arrays
+
+        def apply_alone(
+            program: StageUpdate, number: int, _: Any, arrays: Written
+        ) -> Written:
+            (alone,) = merge_updates([program])
+            return apply(alone, 0, lane.program == number, arrays)
+
+        writes = apply_writes(device)
+        return _run_program(device, lane, "apply", writes, apply_alone, arrays)
 
     arrays = _for_each_lane(device, scalars, apply_lane, arrays)
     for unit in units:
@@ -111,6 +132,16 @@ def update(
     for copies in spec.ties:
         arrays = _copy_tied_weights(device, copies, arrays)
     return arrays.replace(op_count=arrays.op_count + 1)
+
+
+def _position_of(
+    number: jax.Array, numbers: Sequence[int]
+) -> tuple[jax.Array, jax.Array | int]:
+    """Whether a number, or -1, is among others, and its position there."""
+    if len(numbers) == 1:
+        return number == numbers[0], 0
+    found = number == np.array(numbers, np.int32)
+    return found.any(), jnp.argmax(found).astype(jnp.int32)
 
 
 MOST_UNROLLED = 4

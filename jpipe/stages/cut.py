@@ -87,14 +87,18 @@ class Vectors(NamedTuple):
       stashes: the same for what a stage keeps of a microbatch.
       update_block: numbers of a vector that an update changes at once. It needs temporary memory for as many of
         each array that it reads and writes.
+      equal_blocks: whether all stages have blocks of one size, see `jpipe.stages.vector_blocks.in_blocks`.
     """
 
     weights: float = 0.5
     stashes: float = 0.5
     update_block: int = CHUNK
+    equal_blocks: bool = True
 
 
-_OF_SWITCH = Vectors(weights=math.inf, stashes=0.75, update_block=4 * CHUNK)
+_OF_SWITCH = Vectors(
+    weights=math.inf, stashes=0.75, update_block=4 * CHUNK, equal_blocks=False
+)
 """Where devices switch between programs, a layer writes its leaves at once if they lie in one array. Before JAX 0.12 a branch has to
 touch each array that only other branches write, too. But a leaf of a vector is laid out row by row, which costs a transpose of some
 activations. On an H100 each kernel of a block of `CHUNK` numbers takes only 1 to 8 us, so a block has more."""

@@ -25,7 +25,7 @@ from jpipe.layers.products import ProductForm
 from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages.accumulators import FACTORS, FactorPlaces, GradientPlace
-from jpipe.stages.cut import Stages, devices_of_owners
+from jpipe.stages.cut import Stages, Vectors, devices_of_owners
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS, read_delays
 from jpipe.stages.flat_update import (
     FlatUpdate,
@@ -39,11 +39,11 @@ from jpipe.stages.flat_update import (
     with_hooks,
 )
 from jpipe.stages.shares import Replicas
+from jpipe.stages.stage_update import MergedUpdate, StageUpdate, merge_updates
 from jpipe.stages.update_groups import (
     Draft,
     Grouped,
     LeafSlots,
-    Piece,
     UpdateGroup,
     group_updates,
 )
@@ -73,42 +73,6 @@ __all__ = [
 
 
 @dataclasses.dataclass(frozen=True)
-class StageUpdate:
-    """One program that updates a stage.
-
-    Parts run one after the other, and each reads and writes leaves of its own. For most optimizers
-    a part is one weight or a block of a vector, so an update needs temporary memory for that only.
-
-    Attributes:
-      groups: the program, in groups of equal parts.
-      shared: inputs of every part: scalars among parameters, gradients and state, and what the
-        optimizer keeps in its state and does not change. They are followed
-        by the values of `EXTRA_ARGS`, and with hooks by the delays of `PASSES`.
-      param_hooks: pass -> the function `(parameters, optimizer_state, delay) -> parameters`, of
-        flat lists.
-      parameters: for each parameter leaf, `(place, row)` of all its copies on the stage; several if
-        tied.
-      gradients: for each parameter leaf, `(place, row)` of what its gradient is accumulated in.
-      state: for each leaf of the optimizer's state the pieces in which it is placed.
-      replicas: of the stage, if they share the update; else one.
-    """
-
-    groups: Sequence[UpdateGroup]
-    shared: Sequence[LeafSlots]
-    param_hooks: Mapping[str, Callable]
-    parameters: Sequence[Sequence[tuple[Place, int]]]
-    gradients: Sequence[tuple[GradientPlace, int]]
-    state: Sequence[Sequence[Piece]]
-    replicas: Replicas
-
-    @functools.cached_property
-    def gradient_arrays(self) -> list[str]:
-        """The names of the packed arrays with the gradients that the update reads as they are, not as factors."""
-        places = [place for place, _ in self.gradients]
-        return sorted({p.array for p in places if isinstance(p, Place)})
-
-
-@dataclasses.dataclass(frozen=True)
 class StageUpdates:
     """The updates of all stages.
 
@@ -127,6 +91,11 @@ class StageUpdates:
     norm_dtype: np.dtype
     of_units: Sequence[tuple[StageUpdate, Packing]] = ()
     reads_stale: bool = False
+
+    @functools.cached_property
+    def merged(self) -> list[MergedUpdate]:
+        """All programs, with loops for several stages at once."""
+        return merge_updates(self.programs)
 
 
 # -- What the optimizer sees of a stage
@@ -278,16 +247,13 @@ class _Draft(NamedTuple):
     reads_stale: bool
 
 
-def _in_parts(
-    draft: _Draft, state: Sequence[Place], devices: Sequence[int], block: int
-) -> Draft:
+def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> Draft:
     """An update on packed arrays, in parts that can each run alone.
 
     Args:
       draft: the update.
       state: for each leaf of the optimizer's state, its place if nobody shares it.
       devices: of each copy of each stage that has this update.
-      block: numbers of a vector that change at once.
     """
     equations, parameters = draft.equations, draft.parameters
     state_leaves = [PackedLeaf("optimizer_state", [(place, 0)]) for place in state]
@@ -327,10 +293,19 @@ def _in_parts(
         for part in equations.parts(common)
     ]
     of_all = [inputs[i] for i in common if i < len(inputs)]
-    parts = in_blocks(parts, block)
-    if draft.replicas.number == 1:  # else the replicas cut the leaves in their own way
-        parts = in_chunks(parts)
     return Draft(parts, of_all, state, draft.replicas, devices)
+
+
+def _in_blocks(drafts: Sequence[Draft], vectors: Vectors) -> list[Draft]:
+    """The updates of all stages, with vectors cut into blocks and leaves in host memory into chunks."""
+    # Replicas that share an update cut each block in their own way, and so do not overlap blocks.
+    alone = all(draft.replicas.number == 1 for draft in drafts)
+    equal = vectors.equal_blocks and alone
+    blocks = in_blocks([d.parts for d in drafts], vectors.update_block, equal=equal)
+    return [
+        draft._replace(parts=in_chunks(parts) if draft.replicas.number == 1 else parts)
+        for draft, parts in zip(drafts, blocks, strict=True)
+    ]
 
 
 def _gradient_leaves(place: GradientPlace, row: int) -> list[PackedLeaf]:
@@ -436,13 +411,16 @@ def make_updates(
         tight=True,
     )
     in_parts = [
-        _in_parts(draft, places, of_draft, stages.vectors.update_block)
+        _in_parts(draft, places, of_draft)
         for draft, places, of_draft in zip(
             drafts.values(), whole_state.places, devices_of, strict=True
         )
     ]
     grouped, packing = group_updates(
-        in_parts, whole_state, axis_sizes or {}, stages.vectors.weights
+        _in_blocks(in_parts, stages.vectors),
+        whole_state,
+        axis_sizes or {},
+        stages.vectors.weights,
     )
     programs = [
         _stage_update(draft, of_program)
@@ -531,7 +509,7 @@ def _unit_update(
         reads_stale,
     )
     vectors = stages.vectors
-    in_parts = _in_parts(draft, packing.places[0], [0], vectors.update_block)
+    (in_parts,) = _in_blocks([_in_parts(draft, packing.places[0], [0])], vectors)
     _check_elementwise(unit.name, in_parts.parts)
     (grouped,), packing = group_updates([in_parts], packing, {}, vectors.weights)
     return _stage_update(draft, grouped), packing

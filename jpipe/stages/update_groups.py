@@ -51,6 +51,7 @@ class UpdateGroup(NamedTuple):
       inputs: where the inputs are.
       outputs: where the outputs go.
       num_turns: how many turns there are.
+      num_done: int32 `[turns]`, numbers at the start of each output that stay as an earlier turn left them; None: none.
       division: how each turn is divided over the replicas of the stage; None: every replica updates all.
     """
 
@@ -59,6 +60,7 @@ class UpdateGroup(NamedTuple):
     outputs: Sequence[LeafSlots]
     num_turns: int
     division: Division | None = None
+    num_done: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -432,7 +434,15 @@ def _group(turns: _Turns, shared: _SharedState | None) -> UpdateGroup:
 
     inputs = slots([[part.inputs for part in turn] for turn in turns.turns])
     outputs = slots([[part.outputs for part in turn] for turn in turns.turns])
-    return UpdateGroup(turns.run, inputs, outputs, len(turns.turns), turns.division)
+    num_done = np.array([turn[0].num_done for turn in turns.turns], np.int32)
+    return UpdateGroup(
+        turns.run,
+        inputs,
+        outputs,
+        len(turns.turns),
+        turns.division,
+        num_done if num_done.any() else None,
+    )
 
 
 def _slots(

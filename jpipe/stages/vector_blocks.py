@@ -3,8 +3,10 @@
 Stages of unlike layers keep most weights in flat vectors (`jpipe.packing`), and each shape would get a
 loop of its own in the compiled update. An update such as Adam's does not depend on the shape. So leaves
 that follow each other in every vector that their update reads and writes are updated as one vector, in
-blocks of one size: two loops per stage, however many shapes it has. If an optimizer treats neighbours
-differently, such as kernels and biases under a mask, each is a block of its own.
+blocks of one size. Stages of unlike size have blocks of the same size, so that one loop updates them all
+(`jpipe.stages.merged_updates`): the last block of a vector may begin before the end of the block in front of
+it, and keeps the numbers that this one has updated. If an optimizer treats neighbours differently, such as
+kernels and biases under a mask, each is a vector of its own here.
 """
 
 import itertools
@@ -62,11 +64,13 @@ class PackedPart(NamedTuple):
       equations: `(*inputs, *shared) -> outputs`.
       inputs: where the inputs are.
       outputs: where the outputs go.
+      num_done: numbers at the start of each output that a part before this one has updated. They stay.
     """
 
     equations: Equations
     inputs: Sequence[PackedLeaf]
     outputs: Sequence[PackedLeaf]
+    num_done: int = 0
 
     @property
     def leaves(self) -> list[PackedLeaf]:
@@ -80,13 +84,50 @@ class PackedPart(NamedTuple):
         )
 
 
-def in_blocks(parts: Sequence[PackedPart], size: int) -> list[PackedPart]:
-    """The parts, with those that work element by element on vectors replaced by blocks.
+class _Vector(NamedTuple):
+    """Leaves that follow each other in every array, and that one program updates element by element.
+
+    Attributes:
+      kind: vectors of one kind can be updated in the same loop.
+      first: the part of the first leaf.
+      size: numbers of all leaves.
+    """
+
+    kind: tuple
+    first: PackedPart
+    size: int
+
+
+def in_blocks(
+    updates: Sequence[Sequence[PackedPart]], size: int, *, equal: bool
+) -> list[list[PackedPart]]:
+    """The parts of each update, with those that work element by element on vectors replaced by blocks.
 
     Args:
-      parts: of one update.
-      size: numbers of a block. The last block of a vector has what is left.
+      updates: the parts of the updates of all stages.
+      size: the most numbers of a block.
+      equal: whether blocks of vectors of unlike size have one size. The last block of a vector then overlaps the one
+        before. Else the last block has what is left.
     """
+    cut = [_vectors(parts) for parts in updates]
+    sizes: dict[tuple, list[int]] = {}
+    for _, vectors in cut:
+        for vector in vectors:
+            sizes.setdefault(vector.kind, []).append(vector.size)
+
+    def blocks(vector: _Vector) -> Iterator[PackedPart]:
+        if not equal:
+            return _blocks(vector, size)
+        return _equal_blocks(vector, min(size, _equal_size(sizes[vector.kind])))
+
+    return [
+        [*kept, *itertools.chain.from_iterable(map(blocks, vectors))]
+        for kept, vectors in cut
+    ]
+
+
+def _vectors(parts: Sequence[PackedPart]) -> tuple[list[PackedPart], list[_Vector]]:
+    """The parts of an update that are no vectors, and the vectors."""
     kept: list[PackedPart] = []
     alike: dict[tuple, list[PackedPart]] = {}
     texts: dict[str, str | None] = {}
@@ -100,10 +141,12 @@ def in_blocks(parts: Sequence[PackedPart], size: int) -> list[PackedPart]:
             alike.setdefault((texts[text], part.layout()), []).append(part)
         else:
             kept.append(part)
-    for members in alike.values():
-        for first, total in _joined(members):
-            kept += _blocks(first, total, size)
-    return kept
+    vectors = [
+        _Vector(kind, first, total)
+        for kind, members in alike.items()
+        for first, total in _joined(members)
+    ]
+    return kept, vectors
 
 
 def in_chunks(parts: Sequence[PackedPart]) -> list[PackedPart]:
@@ -207,16 +250,44 @@ def _joined(parts: Sequence[PackedPart]) -> Iterator[tuple[PackedPart, int]]:
         yield run[0], sum(map(_size, run))
 
 
-def _blocks(first: PackedPart, total: int, size: int) -> Iterator[PackedPart]:
-    """Blocks of `size` numbers, `total` in all, that begin where the part `first` begins."""
-    bounds = [*range(0, total, size), total]
-    programs = {
-        n: on_shape(first, (n,)) for n in {b - a for a, b in itertools.pairwise(bounds)}
-    }
-    for start, end in itertools.pairwise(bounds):
-        n = end - start
-        yield PackedPart(
-            programs[n],
-            [leaf.block(start, n) for leaf in first.inputs],
-            [leaf.block(start, n) for leaf in first.outputs],
-        )
+_SHORTEST_BLOCK = 2**14
+"""Numbers of a block from which the turns of the loop take little time beside the update."""
+
+
+def _equal_size(sizes: Sequence[int]) -> int:
+    """A size of blocks for vectors of several sizes.
+
+    It is the smallest vector's, or up to an eighth of it: the last block of a vector computes some numbers again.
+    Vectors below an eighth of the largest do not count, because the largest would have many blocks.
+    """
+    smallest = min(size for size in sizes if 8 * size >= max(sizes))
+    return -(-smallest // min(8, max(1, smallest // _SHORTEST_BLOCK)))
+
+
+def _equal_blocks(vector: _Vector, size: int) -> Iterator[PackedPart]:
+    """Blocks of `size` numbers, or one of the whole vector if that is shorter."""
+    size = min(size, vector.size)
+    run = on_shape(vector.first, (size,))
+    for start in range(0, vector.size, size):
+        num_done = max(0, start + size - vector.size)
+        yield _block(vector, run, start - num_done, size, num_done)
+
+
+def _blocks(vector: _Vector, size: int) -> Iterator[PackedPart]:
+    """Blocks of `size` numbers; the last has what is left."""
+    bounds = list(itertools.pairwise([*range(0, vector.size, size), vector.size]))
+    runs = {n: on_shape(vector.first, (n,)) for n in {b - a for a, b in bounds}}
+    for start, end in bounds:
+        yield _block(vector, runs[end - start], start, end - start)
+
+
+def _block(
+    vector: _Vector, run: Equations, start: int, size: int, num_done: int = 0
+) -> PackedPart:
+    inputs, outputs = vector.first.inputs, vector.first.outputs
+    return PackedPart(
+        run,
+        [leaf.block(start, size) for leaf in inputs],
+        [leaf.block(start, size) for leaf in outputs],
+        num_done,
+    )
