@@ -56,8 +56,8 @@ class Apply:
 
     Attributes:
       device: the device.
-      programs: the updates.
-      position: which of them, int32 `[]` if there are several.
+      merged: the programs.
+      position: that of the column's program, int32 `[]` if there are several.
       scalars: of the lane.
       now: bool `[]`, whether the column updates by this program in this tick.
       skip: bool `[]`, whether the update is skipped.
@@ -66,7 +66,7 @@ class Apply:
     """
 
     device: Device
-    programs: MergedUpdate
+    merged: MergedUpdate
     position: jax.Array | int
     scalars: LaneScalars
     now: jax.Array
@@ -81,7 +81,7 @@ class Apply:
         )
         facts = UpdateFacts(forward_delay, backward_lead, self.global_norm)
         extra = [arg.value(facts) for arg in EXTRA_ARGS]
-        extra += [forward_delay, backward_lead] if self.programs.has_hooks else []
+        extra += [forward_delay, backward_lead] if self.merged.has_hooks else []
 
         updated: dict[str, Packed] = {
             "parameters": arrays.parameters,
@@ -89,7 +89,7 @@ class Apply:
             **arrays.read_parameters,
         }
         rank = None
-        if self.programs.replicas.number > 1:
+        if self.merged.replicas.number > 1:
             rank = rank_of(self.device, self.scalars.chunk)
         read = {"gradients": arrays.gradients}
         if self.device.spec.accumulate_gradients is not None:
@@ -97,13 +97,13 @@ class Apply:
         turn = _Turn(self, rank, read)
         num_done = jnp.int32(0)
         shared = turn.unscaled(
-            self.programs.shared,
+            self.merged.shared,
             [
                 turn.load(slots, self.position, None, updated)
-                for slots in self.programs.shared
+                for slots in self.merged.shared
             ],
         )
-        for g, group in enumerate(self.programs.groups):
+        for g, group in enumerate(self.merged.groups):
             run = functools.partial(turn.run, group, [*shared, *extra])
             first, end = self._turns_of(g)
             updated, num_done = lax.fori_loop(first, end, run, (updated, num_done))
@@ -123,7 +123,7 @@ class Apply:
         """The first turn of the column in a group, and the turn after its last."""
         first, number = (
             of_groups[group]
-            for of_groups in (self.programs.first_turn, self.programs.num_turns)
+            for of_groups in (self.merged.first_turn, self.merged.num_turns)
         )
         if isinstance(self.position, int):
             first, number = int(first[self.position]), int(number[self.position])
@@ -143,7 +143,7 @@ class Apply:
         """
         row = row_of(self.device, self.scalars)
         lead = self.device.lead("gradients", row)
-        own = {name: gradients[name] for name in self.programs.gradient_arrays}
+        own = {name: gradients[name] for name in self.merged.gradient_arrays}
         if self.device.spec.lowered.guard == "cond":
             # The row of an array that the stage does not use is one of another stage.
             now = {

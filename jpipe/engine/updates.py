@@ -92,14 +92,14 @@ def update(
         norm, skip = norms.of_version(lane.stage, lane.absolute_version)
 
         def apply(
-            programs: MergedUpdate,
+            merged: MergedUpdate,
             position: jax.Array | int,
             now: jax.Array,
             arrays: Record,
         ) -> Record:
             of_column = Apply(
                 device=device,
-                programs=programs,
+                merged=merged,
                 position=position,
                 scalars=lane,
                 now=now,
@@ -110,9 +110,9 @@ def update(
             return of_column.run(arrays)
 
         if spec.lowered.guard == "cond":
-            for programs in merged_of(device, lane):
-                now, position = _position_of(lane.program, programs.programs)
-                arrays = apply(programs, position, now, arrays)
+            for merged in merged_of(device, lane):
+                now, position = _position_of(lane.program, merged.numbers)
+                arrays = apply(merged, position, now, arrays)
             return arrays
 
         def apply_alone(

@@ -55,7 +55,7 @@ class MergedUpdate:
     A group has the turns of all of them, one update after the other.
 
     Attributes:
-      programs: the numbers of the updates.
+      numbers: of the updates among those of all stages.
       groups: the turns.
       first_turn: int32 `[groups, programs]`, the first turn of each update.
       num_turns: int32 `[groups, programs]`, how many turns of a group each update has.
@@ -65,7 +65,7 @@ class MergedUpdate:
       replicas: see `StageUpdate`.
     """
 
-    programs: Sequence[int]
+    numbers: Sequence[int]
     groups: Sequence[UpdateGroup]
     first_turn: np.ndarray
     num_turns: np.ndarray

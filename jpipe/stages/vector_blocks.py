@@ -255,13 +255,19 @@ _SHORTEST_BLOCK = 2**14
 
 
 def _equal_size(sizes: Sequence[int]) -> int:
-    """A size of blocks for vectors of several sizes.
+    """The size of blocks for vectors of these sizes that updates the fewest numbers twice.
 
-    It is the smallest vector's, or up to an eighth of it: the last block of a vector computes some numbers again.
-    Vectors below an eighth of the largest do not count, because the largest would have many blocks.
+    It is the size of the smallest vector, or up to an eighth of it. Vectors below an eighth of the largest do not
+    count, because the largest would have many blocks.
     """
     smallest = min(size for size in sizes if 8 * size >= max(sizes))
-    return -(-smallest // min(8, max(1, smallest // _SHORTEST_BLOCK)))
+    most = max(1, min(8, smallest // _SHORTEST_BLOCK))
+
+    def work(block: int) -> float:
+        """The numbers that are updated, of one vector, for each number of the vector."""
+        return max(-(-size // block) * block / size for size in sizes if size >= block)
+
+    return min((-(-smallest // n) for n in range(1, most + 1)), key=work)
 
 
 def _equal_blocks(vector: _Vector, size: int) -> Iterator[PackedPart]:
