@@ -270,9 +270,9 @@ class _Inliner(NamedTuple):
             if eqn.primitive.name in _CALLS:
                 inner = eqn.params[_CALLS[eqn.primitive.name]]
                 # An open jaxpr has no constants.
-                constants = getattr(inner, "consts", ())
+                of_inner = getattr(inner, "consts", ())
                 inner = getattr(inner, "jaxpr", inner)
-                out = self.inline(inner, constants, atoms, replaces=replaces)
+                out = self.inline(inner, of_inner, atoms, replaces=replaces)
             elif eqn.primitive.name == "name":  # only checkpoint policies read names
                 out = atoms
             elif replaces and (run := _replacement(eqn)) is not None:
