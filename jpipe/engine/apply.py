@@ -121,14 +121,13 @@ class Apply:
 
     def _turns_of(self, group: int) -> tuple[jax.Array | int, jax.Array | int]:
         """The first turn of the column in a group, and the turn after its last."""
-        first, number = (
-            of_groups[group]
-            for of_groups in (self.merged.first_turn, self.merged.num_turns)
-        )
+        turns = self.merged.first_turn[group], self.merged.num_turns[group]
+        first: Any
+        number: Any
         if isinstance(self.position, int):
-            first, number = int(first[self.position]), int(number[self.position])
+            first, number = (int(of_programs[self.position]) for of_programs in turns)
         else:
-            first, number = (jnp.asarray(a)[self.position] for a in (first, number))
+            first, number = (jnp.asarray(a)[self.position] for a in turns)
         if self.device.spec.lowered.guard == "cond":
             number *= self.now.astype(jnp.int32)
         return first, first + number
@@ -215,7 +214,7 @@ class _Turn(NamedTuple):
                 jnp.where(keeps, a, b) for a, b in zip(before, compute(), strict=True)
             ]
         for slots, value in zip(outputs, values, strict=True):
-            if group.num_done is not None:
+            if group.num_done.any():
                 value = self._with_done(group.num_done, slots, i, updated, value)
             packed = self._stored(slots, i, group.division, updated, value)
             updated = {**updated, slots.arrays: packed}

@@ -57,7 +57,6 @@ class MergedUpdate:
     Attributes:
       numbers: of the updates among those of all stages.
       groups: the turns.
-      first_turn: int32 `[groups, programs]`, the first turn of each update.
       num_turns: int32 `[groups, programs]`, how many turns of a group each update has.
       shared: see `StageUpdate`; turn u is that of update u.
       gradient_arrays: see `StageUpdate`, of all updates.
@@ -67,12 +66,16 @@ class MergedUpdate:
 
     numbers: Sequence[int]
     groups: Sequence[UpdateGroup]
-    first_turn: np.ndarray
     num_turns: np.ndarray
     shared: Sequence[LeafSlots]
     gradient_arrays: Sequence[str]
     has_hooks: bool
     replicas: Replicas
+
+    @property
+    def first_turn(self) -> np.ndarray:
+        """int32 `[groups, programs]`, the first turn of each update in a group."""
+        return np.cumsum(self.num_turns, axis=1, dtype=np.int32) - self.num_turns
 
 
 def merge_updates(programs: Sequence[StageUpdate]) -> list[MergedUpdate]:
@@ -104,7 +107,6 @@ def _merged(numbers: Sequence[int], programs: Sequence[StageUpdate]) -> MergedUp
     return MergedUpdate(
         numbers,
         [_joined([group for _, group in members]) for members in alike.values()],
-        np.cumsum(num_turns, axis=1, dtype=np.int32) - num_turns,
         num_turns,
         _joined_slots([program.shared for program in programs]),
         sorted({name for program in programs for name in program.gradient_arrays}),
@@ -124,18 +126,11 @@ def _layout(slots: LeafSlots) -> tuple:
 
 def _joined(groups: Sequence[UpdateGroup]) -> UpdateGroup:
     """One group with the turns of all."""
-    num_done = None
-    if any(group.num_done is not None for group in groups):
-        of_groups = [
-            np.zeros(g.num_turns, np.int32) if g.num_done is None else g.num_done
-            for g in groups
-        ]
-        num_done = np.concatenate(of_groups)
     return groups[0]._replace(
         inputs=_joined_slots([group.inputs for group in groups]),
         outputs=_joined_slots([group.outputs for group in groups]),
         num_turns=sum(group.num_turns for group in groups),
-        num_done=num_done,
+        num_done=np.concatenate([group.num_done for group in groups]),
     )
 
 

@@ -51,7 +51,7 @@ class UpdateGroup(NamedTuple):
       inputs: where the inputs are.
       outputs: where the outputs go.
       num_turns: how many turns there are.
-      num_done: int32 `[turns]`, numbers at the start of each output that stay as an earlier turn left them; None: none.
+      num_done: int32 `[turns]`, numbers at the start of each output that stay as an earlier turn left them.
       division: how each turn is divided over the replicas of the stage; None: every replica updates all.
     """
 
@@ -59,8 +59,8 @@ class UpdateGroup(NamedTuple):
     inputs: Sequence[LeafSlots]
     outputs: Sequence[LeafSlots]
     num_turns: int
+    num_done: np.ndarray
     division: Division | None = None
-    num_done: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -436,12 +436,7 @@ def _group(turns: _Turns, shared: _SharedState | None) -> UpdateGroup:
     outputs = slots([[part.outputs for part in turn] for turn in turns.turns])
     num_done = np.array([turn[0].num_done for turn in turns.turns], np.int32)
     return UpdateGroup(
-        turns.run,
-        inputs,
-        outputs,
-        len(turns.turns),
-        turns.division,
-        num_done if num_done.any() else None,
+        turns.run, inputs, outputs, len(turns.turns), num_done, turns.division
     )
 
 

@@ -4,7 +4,7 @@ Stages of unlike layers keep most weights in flat vectors (`jpipe.packing`), and
 loop of its own in the compiled update. An update such as Adam's does not depend on the shape. So leaves
 that follow each other in every vector that their update reads and writes are updated as one vector, in
 blocks of one size. Stages of unlike size have blocks of the same size, so that one loop updates them all
-(`jpipe.stages.merged_updates`): the last block of a vector may begin before the end of the block in front of
+(`jpipe.stages.stage_update`): the last block of a vector may begin before the end of the block in front of
 it, and keeps the numbers that this one has updated. If an optimizer treats neighbours differently, such as
 kernels and biases under a mask, each is a vector of its own here.
 """

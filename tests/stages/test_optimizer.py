@@ -109,7 +109,7 @@ def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
                 for i in range(group.num_turns):
                     inputs = [load(slot, i) for slot in group.inputs]
                     values = group.run(*inputs, *shared, *given)
-                    done = 0 if group.num_done is None else group.num_done[i]
+                    done = group.num_done[i]
                     for slot, value in zip(group.outputs, values, strict=True):
                         for view in at(slot, i):
                             view[done:] = np.asarray(value).reshape(view.shape)[done:]
@@ -191,15 +191,12 @@ def test_groups_do_not_grow_with_the_shapes(name):
     updates = make_updates(stages, OPTIMIZERS[name])
     for s, update in enumerate(updates.programs):
         (group,) = [g for g in update.groups if g.inputs]  # the others count steps
-        num_done = group.num_done
-        if num_done is None:  # whole blocks
-            num_done = np.zeros(group.num_turns, int)
         written = [
             index
             for slots in group.outputs
             if slots.arrays == "parameters"
             for place, starts in slots.copies
-            for (start,), done in zip(starts, num_done, strict=True)
+            for (start,), done in zip(starts, group.num_done, strict=True)
             for index in range(start + done, start + place.block[0])
         ]
         assert sorted(written) == list(range(stages.parameters.used_bytes[s] // 4))
