@@ -58,6 +58,8 @@ class Leaf(NamedTuple):
       count: number of leaves.
       spec: how each leaf is split over automatic axes; `()` leaves that to the compiler.
       in_vector: whether the leaf is in a vector, whatever leaves the other owners have.
+      vector: the number of the vector that the leaf is in, if it is in one. An update writes a vector in place if it
+        changes all of it at once, so the moments of one weight are in vectors of their own.
       on_host: whether the leaf is in host memory, and then in a pool.
       chunk: the most numbers of a chunk, if it is.
     """
@@ -68,6 +70,7 @@ class Leaf(NamedTuple):
     in_vector: bool = False
     on_host: bool = False
     chunk: int = CHUNK
+    vector: int = 0
 
 
 def _stored(shape: tuple[int, ...], spec: tuple, on_host: bool) -> tuple[int, ...]:
@@ -259,10 +262,12 @@ class Packing:
             [[o] for o in range(len(owners))] if devices is None else devices
         )
         counts: dict = collections.defaultdict(lambda: [0] * len(owners))
+        in_vectors: dict = collections.defaultdict(lambda: [0] * len(owners))
         for o, leaves in enumerate(of_owners):
             for leaf in leaves:
                 if not leaf.in_vector:
                     counts[_key(leaf)][o] += leaf.count
+                    in_vectors[leaf.vector, _key(leaf)][o] += leaf.count
         pooled = {
             key
             for key, n in counts.items()
@@ -272,7 +277,7 @@ class Packing:
         }
         if tight:
             pooled = _tightened(pooled, counts, stages)
-        pooled = _with_short_vectors(pooled, counts)
+        pooled = _with_short_vectors(pooled, in_vectors)
         sizes: dict = collections.defaultdict(int)
         dtypes, places, used, specs, on_host = {}, [], [], {}, set()
         for leaves in of_owners:
@@ -287,6 +292,8 @@ class Packing:
                     assert not (leaf.in_vector and is_on_host)
                     flat = leaf.in_vector or key not in pooled
                     name = f"{dtype}" if flat else f"{dtype}{list(shape)}"
+                    if flat and leaf.vector:
+                        name += f" {leaf.vector}"
                     if any(spec):
                         name += f" split {list(spec)}"
                     if is_on_host:
@@ -431,13 +438,18 @@ def _tightened(pooled: set, counts: Mapping, stages: _Stages) -> set:
 
 
 def _with_short_vectors(pooled: set, counts: Mapping) -> set:
-    """The pools, with those of the largest leaves that a vector has no index for."""
+    """The pools, with those of the largest leaves that a vector has no index for.
+
+    Args:
+      pooled: `_key` of the leaves that have pools.
+      counts: number of a vector, and `_key` of leaves -> how many each owner has.
+    """
     pools = set(pooled)
-    for dtype in {key[1] for key in counts}:
+    for vector, dtype in {(vector, key[1]) for vector, key in counts}:
         left = {
             key: math.prod(key[0]) * np.array(n)
-            for key, n in counts.items()
-            if key[1] == dtype and key not in pools
+            for (of_vector, key), n in counts.items()
+            if (of_vector, key[1]) == (vector, dtype) and key not in pools
         }
         while left and sum(left.values()).max() > _LONGEST:
             largest = max(left, key=lambda key: left[key].max())

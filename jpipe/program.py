@@ -23,6 +23,7 @@ from jpipe.engine.engine import Engine
 from jpipe.engine.layout import batch_spec
 from jpipe.layers.avals import check_nans, shapes_text
 from jpipe.layers.trace import Traced
+from jpipe.lowering.versions import has_one_row
 from jpipe.mesh import DATA
 from jpipe.optim import check_hooks
 from jpipe.processes import assemble, gather, is_global, own_rows
@@ -73,6 +74,7 @@ class Program:
                 settings.mesh.shape,
                 settings.offload,
                 settings.schedule.copies,
+                one_row=has_one_row(settings.schedule),
             ),
             settings.mesh,
             recompute=settings.recompute == "full",

@@ -106,7 +106,10 @@ class Apply:
         for g, group in enumerate(self.merged.groups):
             run = functools.partial(turn.run, group, [*shared, *extra])
             first, end = self._turns_of(g)
-            updated, num_done = lax.fori_loop(first, end, run, (updated, num_done))
+            if isinstance(end, int) and end == first + 1:
+                updated, num_done = run(first, (updated, num_done))
+            else:
+                updated, num_done = lax.fori_loop(first, end, run, (updated, num_done))
         skipped = arrays.skipped
         if unit_of(self.device, self.scalars) is None:  # a unit skips with its home
             skips = (self.now & self.skip).astype(jnp.int32)

@@ -53,6 +53,7 @@ from jpipe.engine.guard import Branch, run_one_of
 from jpipe.engine.layout import microbatch_shapes
 from jpipe.engine.operations import OPERATIONS
 from jpipe.engine.spec import PassSpec
+from jpipe.engine.stage_layers import TickStash
 from jpipe.engine.transport import move, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
 from jpipe.lowering.lower import Phase
@@ -181,7 +182,7 @@ def _scan(device: Device, arrays: TickArrays) -> TickArrays:
             row_before, updates = before
             scalars = TickScalars(spec.scalars, row_before)
             arrays = _update(device, scalars, updates, arrays)
-        scalars = TickScalars(spec.scalars, row)
+        scalars = TickScalars(spec.scalars, row, phase.ticks)
         return _tick(device, phase, scalars, sends, here, arrays), None
 
     sends = [jnp.asarray(channel.sends) for channel in spec.lowered.channels]
@@ -194,7 +195,7 @@ def _scan(device: Device, arrays: TickArrays) -> TickArrays:
         xs = jax.tree.map(lambda a, t=ticks: a[t], (rows, sends, here, before))
         arrays, _ = lax.scan(functools.partial(tick, phase), arrays, xs)
     if late and updates[-1]:
-        scalars = TickScalars(spec.scalars, rows[-1], number=len(updates) - 1)
+        scalars = TickScalars(spec.scalars, rows[-1], range(len(updates) - 1, len(updates)))
         arrays = _update(device, scalars, True, arrays)
     return arrays
 
@@ -237,6 +238,8 @@ def _tick(
             return {}
         return move(spec, arrays, scalars, sends, after, late)
 
+    stashes = {name: TickStash() for name in spec.tick_stashes}
+    arrays = arrays.replace(**stashes)
     transfers = spills.begin(spec, scalars, arrays)
     received, resting = _received(spec, phase, arrays)
     received |= moved(arrays, after="forward", late=True)
@@ -263,6 +266,7 @@ def _tick(
         arrays = _update(device, scalars, updates, arrays)
     arrays = spills.end(spec, scalars, arrays, transfers)
     moved_last = moved(arrays, after=None)
+    arrays = arrays.replace(**{name: {} for name in spec.tick_stashes})
     return arrays.replace(received=resting | activations | moved_last)
 
 
@@ -309,7 +313,9 @@ def _run_operation(
             else Branch(name, [], lambda written, _: written)
             for stage in stages
         ]
-        arrays = run_one_of(spec.lowered.guard, lane.program, branches, arrays)
+        only = lane.only_program if spec.drops_branches else None
+        number = lane.program if only is None else only
+        arrays = run_one_of(spec.lowered.guard, number, branches, arrays)
     return arrays
 
 

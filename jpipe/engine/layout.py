@@ -241,6 +241,7 @@ def training_layout(
     loss_scale: LossScale | None = None,
     key_impl: Any = None,
     shares_updates: bool = False,
+    tick_stashes: Container[str] = (),
     gradient_compression: Any = None,
     message_compression: Any = None,
 ) -> StateLayout:
@@ -259,6 +260,7 @@ def training_layout(
       loss_scale: the loss scale, or None.
       key_impl: implementation of the random keys.
       shares_updates: whether each replica of a stage keeps a share of the optimizer's state.
+      tick_stashes: the stashes that are no part of the state.
       gradient_compression: local shapes of what compression of gradients keeps; None: nothing.
       message_compression: the same of messages.
     """
@@ -271,6 +273,7 @@ def training_layout(
     rows = array_rows
     parameters = packings.of_weights(mesh, rows["parameters"], rows_of_units)
     buffers = buffer_shapes(mesh, lowered, packings, rows, microbatch)
+    buffers |= {ring: {} for ring in STASHES if ring in tick_stashes}
     # Sums over the microbatches of a minibatch that have run forward.
     mutable_state = packed_shapes(None, packings.mutable_state, rows["mutable_state"])
     buffers["statistics"] = mutable_state

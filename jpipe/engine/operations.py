@@ -25,6 +25,7 @@ from jpipe.engine.stage_layers import (
     add_gradients,
     for_each_layer,
     read_layer_stash,
+    read_stash,
     run_layers,
     split_leaves,
     write_stash,
@@ -412,9 +413,9 @@ def _loss_gradient(
             )
             for a in read.head_gradient
         ]
-    loss, slot = stage.stages.loss, stage.slot("input_stash")
+    loss, rings = stage.stages.loss, _rings(written, read)
     places = stage.program.loss_stash
-    stash = packing.read_all(_rings(written, read)["input_stash"], places, slot)
+    stash = read_stash(rings, "input_stash", places, stage.slot)
     gradient = loss_gradient(stage.device, stage.scalars, read)
     return stage.stages.values.constrained(loss.backward([], stash, [gradient])[1])
 
@@ -466,12 +467,8 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
             stash = read_layer_stash(
                 _rings(read), run, kind, stage.slot, i, only="weight_stash"
             )
-            values = []
-            if run.split_residuals:
-                slot = stage.slot("split_residuals")
-                values = packing.read_all(
-                    read.split_residuals, run.split_residuals, slot, i
-                )
+            places = run.split_residuals
+            values = read_stash(_rings(read), SPLIT, places, stage.slot, i)
             values = kind.weight_grad(parameters, stash, values)
             row = stage.runtime_index(i)
             return add_gradients(

@@ -296,6 +296,7 @@ class PassSpec:
             loss_scale=self.loss_scale,
             key_impl=self.key_impl,
             shares_updates=self.shares_updates,
+            tick_stashes=self.tick_stashes,
             gradient_compression=jax.eval_shape(self.first_gradient_compression),
             message_compression=jax.eval_shape(self.first_message_compression),
         )
@@ -319,6 +320,33 @@ class PassSpec:
             for unit in self.stages.vocabulary.units:
                 of_operation[unit.update] = {**one, **of_stage}
         return scalar_table(self.lowered, of_operation, self.rows, newest)
+
+    @property
+    def drops_branches(self) -> bool:
+        """Whether an operation has no branch in the ticks of a phase if all devices run one program of it in all of them.
+
+        On CPUs and TPUs the branch keeps buffers in place. A forward and its recomputation are in branches,
+        because XLA would compute both at once and keep what the forward makes.
+        """
+        return self.lowered.guard == "switch" and not self.recompute
+
+    @functools.cached_property
+    def tick_stashes(self) -> frozenset[str]:
+        """The stashes whose values live in one tick, from one operation without a branch to another.
+
+        They are no part of the state: see `jpipe.engine.stage_layers.TickStash`.
+        """
+        if self.schedule.forward_only or not self.drops_branches:
+            return frozenset()
+        lanes = [
+            ((name, lane, "program"), phase.ticks)
+            for phase in self.lowered.phases
+            for name in phase.operations & {"forward", "backward", "weight_grad"}
+            for lane in range(self.lowered.operations[name].num_lanes)
+        ]
+        if {self.scalars.constant(*lane) for lane in lanes} & {None, -1}:
+            return frozenset()
+        return frozenset(n for n in STASHES if self.lowered.rings[n].in_tick)
 
     @property
     def commits(self) -> bool:

@@ -101,32 +101,57 @@ def _lengths(stage: StageContext, r: int) -> set[int]:
 # -- One layer
 
 
+class TickStash(dict[tuple[Place, Any], jax.Array]):
+    """A stash whose values are read in the tick that writes them: `(place, number of the layer) -> value`.
+
+    A value in a ring would be written to its slot and copied out of it again. Here XLA makes it an operand of
+    what reads it, as in a program without a pipeline.
+    """
+
+
 def write_stash(
-    rings: Mapping[str, Packed],
+    rings: Mapping[str, Packed | TickStash],
     ring: str,
     places: Sequence[Place],
     values: Sequence[jax.Array],
     slot_of: SlotOf,
     i: jax.Array | int = 0,
     joined: bool = False,
-) -> Mapping[str, Packed]:
+) -> Mapping[str, Packed | TickStash]:
     """Writes stashed values of layer i into their slot of one ring; `joined` as in `write_all`."""
     if not places:
         return rings
-    slot = slot_of(ring)
-    packed = packing.write_all(rings[ring], places, slot, values, i, joined=joined)
+    old = rings[ring]
+    if isinstance(old, TickStash):
+        added = {(p, i): value for p, value in zip(places, values, strict=True)}
+        return {**rings, ring: TickStash(old | added)}
+    packed = packing.write_all(old, places, slot_of(ring), values, i, joined=joined)
     return {**rings, ring: packed}
 
 
+def read_stash(
+    rings: Mapping[str, Packed | TickStash],
+    ring: str,
+    places: Sequence[Place],
+    slot_of: SlotOf,
+    i: jax.Array | int = 0,
+) -> list[jax.Array]:
+    """The stashed values of layer i in one ring."""
+    stash = rings[ring]
+    if isinstance(stash, TickStash):
+        return [stash[place, i] for place in places]
+    return packing.read_all(stash, places, slot_of(ring), i) if places else []
+
+
 def write_layer_stash(
-    rings: Mapping[str, Packed],
+    rings: Mapping[str, Packed | TickStash],
     run: LayerRun,
     kind: LayerProgram,
     stash: Sequence[jax.Array],
     slot_of: SlotOf,
     i: jax.Array | int,
     joined: bool = False,
-) -> Mapping[str, Packed]:
+) -> Mapping[str, Packed | TickStash]:
     """Writes the whole stash of layer i into the rings; `joined` as in `write_all`."""
     for ring, places, positions in (
         ("input_stash", run.input_stash, kind.input_stash),
@@ -138,7 +163,7 @@ def write_layer_stash(
 
 
 def read_layer_stash(
-    rings: Mapping[str, Packed],
+    rings: Mapping[str, Packed | TickStash],
     run: LayerRun,
     kind: LayerProgram,
     slot_of: SlotOf,
@@ -152,8 +177,9 @@ def read_layer_stash(
         ("weight_stash", run.weight_stash, kind.weight_stash),
     ):
         if only in (None, ring):
-            for j, place in zip(positions, places):
-                stash[j] = packing.read(rings[ring], place, slot_of(ring), i)
+            values = read_stash(rings, ring, places, slot_of, i)
+            for j, value in zip(positions, values, strict=True):
+                stash[j] = value
     return stash
 
 
@@ -355,7 +381,7 @@ class LayersResult(NamedTuple):
 
     outputs: list[jax.Array]
     skips: dict[str, list[jax.Array]]
-    rings: Mapping[str, Packed] | None
+    rings: Mapping[str, Packed | TickStash] | None
     statistics: Packed | None
 
 
@@ -366,7 +392,7 @@ def run_layers(
     *,
     mutable_state: Packed,
     weight_pass: str = "forward",
-    rings: Mapping[str, Packed] | None = None,
+    rings: Mapping[str, Packed | TickStash] | None = None,
     statistics: Packed | None = None,
 ) -> LayersResult:
     """Runs the layers of a stage forward.

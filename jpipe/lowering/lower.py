@@ -84,6 +84,11 @@ class Phase(NamedTuple):
     stop: int
     operations: frozenset[str]
 
+    @property
+    def ticks(self) -> range:
+        """The ticks."""
+        return range(self.start, self.stop)
+
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:

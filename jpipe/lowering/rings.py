@@ -43,12 +43,14 @@ class Ring:
         `slots[column][p % len(slots[column])]`. Empty: the column does not use the ring.
       read_slots: the same for operations that read. None: they find a microbatch where it was written.
       spill: what is in host memory in the meantime, or None.
+      in_tick: whether every value is read last in the tick that writes it.
     """
 
     num_slots: int
     slots: Sequence[np.ndarray]
     read_slots: Sequence[np.ndarray] | None = None
     spill: Spill | None = None
+    in_tick: bool = False
 
     def depth(self, column: np.ndarray) -> np.ndarray:
         """The number of positions after which a column's slots repeat, at least 1."""
@@ -110,7 +112,9 @@ def make_rings(
     share = _shared_slots if schedule.drains else _slots_of_columns
     for name, (first, last) in lifetimes.items():
         used = (first != IDLE) & (last != IDLE)
-        rings[name] = share(schedule, position, num_in_column, first, last, used)
+        ring = share(schedule, position, num_in_column, first, last, used)
+        in_tick = bool((first == last)[used].all())
+        rings[name] = dataclasses.replace(ring, in_tick=in_tick)
     if stash_slots is not None:
         rings |= _spilled(
             schedule, position, num_in_column, rings, lifetimes, stash_slots

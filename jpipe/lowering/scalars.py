@@ -82,12 +82,12 @@ class ScalarTable:
         else:
             self._guarded[name] = (base, first, last)
 
-    def constant(self, name: ScalarName, tick: int) -> int | None:
-        """The value of a scalar in a tick; None if it is not the same on all devices and in all rounds."""
+    def constant(self, name: ScalarName, ticks: range) -> int | None:
+        """The value of a scalar in some ticks; None if it is not the same in all of them, on all devices and in all rounds."""
         if name not in self._plain:
             return None
         base, (rounds, started, _) = self._plain[name]
-        values: list[int] = np.unique(base[tick]).tolist()
+        values: list[int] = np.unique(base[ticks.start : ticks.stop]).tolist()
         return values[0] if len(values) == 1 and rounds == started == 0 else None
 
     def _rounds_differ(self) -> bool:
@@ -176,12 +176,12 @@ class TickScalars:
     Attributes:
       table: which scalar is stored where.
       values: int32 `[F]`.
-      number: of the tick, if it is known when the step is traced.
+      ticks: it is one of these, as far as it is known when the step is traced; None: of any.
     """
 
     table: ScalarTable
     values: jax.Array
-    number: int | None = None
+    ticks: range | None = None
 
     def lane(self, operation: str, lane: int | jax.Array) -> "LaneScalars":
         """The scalars of one lane of an operation; the lane may be known in the program only."""
@@ -235,10 +235,10 @@ class LaneScalars:
     @property
     def only_program(self) -> int | None:
         """The stage program that all devices run; None: they may differ, none runs, or the tick is not known."""
-        if self.tick.number is None or not isinstance(self.lane, int):
+        if self.tick.ticks is None or not isinstance(self.lane, int):
             return None
         name = self.operation, self.lane, "program"
-        program = self.tick.table.constant(name, self.tick.number)
+        program = self.tick.table.constant(name, self.tick.ticks)
         return None if program == -1 else program
 
     @property

@@ -74,6 +74,13 @@ def version_rows(
     return VersionRows(num_versions, first, int(ends.max()), newest, stale)
 
 
+def has_one_row(schedule: Schedule) -> bool:
+    """Whether every device has one stage, and one version of its weights."""
+    stages = {*zip(schedule.device.tolist(), schedule.stage.tolist())}
+    one_stage = len(stages) == len({device for device, _ in stages})
+    return one_stage and int(_num_versions(schedule).max()) == 1
+
+
 def _num_versions(schedule: Schedule) -> np.ndarray:
     """int `[S]`: the smallest V such that version v is last read before version v + V overwrites it."""
     of_stages = np.ones(schedule.num_stages, int)

@@ -88,16 +88,22 @@ class Vectors(NamedTuple):
       update_block: numbers of a vector that an update changes at once. It needs temporary memory for as many of
         each array that it reads and writes.
       equal_blocks: whether all stages have blocks of one size, see `jpipe.stages.vector_blocks.in_blocks`.
+      whole: whether an update changes all of a vector at once that it reads and writes in place.
     """
 
     weights: float = 0.5
     stashes: float = 0.5
     update_block: int = CHUNK
     equal_blocks: bool = True
+    whole: bool = False
 
 
 _OF_SWITCH = Vectors(
-    weights=math.inf, stashes=0.75, update_block=4 * CHUNK, equal_blocks=False
+    weights=math.inf,
+    stashes=0.75,
+    update_block=4 * CHUNK,
+    equal_blocks=False,
+    whole=True,
 )
 """Where devices switch between programs, a layer writes its leaves at once if they lie in one array. Before JAX 0.12 a branch has to
 touch each array that only other branches write, too. But a leaf of a vector is laid out row by row, which costs a transpose of some

@@ -196,11 +196,15 @@ def _state_leaves(
         owners.append(owner if fits else None)
     on_host = _largest_owners(owners, flat.state_avals, offload.optimizer)
     leaves = []
+    num_found: collections.Counter[str] = collections.Counter()
     for aval, owner in zip(flat.state_avals, owners):
         spec: tuple = (None,) * len(aval.shape) if is_split else ()
-        if owner is not None and is_split:
-            spec = places[owner].spec
         leaf = Leaf(aval, 1, spec, on_host=owner in on_host, chunk=offload.chunk)
+        if owner is not None:
+            if is_split:
+                leaf = leaf._replace(spec=places[owner].spec)
+            leaf = leaf._replace(vector=num_found[owner])
+            num_found[owner] += 1
         leaves.append(leaf)
     return leaves
 
@@ -296,12 +300,21 @@ def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> 
     return Draft(parts, of_all, state, draft.replicas, devices)
 
 
-def _in_blocks(drafts: Sequence[Draft], vectors: Vectors) -> list[Draft]:
-    """The updates of all stages, with vectors cut into blocks and leaves in host memory into chunks."""
+def _in_blocks(
+    drafts: Sequence[Draft],
+    vectors: Vectors,
+    whole: Mapping[tuple[str, str], int] | None = None,
+) -> list[Draft]:
+    """The updates of all stages, with vectors cut into blocks and leaves in host memory into chunks; `whole` as in `in_blocks`."""
     # Replicas that share an update cut each block in their own way, and so do not overlap blocks.
     alone = all(draft.replicas.number == 1 for draft in drafts)
     equal = vectors.equal_blocks and alone
-    blocks = in_blocks([d.parts for d in drafts], vectors.update_block, equal=equal)
+    blocks = in_blocks(
+        [d.parts for d in drafts],
+        vectors.update_block,
+        equal=equal,
+        whole=whole if alone else None,
+    )
     return [
         draft._replace(parts=in_chunks(parts) if draft.replicas.number == 1 else parts)
         for draft, parts in zip(drafts, blocks, strict=True)
@@ -327,6 +340,7 @@ def make_updates(
     axis_sizes: Mapping[str, int] | None = None,
     offload: Offload = NO_OFFLOAD,
     devices: Sequence[Sequence[int]] | None = None,
+    one_row: bool = False,
 ) -> StageUpdates:
     """Traces the optimizer on every stage.
 
@@ -339,6 +353,7 @@ def make_updates(
       axis_sizes: sizes of the axes of the mesh that leaves may be split over.
       offload: what of the optimizer's state is in host memory.
       devices: for each stage the devices of its copies; None: every stage is on a device of its own.
+      one_row: whether a device has one version of the weights of one stage.
 
     Returns:
       The updates of all stages.
@@ -417,7 +432,13 @@ def make_updates(
         )
     ]
     grouped, packing = group_updates(
-        _in_blocks(in_parts, stages.vectors),
+        _in_blocks(
+            in_parts,
+            stages.vectors,
+            _sizes_of_vectors(stages, whole_state)
+            if one_row and stages.vectors.whole and not whole.reads_stale
+            else None,
+        ),
         whole_state,
         axis_sizes or {},
         stages.vectors.weights,
@@ -435,6 +456,20 @@ def make_updates(
     return StageUpdates(
         programs, program_of_stage, packing, norm_dtype, of_units, whole.reads_stale
     )
+
+
+def _sizes_of_vectors(stages: Stages, state: Packing) -> dict[tuple[str, str], int]:
+    """`(arrays, name)` of each vector that an update reads or writes -> its size."""
+    packings = {"parameters": stages.parameters, "optimizer_state": state}
+    packings |= {"gradients": stages.accumulators} | dict.fromkeys(
+        PASSES, stages.parameters
+    )
+    return {
+        (arrays, name): a.shape[0]
+        for arrays, pack in packings.items()
+        for name, a in pack.arrays.items()
+        if len(a.shape) == 1
+    }
 
 
 def _stage_update(draft: _Draft, grouped: Grouped) -> StageUpdate:

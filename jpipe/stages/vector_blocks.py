@@ -11,7 +11,7 @@ kernels and biases under a mask, each is a vector of its own here.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -97,9 +97,21 @@ class _Vector(NamedTuple):
     first: PackedPart
     size: int
 
+    def fills(self, sizes: Mapping[tuple[str, str], int]) -> bool:
+        """Whether there is nothing else in any array that the vector is in; `sizes` as `whole` of `in_blocks`."""
+        return all(
+            sizes.get((leaf.arrays, place.array)) == self.size
+            for leaf in self.first.leaves
+            for place, _ in leaf.copies
+        )
+
 
 def in_blocks(
-    updates: Sequence[Sequence[PackedPart]], size: int, *, equal: bool
+    updates: Sequence[Sequence[PackedPart]],
+    size: int,
+    *,
+    equal: bool,
+    whole: Mapping[tuple[str, str], int] | None = None,
 ) -> list[list[PackedPart]]:
     """The parts of each update, with those that work element by element on vectors replaced by blocks.
 
@@ -108,6 +120,8 @@ def in_blocks(
       size: the most numbers of a block.
       equal: whether blocks of vectors of unlike size have one size. The last block of a vector then overlaps the one
         before. Else the last block has what is left.
+      whole: `(arrays, name)` -> size of each packed vector. A vector that fills all the packed vectors that it is in is one
+        block, whatever its size: it is read and written in place. None: no vector is.
     """
     cut = [_vectors(parts) for parts in updates]
     sizes: dict[tuple, list[int]] = {}
@@ -116,6 +130,8 @@ def in_blocks(
             sizes.setdefault(vector.kind, []).append(vector.size)
 
     def blocks(vector: _Vector) -> Iterator[PackedPart]:
+        if whole is not None and vector.fills(whole):
+            return _blocks(vector, vector.size)
         if not equal:
             return _blocks(vector, size)
         return _equal_blocks(vector, min(size, _equal_size(sizes[vector.kind])))

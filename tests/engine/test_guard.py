@@ -17,7 +17,7 @@ import jpipe
 from jpipe.engine import engine, guard
 from jpipe.engine.arrays import TickArrays
 from jpipe.engine.guard import Branch, compiler_options, guarded, run_one_of
-from jpipe.lowering.lower import GUARDS, guard_of, lower
+from jpipe.lowering.lower import GUARDS, STASHES, guard_of, lower
 from jpipe.schedules import gpipe
 
 each_policy = pytest.mark.parametrize("policy", GUARDS)
@@ -127,6 +127,36 @@ def test_policies_train_the_same(name, replicas, monkeypatch):
             optimizer=optax.adam(0.01),
             mesh=jpipe.make_mesh(stage=table.num_devices, data=replicas),
         )
+        results.append((losses, pipe.get_params(state)))
+    assert np.isfinite(results[0][0]).all()
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, *results)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_one_stage_keeps_what_a_tick_makes_and_reads_out_of_the_state(
+    recompute, monkeypatch
+):
+    """A forward and its backward in one tick have no branch. With recomputation they have."""
+    table = schedule_named("one_f_one_b/paired", 1, 4)
+    rng = np.random.default_rng(0)
+    shape = (3, 16, DIM)
+    inputs, targets = (rng.standard_normal(shape).astype("float32") for _ in range(2))
+    batches = [{"inputs": x, "targets": y} for x, y in zip(inputs, targets)]
+    results = []
+    for policy in GUARDS:
+        pipe, state, losses = trained(
+            monkeypatch,
+            policy,
+            LAYERS,
+            table,
+            batches,
+            loss=loss_fn,
+            optimizer=optax.adam(0.01),
+            recompute=recompute,
+        )
+        is_kept = policy == "cond" or recompute == "full"
+        assert any(state.buffers[name] for name in STASHES) == is_kept
         results.append((losses, pipe.get_params(state)))
     assert np.isfinite(results[0][0]).all()
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)

@@ -130,13 +130,14 @@ def test_a_program_that_all_devices_run_is_known(name, programs, expected):
     scalars = scalar_table(lowered, fields, rows, newest=False)
     last = lowered.schedule.num_ticks - 1
 
-    def known(number, operation="update"):
-        return TickScalars(scalars, np.zeros(0), number).lane(operation, 0).only_program
+    def known(ticks, operation="update"):
+        return TickScalars(scalars, np.zeros(0), ticks).lane(operation, 0).only_program
 
-    assert known(last) == expected
+    assert known(range(last, last + 1)) == expected
     assert known(None) is None
-    assert known(0, "forward") is None  # the first stage alone runs
-    assert known(0) is None  # no device updates
+    assert known(range(1), "forward") is None  # the first stage alone runs
+    assert known(range(1)) is None  # no device updates
+    assert known(range(last + 1)) is None  # an update in one of the ticks
 
 
 def test_an_asynchronous_table_that_drains_looks_at_what_has_entered():
@@ -146,5 +147,5 @@ def test_an_asynchronous_table_that_drains_looks_at_what_has_entered():
     rows = VersionRows(np.ones(4, int), np.zeros((1, 4), int), 1, np.zeros(4, int))
     scalars = scalar_table(lowered, fields, rows, newest=False)
     for t in range(lowered.schedule.num_ticks):
-        lane = TickScalars(scalars, np.zeros(0), t).lane("update", 0)
+        lane = TickScalars(scalars, np.zeros(0), range(t, t + 1)).lane("update", 0)
         assert lane.only_program is None
