@@ -191,7 +191,7 @@ class _Turn(NamedTuple):
         self,
         group: UpdateGroup,
         shared_and_extra: Sequence[jax.Array],
-        i: jax.Array,
+        i: jax.Array | int,
         state: tuple[dict[str, Packed], jax.Array],
     ) -> tuple[dict[str, Packed], jax.Array]:
         """Turn i of a group; `state` has the updated arrays and the number of turns done."""
@@ -217,24 +217,27 @@ class _Turn(NamedTuple):
                 jnp.where(keeps, a, b) for a, b in zip(before, compute(), strict=True)
             ]
         for slots, value in zip(outputs, values, strict=True):
-            if group.num_done.any():
-                value = self._with_done(group.num_done, slots, i, updated, value)
+            if group.kept.any():
+                value = self._with_kept(group.kept, slots, i, updated, value)
             packed = self._stored(slots, i, group.division, updated, value)
             updated = {**updated, slots.arrays: packed}
         return updated, num_done + 1
 
-    def _with_done(
+    def _with_kept(
         self,
-        num_done: np.ndarray,
+        kept: np.ndarray,
         slots: LeafSlots,
-        i: jax.Array,
+        i: jax.Array | int,
         updated: dict[str, Packed],
         value: jax.Array,
     ) -> jax.Array:
-        """An output of turn i, but for the numbers that an earlier turn has updated."""
+        """An output of turn i, but for the numbers that it keeps: see `UpdateGroup.kept`."""
         lead = self._lead(slots, self.update.scalars.row)
-        (done,) = read_turn(updated[slots.arrays], slots, i, lead)
-        return jnp.where(jnp.arange(value.size) < jnp.asarray(num_done)[i], done, value)
+        (old,) = read_turn(updated[slots.arrays], slots, i, lead)
+        at_start, at_end = jnp.asarray(kept)[i]
+        number = jnp.arange(value.size)
+        changes = (number >= at_start) & (number < value.size - at_end)
+        return jnp.where(changes, value, old)
 
     def load(
         self,
@@ -261,7 +264,7 @@ class _Turn(NamedTuple):
     def _stored(
         self,
         slots: LeafSlots,
-        i: jax.Array,
+        i: jax.Array | int,
         division: Division | None,
         updated: dict[str, Packed],
         value: jax.Array,

@@ -5,8 +5,18 @@ from typing import Any, Self
 
 import jax
 
+from jpipe.packing import Place
+
 Packed = Mapping[str, jax.Array]
 """Packed arrays by name: see `jpipe.packing.Packing`."""
+
+
+class TickStash(dict[tuple[Place, Any], jax.Array]):
+    """A stash whose values are read in the tick that writes them: `(place, number of the layer) -> value`.
+
+    A value in a ring would be written to its slot and copied out of it again. Here XLA makes it an operand of
+    what reads it, as in a program without a pipeline.
+    """
 
 
 class TickArrays:
@@ -71,7 +81,7 @@ class TickArrays:
     head_input: list[jax.Array]
     host_stash: Mapping[str, Packed]
     inbox: Mapping[str, Packed]
-    input_stash: Packed
+    input_stash: Packed | TickStash
     loss: jax.Array
     loss_scale: Mapping[str, jax.Array]
     message_compression: Mapping[str, Any]
@@ -85,11 +95,11 @@ class TickArrays:
     sent_activations: Mapping[int, Packed]
     sent_gradients: Mapping[int, Packed]
     skipped: jax.Array
-    split_residuals: Packed
+    split_residuals: Packed | TickStash
     squared_norm: jax.Array
     staged: Mapping[str, Packed]
     statistics: Packed
-    weight_stash: Packed
+    weight_stash: Packed | TickStash
 
     def __init__(self, **arrays: Any):
         unknown = set(arrays) - set(_FIELDS)

@@ -46,14 +46,13 @@ import numpy as np
 from jax import lax
 
 from jpipe.engine import spills, vocabulary
-from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
+from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, TickStash, Written
 from jpipe.engine.context import Device, StageContext
 from jpipe.engine.copies import sum_over_copies
 from jpipe.engine.guard import Branch, run_one_of
 from jpipe.engine.layout import microbatch_shapes
 from jpipe.engine.operations import OPERATIONS
 from jpipe.engine.spec import PassSpec
-from jpipe.engine.stage_layers import TickStash
 from jpipe.engine.transport import move, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
 from jpipe.lowering.lower import Phase
@@ -195,7 +194,9 @@ def _scan(device: Device, arrays: TickArrays) -> TickArrays:
         xs = jax.tree.map(lambda a, t=ticks: a[t], (rows, sends, here, before))
         arrays, _ = lax.scan(functools.partial(tick, phase), arrays, xs)
     if late and updates[-1]:
-        scalars = TickScalars(spec.scalars, rows[-1], range(len(updates) - 1, len(updates)))
+        scalars = TickScalars(
+            spec.scalars, rows[-1], range(len(updates) - 1, len(updates))
+        )
         arrays = _update(device, scalars, True, arrays)
     return arrays
 

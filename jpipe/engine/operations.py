@@ -6,7 +6,7 @@ of statistics over replicas.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +21,7 @@ from jpipe.engine.factors import FactorSum, accumulators_of, with_accumulators
 from jpipe.engine.guard import guarded
 from jpipe.engine.stage_layers import (
     Fetched,
+    Rings,
     StageWeights,
     add_gradients,
     for_each_layer,
@@ -94,7 +95,7 @@ def _stage_inputs(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
     return stage.if_first(first, from_inbox)
 
 
-def _rings(*records: TickArrays) -> dict[str, Packed]:
+def _rings(*records: TickArrays) -> Rings:
     """The rings of stashes that the records hold, by name."""
     return {
         name: getattr(record, name)
@@ -104,7 +105,7 @@ def _rings(*records: TickArrays) -> dict[str, Packed]:
     }
 
 
-def _with_rings(written: Written, rings: Mapping[str, Packed]) -> Written:
+def _with_rings(written: Written, rings: Rings) -> Written:
     """The record with new values for the rings that it holds."""
     return written.replace(**{n: rings[n] for n in STASHES if n in written})
 

@@ -334,7 +334,7 @@ class PassSpec:
     def tick_stashes(self) -> frozenset[str]:
         """The stashes whose values live in one tick, from one operation without a branch to another.
 
-        They are no part of the state: see `jpipe.engine.stage_layers.TickStash`.
+        They are no part of the state: see `jpipe.engine.arrays.TickStash`.
         """
         if self.schedule.forward_only or not self.drops_branches:
             return frozenset()

@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jpipe import packing
-from jpipe.engine.arrays import Packed, TickArrays
+from jpipe.engine.arrays import Packed, TickArrays, TickStash
 from jpipe.engine.context import StageContext
 from jpipe.engine.factors import FactorSum
 from jpipe.engine.guard import guarded
@@ -32,6 +32,9 @@ from jpipe.stages.cut import LayerRun
 LoopState = TypeVar("LoopState")
 Fetched = Sequence[jax.Array]
 """The weights of a layer that came from host memory."""
+
+Rings = Mapping[str, Packed | TickStash]
+"""Stashes by the name of their ring."""
 
 SlotOf = Callable[[str], Lead]
 """Ring -> leading indices of a slot."""
@@ -101,23 +104,15 @@ def _lengths(stage: StageContext, r: int) -> set[int]:
 # -- One layer
 
 
-class TickStash(dict[tuple[Place, Any], jax.Array]):
-    """A stash whose values are read in the tick that writes them: `(place, number of the layer) -> value`.
-
-    A value in a ring would be written to its slot and copied out of it again. Here XLA makes it an operand of
-    what reads it, as in a program without a pipeline.
-    """
-
-
 def write_stash(
-    rings: Mapping[str, Packed | TickStash],
+    rings: Rings,
     ring: str,
     places: Sequence[Place],
     values: Sequence[jax.Array],
     slot_of: SlotOf,
     i: jax.Array | int = 0,
     joined: bool = False,
-) -> Mapping[str, Packed | TickStash]:
+) -> Rings:
     """Writes stashed values of layer i into their slot of one ring; `joined` as in `write_all`."""
     if not places:
         return rings
@@ -130,7 +125,7 @@ def write_stash(
 
 
 def read_stash(
-    rings: Mapping[str, Packed | TickStash],
+    rings: Rings,
     ring: str,
     places: Sequence[Place],
     slot_of: SlotOf,
@@ -144,14 +139,14 @@ def read_stash(
 
 
 def write_layer_stash(
-    rings: Mapping[str, Packed | TickStash],
+    rings: Rings,
     run: LayerRun,
     kind: LayerProgram,
     stash: Sequence[jax.Array],
     slot_of: SlotOf,
     i: jax.Array | int,
     joined: bool = False,
-) -> Mapping[str, Packed | TickStash]:
+) -> Rings:
     """Writes the whole stash of layer i into the rings; `joined` as in `write_all`."""
     for ring, places, positions in (
         ("input_stash", run.input_stash, kind.input_stash),
@@ -163,7 +158,7 @@ def write_layer_stash(
 
 
 def read_layer_stash(
-    rings: Mapping[str, Packed | TickStash],
+    rings: Rings,
     run: LayerRun,
     kind: LayerProgram,
     slot_of: SlotOf,
@@ -381,7 +376,7 @@ class LayersResult(NamedTuple):
 
     outputs: list[jax.Array]
     skips: dict[str, list[jax.Array]]
-    rings: Mapping[str, Packed | TickStash] | None
+    rings: Rings | None
     statistics: Packed | None
 
 
@@ -392,7 +387,7 @@ def run_layers(
     *,
     mutable_state: Packed,
     weight_pass: str = "forward",
-    rings: Mapping[str, Packed | TickStash] | None = None,
+    rings: Rings | None = None,
     statistics: Packed | None = None,
 ) -> LayersResult:
     """Runs the layers of a stage forward.

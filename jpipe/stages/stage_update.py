@@ -130,7 +130,7 @@ def _joined(groups: Sequence[UpdateGroup]) -> UpdateGroup:
         inputs=_joined_slots([group.inputs for group in groups]),
         outputs=_joined_slots([group.outputs for group in groups]),
         num_turns=sum(group.num_turns for group in groups),
-        num_done=np.concatenate([group.num_done for group in groups]),
+        kept=np.concatenate([group.kept for group in groups]),
     )
 
 

@@ -51,7 +51,7 @@ class UpdateGroup(NamedTuple):
       inputs: where the inputs are.
       outputs: where the outputs go.
       num_turns: how many turns there are.
-      num_done: int32 `[turns]`, numbers at the start of each output that stay as an earlier turn left them.
+      kept: int32 `[turns, 2]`, see `PackedPart`.
       division: how each turn is divided over the replicas of the stage; None: every replica updates all.
     """
 
@@ -59,7 +59,7 @@ class UpdateGroup(NamedTuple):
     inputs: Sequence[LeafSlots]
     outputs: Sequence[LeafSlots]
     num_turns: int
-    num_done: np.ndarray
+    kept: np.ndarray
     division: Division | None = None
 
 
@@ -434,9 +434,9 @@ def _group(turns: _Turns, shared: _SharedState | None) -> UpdateGroup:
 
     inputs = slots([[part.inputs for part in turn] for turn in turns.turns])
     outputs = slots([[part.outputs for part in turn] for turn in turns.turns])
-    num_done = np.array([turn[0].num_done for turn in turns.turns], np.int32)
+    kept = np.array([turn[0].kept for turn in turns.turns], np.int32)
     return UpdateGroup(
-        turns.run, inputs, outputs, len(turns.turns), num_done, turns.division
+        turns.run, inputs, outputs, len(turns.turns), kept, turns.division
     )
 
 

@@ -9,6 +9,7 @@ it, and keeps the numbers that this one has updated. If an optimizer treats neig
 kernels and biases under a mask, each is a vector of its own here.
 """
 
+import collections
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,13 +65,14 @@ class PackedPart(NamedTuple):
       equations: `(*inputs, *shared) -> outputs`.
       inputs: where the inputs are.
       outputs: where the outputs go.
-      num_done: numbers at the start of each output that a part before this one has updated. They stay.
+      kept: how many numbers at the start and at the end of each output stay as they are: those that a part before
+        this one has updated, and padding.
     """
 
     equations: Equations
     inputs: Sequence[PackedLeaf]
     outputs: Sequence[PackedLeaf]
-    num_done: int = 0
+    kept: tuple[int, int] = (0, 0)
 
     @property
     def leaves(self) -> list[PackedLeaf]:
@@ -97,13 +99,9 @@ class _Vector(NamedTuple):
     first: PackedPart
     size: int
 
-    def fills(self, sizes: Mapping[tuple[str, str], int]) -> bool:
-        """Whether there is nothing else in any array that the vector is in; `sizes` as `whole` of `in_blocks`."""
-        return all(
-            sizes.get((leaf.arrays, place.array)) == self.size
-            for leaf in self.first.leaves
-            for place, _ in leaf.copies
-        )
+    def arrays(self) -> set[tuple[str, str]]:
+        """`(arrays, name)` of each packed array that the vector is in."""
+        return _arrays(self.first)
 
 
 def in_blocks(
@@ -120,8 +118,9 @@ def in_blocks(
       size: the most numbers of a block.
       equal: whether blocks of vectors of unlike size have one size. The last block of a vector then overlaps the one
         before. Else the last block has what is left.
-      whole: `(arrays, name)` -> size of each packed vector. A vector that fills all the packed vectors that it is in is one
-        block, whatever its size: it is read and written in place. None: no vector is.
+      whole: `(arrays, name)` -> size of each packed vector. If there is nothing else in all the packed vectors that a
+        vector is in, it is one block, with the padding behind it: it is read and written in place. None: no
+        vector is.
     """
     cut = [_vectors(parts) for parts in updates]
     sizes: dict[tuple, list[int]] = {}
@@ -129,17 +128,47 @@ def in_blocks(
         for vector in vectors:
             sizes.setdefault(vector.kind, []).append(vector.size)
 
-    def blocks(vector: _Vector) -> Iterator[PackedPart]:
-        if whole is not None and vector.fills(whole):
-            return _blocks(vector, vector.size)
+    def blocks(vector: _Vector, num_in: Mapping) -> Iterator[PackedPart]:
+        alone = all(num_in[array] == 1 for array in vector.arrays())
+        padded = _padded_size(vector, whole or {})
+        if alone and padded is not None:
+            return iter([_whole(vector, padded)])
         if not equal:
             return _blocks(vector, size)
         return _equal_blocks(vector, min(size, _equal_size(sizes[vector.kind])))
 
-    return [
-        [*kept, *itertools.chain.from_iterable(map(blocks, vectors))]
-        for kept, vectors in cut
-    ]
+    result = []
+    for kept, vectors in cut:
+        users = [_arrays(part) for part in kept] + [v.arrays() for v in vectors]
+        num_in = collections.Counter(itertools.chain.from_iterable(users))
+        result.append([*kept, *(part for v in vectors for part in blocks(v, num_in))])
+    return result
+
+
+_MOST_PADDED = 2
+"""The size of a packed vector, for each number of the vector in it, up to which blocks of a part of it take more time."""
+
+
+def _padded_size(vector: _Vector, sizes: Mapping[tuple[str, str], int]) -> int | None:
+    """The size of all packed vectors that a vector is at the start of; None if they differ, or are too large.
+
+    Args:
+      vector: the vector.
+      sizes: as `whole` of `in_blocks`.
+    """
+    found = {sizes.get(array) for array in vector.arrays()}
+    first = all(i == 0 for leaf in vector.first.leaves for i in leaf.starts())
+    size = found.pop()
+    if found or size is None or not first or size > _MOST_PADDED * vector.size:
+        return None
+    return size
+
+
+def _arrays(part: PackedPart) -> set[tuple[str, str]]:
+    """`(arrays, name)` of each packed array that a part reads or writes."""
+    return {
+        (leaf.arrays, place.array) for leaf in part.leaves for place, _ in leaf.copies
+    }
 
 
 def _vectors(parts: Sequence[PackedPart]) -> tuple[list[PackedPart], list[_Vector]]:
@@ -292,7 +321,13 @@ def _equal_blocks(vector: _Vector, size: int) -> Iterator[PackedPart]:
     run = on_shape(vector.first, (size,))
     for start in range(0, vector.size, size):
         num_done = max(0, start + size - vector.size)
-        yield _block(vector, run, start - num_done, size, num_done)
+        yield _block(vector, run, start - num_done, size, (num_done, 0))
+
+
+def _whole(vector: _Vector, size: int) -> PackedPart:
+    """One block of the vector and of the padding behind it, `size` numbers together."""
+    run = on_shape(vector.first, (size,))
+    return _block(vector, run, 0, size, (0, size - vector.size))
 
 
 def _blocks(vector: _Vector, size: int) -> Iterator[PackedPart]:
@@ -304,12 +339,16 @@ def _blocks(vector: _Vector, size: int) -> Iterator[PackedPart]:
 
 
 def _block(
-    vector: _Vector, run: Equations, start: int, size: int, num_done: int = 0
+    vector: _Vector,
+    run: Equations,
+    start: int,
+    size: int,
+    kept: tuple[int, int] = (0, 0),
 ) -> PackedPart:
     inputs, outputs = vector.first.inputs, vector.first.outputs
     return PackedPart(
         run,
         [leaf.block(start, size) for leaf in inputs],
         [leaf.block(start, size) for leaf in outputs],
-        num_done,
+        kept,
     )

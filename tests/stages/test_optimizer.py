@@ -37,10 +37,10 @@ def as_optax_is_written():
         yield
 
 
-def stages_of(num_stages, layers=LAYERS, width=WIDTHS[0], block=None):
+def stages_of(num_stages, layers=LAYERS, width=WIDTHS[0], block=None, switch=False):
     layers = as_layers(layers)
     inputs = {"inputs": jax.ShapeDtypeStruct((2, width), np.float32)}
-    stages = cut(trace_layers(layers, None, inputs), None, num_stages)
+    stages = cut(trace_layers(layers, None, inputs), None, num_stages, switch=switch)
     if block is None:
         return stages
     vectors = stages.vectors._replace(update_block=block)
@@ -64,7 +64,8 @@ def unknown(like):
 
 def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
     """Weights after one update per gradient, stage by stage, in packed arrays like the engine's."""
-    updates, params = make_updates(stages, optimizer), list(params)
+    updates = make_updates(stages, optimizer, one_row=stages.vectors.whole)
+    params = list(params)
     given = [np.float32(x) for x in (delay, 0.0, global_norm)]
     for s in range(stages.num_stages):
         update = updates.programs[updates.program_of_stage[s]]
@@ -106,13 +107,15 @@ def on_stages(stages, optimizer, params, gradients, delay=0.0, global_norm=1.0):
             fill("gradients", places, gradient)
             shared = [np.array(load(slot, 0)) for slot in update.shared]
             for group in update.groups:
+                kept = group.kept
                 for i in range(group.num_turns):
                     inputs = [load(slot, i) for slot in group.inputs]
                     values = group.run(*inputs, *shared, *given)
-                    done = group.num_done[i]
                     for slot, value in zip(group.outputs, values, strict=True):
                         for view in at(slot, i):
-                            view[done:] = np.asarray(value).reshape(view.shape)[done:]
+                            changed = slice(kept[i, 0], len(view) - kept[i, 1])
+                            new = np.asarray(value).reshape(view.shape)
+                            view[changed] = new[changed]
         tree = jax.tree.structure(seen)
         leaves = [
             arrays["parameters"][p.array][p.base :][: p.block[0]].reshape(p.shape)
@@ -196,16 +199,50 @@ def test_groups_do_not_grow_with_the_shapes(name):
             for slots in group.outputs
             if slots.arrays == "parameters"
             for place, starts in slots.copies
-            for (start,), done in zip(starts, group.num_done, strict=True)
-            for index in range(start + done, start + place.block[0])
+            for (start,), (done, padded) in zip(starts, group.kept, strict=True)
+            for index in range(start + done, start + place.block[0] - padded)
         ]
         assert sorted(written) == list(range(stages.parameters.used_bytes[s] // 4))
     (merged,) = updates.merged
     (group,) = [g for g in merged.groups if g.inputs]
-    assert group.num_done.any()  # vectors of 44 and 34 numbers, beside one of 35
+    assert group.kept.any()  # vectors of 44 and 34 numbers, beside one of 35
     assert group.num_turns == sum(
         g.num_turns for u in updates.programs for g in u.groups if g.inputs
     )
+
+
+@pytest.mark.parametrize("name", ["adam", "momentum", "learning-rate schedule"])
+def test_a_vector_alone_in_its_arrays_is_updated_at_once(name):
+    """Stages of 44, 35 and 34 numbers: one block with the padding behind it, and each moment in an array of its own."""
+    stages = stages_of(3, linear_layers(UNLIKE_WIDTHS), switch=True)
+    updates = make_updates(stages, OPTIMIZERS[name], one_row=True)
+    (size,) = (a.size for a in stages.parameters.arrays.values())
+    padding = set()
+    for s, update in enumerate(updates.programs):
+        (group,) = [g for g in update.groups if g.inputs]
+        assert group.num_turns == 1
+        ((at_start, at_end),) = group.kept
+        padding.add(int(at_end))
+        assert at_start == 0
+        assert size - at_end == stages.parameters.used_bytes[s] // 4
+        for slots in [*group.inputs, *group.outputs]:
+            ((place, _),) = slots.copies
+            assert place.shape == (size,)
+        moments = [s for s in group.outputs if s.arrays == "optimizer_state"]
+        arrays = {place.array for slots in moments for place, _ in slots.copies}
+        assert len(arrays) == len(moments)
+    assert len(padding) > 1
+    assert_updates_as_one_device(stages, OPTIMIZERS[name])
+
+
+def test_vectors_beside_others_are_updated_in_blocks():
+    """A mask treats kernels and biases unlike, and several versions of weights are rows of one array."""
+    stages = stages_of(3, linear_layers(UNLIKE_WIDTHS), switch=True)
+    mask = OPTIMIZERS["decay of kernels"]
+    for optimizer, one_row in ((mask, True), (OPTIMIZERS["adam"], False)):
+        for update in make_updates(stages, optimizer, one_row=one_row).programs:
+            assert not any(group.kept.any() for group in update.groups)
+    assert_updates_as_one_device(stages, mask)
 
 
 def test_the_chain_sees_none_for_layers_of_other_stages():
