@@ -48,6 +48,9 @@ GOAL = 0.02
 GRACE = 45
 """Seconds that a row may take after the time for all rows is over."""
 
+KERNELS_OF = ("plain", "one-stage", "zero_bubble_h1")
+"""The rows of the table of kernels: without a pipeline, without stashes in the state, and with them."""
+
 MACHINE = "machine"
 """The row that only describes the machine."""
 INSTALL = 'Install JAX for GPUs and the project: `pip install "jax[cuda13]" -e .` in its root.'
@@ -250,7 +253,7 @@ def table(results: Mapping[str, Any]) -> str:
 
 
 def kernel_table(results: Mapping[str, Any], most: int = 12) -> str:
-    """Where the time of the plain step and of one stage goes, as Markdown; "" if they have no kernels.
+    """Where the time of the rows in `KERNELS_OF` goes, as Markdown; "" if they have no kernels.
 
     Args:
       results: as they are saved.
@@ -259,7 +262,7 @@ def kernel_table(results: Mapping[str, Any], most: int = 12) -> str:
     rows = {
         name: {kind: (n, ms) for kind, n, ms in row["kernels"]}
         for name, row in results["rows"].items()
-        if name in ("plain", "one-stage") and row.get("kernels")
+        if name in KERNELS_OF and row.get("kernels")
     }
     kinds = {kind for row in rows.values() for kind in row}
     if not kinds:
@@ -272,7 +275,9 @@ def kernel_table(results: Mapping[str, Any], most: int = 12) -> str:
         "| kernels per step | " + " | ".join(f"`{name}`" for name in rows) + " |",
         "|---" * (1 + len(rows)) + "|",
     ]
-    for kind in sorted(kinds, key=longest, reverse=True)[:most]:
+    for row in rows.values():
+        row["all"] = tuple(map(sum, zip(*row.values())))
+    for kind in ["all", *sorted(kinds, key=longest, reverse=True)[:most]]:
         of_rows = (row.get(kind) for row in rows.values())
         cells = ["" if c is None else f"{c[1]:.1f} ms ({c[0]:,.0f})" for c in of_rows]
         lines.append("| " + " | ".join([kind, *cells]) + " |")
