@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -52,7 +53,7 @@ class Apply:
     computes inside of a `cond`, so that XLA does not read its inputs again after they were
     overwritten. On GPUs both would wait for the host. Under the policy "switch" a column that does
     not update therefore leaves out all loops together, their lengths are static, and a barrier
-    stands where the `cond` is.
+    stands where the `cond` is. A turn that changes all of its arrays needs none.
 
     Attributes:
       device: the device.
@@ -94,7 +95,7 @@ class Apply:
         read = {"gradients": arrays.gradients}
         if self.device.spec.accumulate_gradients is not None:
             read[FACTORS] = factors_in(arrays)
-        turn = _Turn(self, rank, read)
+        turn = _Turn(self, rank, read, self._changes_all({**read, **updated}))
         num_done = jnp.int32(0)
         shared = turn.unscaled(
             self.merged.shared,
@@ -118,8 +119,25 @@ class Apply:
             parameters=updated["parameters"],
             optimizer_state=updated["optimizer_state"],
             read_parameters={name: updated[name] for name in arrays.read_parameters},
-            gradients=self._emptied(arrays.gradients, updated, num_done),
+            gradients=self._emptied(
+                arrays.gradients, None if turn.changes_all else updated, num_done
+            ),
             skipped=skipped,
+        )
+
+    def _changes_all(self, arrays: Mapping[str, Packed]) -> bool:
+        """Whether each turn that reads a gradient reads and writes all of every array that it is in.
+
+        Args:
+          arrays: packed arrays by their names in `LeafSlots`.
+        """
+        return all(
+            arrays[slots.arrays][place.array].size == math.prod(place.block)
+            for group in self.merged.groups
+            if any(slots.arrays in ("gradients", FACTORS) for slots in group.inputs)
+            for slots in (*group.inputs, *group.outputs)
+            if slots.arrays in arrays
+            for place, _ in slots.copies
         )
 
     def _turns_of(self, group: int) -> tuple[jax.Array | int, jax.Array | int]:
@@ -136,12 +154,17 @@ class Apply:
         return first, first + number
 
     def _emptied(
-        self, gradients: Packed, updated: dict[str, Packed], num_done: jax.Array
+        self, gradients: Packed, updated: dict[str, Packed] | None, num_done: jax.Array
     ) -> Packed:
         """Gradients whose column is zero if any turn is done.
 
         Reading `num_done`, or a barrier, delays this until all turns have read the gradients. Emptied
         earlier, the gradients would have to be copied.
+
+        Args:
+          gradients: packed gradients.
+          updated: what all turns have updated; None: the turns need no barrier.
+          num_done: int32 `[]`, turns that are done.
         """
         row = row_of(self.device, self.scalars)
         lead = self.device.lead("gradients", row)
@@ -159,7 +182,8 @@ class Apply:
             for name, a in far.items()
         }
         near = {name: a for name, a in own.items() if name not in far}
-        near, _ = lax.optimization_barrier((near, updated))
+        if updated is not None:
+            near, _ = lax.optimization_barrier((near, updated))
 
         # XLA writes a selection in place, and would make a new array of zeros.
         def emptied(name: str, array: jax.Array) -> jax.Array:
@@ -181,11 +205,13 @@ class _Turn(NamedTuple):
       update: the update.
       rank: of this device among the replicas that share the update; None if none do.
       read: packed gradients, and factors of gradients, by their names in `LeafSlots`.
+      changes_all: see `Apply`. XLA for GPUs then makes one kernel of the turn and of emptying the gradients, in place.
     """
 
     update: Apply
     rank: Rank | None
     read: dict[str, Packed]
+    changes_all: bool
 
     def run(
         self,
@@ -212,7 +238,8 @@ class _Turn(NamedTuple):
         if self.update.device.spec.lowered.guard == "cond":
             values = lax.cond(keeps, lambda: before, compute)
         else:
-            inputs, before = lax.optimization_barrier((inputs, before))
+            if not self.changes_all:
+                inputs, before = lax.optimization_barrier((inputs, before))
             values = [
                 jnp.where(keeps, a, b) for a, b in zip(before, compute(), strict=True)
             ]
