@@ -557,7 +557,7 @@ def test_memory_by_hand():
     "schedule,kernels",
     [
         # Each device has one of the two inner kernels, and one of the two outer ones.
-        ("interleaved", 16 * 16 + 4 * 16),
+        pytest.param("interleaved", 16 * 16 + 4 * 16, marks=pytest.mark.exhaustive),
         # One device has both inner kernels, and the other has both outer ones.
         ("zero_bubble_v", 2 * 16 * 16 + 2 * 4 * 16),
     ],

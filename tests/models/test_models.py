@@ -460,7 +460,9 @@ def modules_of_part(part):
         (DIGITS, IMAGES, 3 + 3 * 4 + 2),
         (dataclasses.replace(BOTTLENECKS, stem="small"), IMAGES, 3 + 5 * 6 + 2 * 2),
         (BOTTLENECKS, IMAGES, 3 + 5 * 6 + 2 * 2),
-        (LANGUAGES, (2, 12), 2 + 2 * 6 + 3 * 9),
+        pytest.param(
+            LANGUAGES, (2, 12), 2 + 2 * 6 + 3 * 9, marks=pytest.mark.exhaustive
+        ),
         (dataclasses.replace(LANGUAGES, norm="pre"), (2, 12), 3 + 2 * 6 + 3 * 9),
     ],
     ids=["basic", "bottleneck", "ImageNet", "post", "pre"],

@@ -170,7 +170,7 @@ def test_a_damaged_checkpoint_is_no_obstacle_to_new_ones(whole, tmp_path):
 @pytest.mark.parametrize(
     "number, words",
     [
-        (signal.SIGTERM, ()),
+        pytest.param(signal.SIGTERM, (), marks=pytest.mark.exhaustive),
         (signal.SIGINT, ()),
         (signal.SIGKILL, ()),
         (signal.SIGKILL, IN_HOST_MEMORY),
