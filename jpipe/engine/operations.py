@@ -416,7 +416,8 @@ def _loss_gradient(
         ]
     loss, rings = stage.stages.loss, _rings(written, read)
     places = stage.program.loss_stash
-    stash = read_stash(rings, "input_stash", places, stage.slot)
+    again = loss.recomputes
+    stash = read_stash(rings, "input_stash", places, stage.slot, recomputes=again)
     gradient = loss_gradient(stage.device, stage.scalars, read)
     return stage.stages.values.constrained(loss.backward([], stash, [gradient])[1])
 

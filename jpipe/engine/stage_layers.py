@@ -130,11 +130,14 @@ def read_stash(
     places: Sequence[Place],
     slot_of: SlotOf,
     i: jax.Array | int = 0,
+    recomputes: bool = False,
 ) -> list[jax.Array]:
-    """The stashed values of layer i in one ring."""
+    """The stashed values of layer i in one ring; `recomputes` as in `LayerProgram`."""
     stash = rings[ring]
     if isinstance(stash, TickStash):
-        return [stash[place, i] for place in places]
+        values = [stash[place, i] for place in places]
+        # Without a barrier XLA would compute a value of the forward once, and keep it for the backward.
+        return lax.optimization_barrier(values) if recomputes else values
     return packing.read_all(stash, places, slot_of(ring), i) if places else []
 
 
@@ -172,7 +175,7 @@ def read_layer_stash(
         ("weight_stash", run.weight_stash, kind.weight_stash),
     ):
         if only in (None, ring):
-            values = read_stash(rings, ring, places, slot_of, i)
+            values = read_stash(rings, ring, places, slot_of, i, kind.recomputes)
             for j, value in zip(positions, values, strict=True):
                 stash[j] = value
     return stash

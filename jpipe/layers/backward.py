@@ -72,6 +72,7 @@ class LayerProgram:
       reads_extra: per leaf of `extra`, whether anything reads it.
       outputs_read_extra: per leaf of `extra`, whether the outputs or the gradients depend on it.
       output_tree, aux_tree: the tree structures of outputs and aux.
+      recomputes: whether the backward computes values of the forward again, because of `jax.checkpoint` or a policy.
       products: per parameter how its gradient follows from a product; None where the gradient itself is computed.
         Elsewhere `backward` and `weight_grad` give a `jpipe.layers.products.Product`.
       forward_equations: from parameters, inputs and extra to outputs, aux and residuals.
@@ -96,6 +97,7 @@ class LayerProgram:
     outputs_read_extra: tuple[bool, ...]
     output_tree: Any
     aux_tree: Any
+    recomputes: bool
     products: tuple[ProductForm | None, ...]
     forward_equations: Equations
     text: str
@@ -145,8 +147,9 @@ def trace_layer(
     forward = trace_forward(function, arguments, has_aux, input_grads, policy)
     check_offload(forward.residuals)
     check_effects(forward.equations)
+    traced = trace_backward(forward)
     backward, gradients = with_products(
-        trace_backward(forward),
+        traced,
         len(forward.residuals),
         len(arguments.parameters),
         products or (lambda a, b: False),
@@ -168,6 +171,7 @@ def trace_layer(
         residuals,
         _Readers(whole, input_reader, weight_reader),
         split_residuals,
+        recomputes=traced.has_checkpoint,
     )
 
 
@@ -234,6 +238,7 @@ def _layer_program(
     residuals: Residuals,
     readers: _Readers,
     split_residuals: list,
+    recomputes: bool,
 ) -> LayerProgram:
     equations, stash = forward.equations, residuals.stash
     num_outputs, num_results = len(forward.outputs), forward.num_results
@@ -295,6 +300,7 @@ def _layer_program(
         outputs_read_extra=tuple(v in read_by_outputs for v in extra_inputs),
         output_tree=forward.output_tree,
         aux_tree=forward.aux_tree,
+        recomputes=recomputes,
         products=tuple(f and f[0] for f in gradients.forms),
         forward_equations=equations,
         text=_text(arguments, forward, backward),

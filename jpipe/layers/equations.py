@@ -17,6 +17,8 @@ import numpy as np
 from jpipe.layers import convolution
 from jpipe.layers.constraint import NO_MESH, constrain, constrain_p, without_mesh
 
+_CHECKPOINT = "remat2"
+
 # Primitives that call a jaxpr -> the parameter that holds this jaxpr. Calls are inlined because
 # nothing is differentiated after tracing: custom derivative rules and checkpoints are used up, and
 # custom rules name Python functions by their address, which would make equal programs look unequal.
@@ -25,7 +27,7 @@ _CALLS = {
     "pjit": "jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
-    "remat2": "jaxpr",
+    _CHECKPOINT: "jaxpr",
 }
 
 
@@ -38,12 +40,14 @@ class Equations:
       inputs: variables.
       equations: in the order of evaluation.
       outputs: variables or literals.
+      has_checkpoint: whether `jax.checkpoint` called some of the equations.
     """
 
     constants: dict[Any, Any]
     inputs: tuple[Any, ...]
     equations: tuple[Any, ...]
     outputs: tuple[Any, ...]
+    has_checkpoint: bool = False
 
     @classmethod
     def trace(cls, function: Callable[..., Sequence], *avals: Any) -> "Equations":
@@ -53,12 +57,16 @@ class Equations:
     @classmethod
     def of(cls, closed: jex.ClosedJaxpr) -> "Equations":
         """The equations of a jaxpr, and of the jaxprs that it calls."""
-        found = _Inliner({}, [], {})
+        found = _Inliner({}, [], {}, set())
         with jax.sharding.use_abstract_mesh(NO_MESH):
             inputs = [jex.Var(_aval_without_mesh(v)) for v in closed.jaxpr.invars]
             outputs = found.inline(closed.jaxpr, closed.consts, inputs)
         return cls(
-            found.constants, tuple(inputs), tuple(found.equations), tuple(outputs)
+            found.constants,
+            tuple(inputs),
+            tuple(found.equations),
+            tuple(outputs),
+            has_checkpoint=_CHECKPOINT in found.calls,
         )
 
     def __call__(self, *args: Any) -> list:
@@ -239,11 +247,13 @@ class _Inliner(NamedTuple):
       constants: variable -> array, of all jaxprs so far.
       equations: of all jaxprs so far.
       variable_of: the identity of a constant -> its variable.
+      calls: the primitives of `_CALLS` that were inlined.
     """
 
     constants: dict[Any, Any]
     equations: list
     variable_of: dict[int, Any]
+    calls: set[str]
 
     def inline(
         self,
@@ -268,6 +278,7 @@ class _Inliner(NamedTuple):
         for eqn in jaxpr.eqns:
             atoms = [_atom(env, v) for v in eqn.invars]
             if eqn.primitive.name in _CALLS:
+                self.calls.add(eqn.primitive.name)
                 inner = eqn.params[_CALLS[eqn.primitive.name]]
                 # An open jaxpr has no constants.
                 of_inner = getattr(inner, "consts", ())

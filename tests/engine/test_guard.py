@@ -163,6 +163,29 @@ def test_one_stage_keeps_what_a_tick_makes_and_reads_out_of_the_state(
     jax.tree.map(close, *results)
 
 
+@pytest.mark.parametrize("kind", ["none", "policy", "checkpoint"])
+def test_without_a_branch_a_backward_still_computes_again(kind, monkeypatch):
+    """A barrier keeps XLA from computing once what a policy, or a checkpoint inside of a layer, computes again."""
+    use_guard(monkeypatch, "switch")
+
+    def layer(x):
+        return jnp.sin(jnp.cos(x @ x.T) @ x)
+
+    policy = jax.checkpoint_policies.nothing_saveable
+    pipe = jpipe.Pipeline(
+        [
+            functools.partial(nnx.Linear, 3, 3),
+            jax.checkpoint(layer) if kind == "checkpoint" else layer,
+        ],
+        loss=lambda y, batch: jnp.mean(y**2),
+        optimizer=optax.sgd(0.1),
+        schedule=schedule_named("one_f_one_b/paired", 1, 2),
+        recompute=policy if kind == "policy" else "none",
+    )
+    text = pipe.lower({"inputs": np.ones((16, 3), np.float32)}).as_text()
+    assert ("optimization_barrier" in text) == (kind != "none")
+
+
 class Normed(nnx.Module):
     """A dense layer with batch norm."""
 
