@@ -431,14 +431,11 @@ def make_updates(
             drafts.values(), whole_state.places, devices_of, strict=True
         )
     ]
+    sizes = None
+    if one_row and stages.vectors.whole and not whole.reads_stale:
+        sizes = _sizes_of_vectors(stages, whole_state)
     grouped, packing = group_updates(
-        _in_blocks(
-            in_parts,
-            stages.vectors,
-            _sizes_of_vectors(stages, whole_state)
-            if one_row and stages.vectors.whole and not whole.reads_stale
-            else None,
-        ),
+        _in_blocks(in_parts, stages.vectors, sizes),
         whole_state,
         axis_sizes or {},
         stages.vectors.weights,

@@ -146,7 +146,7 @@ def in_blocks(
 
 
 _MOST_PADDED = 2
-"""The size of a packed vector, for each number of the vector in it, up to which blocks of a part of it take more time."""
+"""How many times as large as a vector its packed vector may be, so that updating the padding takes less time than blocks."""
 
 
 def _padded_size(vector: _Vector, sizes: Mapping[tuple[str, str], int]) -> int | None:
