@@ -306,7 +306,8 @@ def test_a_run(tmp_path, capsys, monkeypatch):
     assert len({line.count("|") for line in of_rows}) == 1
     assert any("+1.5% (rounds: +1.0% to +2.1%; goal: at most +2%)" in n for n in lines)
     kernels = lines[lines.index("| kernels per step | `plain` | `one-stage` |") :]
-    assert kernels[2:5] == [
+    assert kernels[2:6] == [
+        "| all | 42.0 ms (1,095) | 41.2 ms (103) |",
         "| products | 40.0 ms (95) | 40.2 ms (96) |",
         "| loop_fusion | 2.0 ms (1,000) |  |",
         "| memcpy |  | 1.0 ms (7) |",
