@@ -314,8 +314,7 @@ def _run_operation(
             else Branch(name, [], lambda written, _: written)
             for stage in stages
         ]
-        only = lane.only_program if spec.drops_branches else None
-        number = lane.program if only is None else only
+        number = lane.branch if spec.drops_branches else lane.program
         arrays = run_one_of(spec.lowered.guard, number, branches, arrays)
     return arrays
 

@@ -338,13 +338,13 @@ class PassSpec:
         """
         if self.schedule.forward_only or not self.drops_branches:
             return frozenset()
-        lanes = [
-            ((name, lane, "program"), phase.ticks)
+        programs = [
+            self.scalars.only_program(name, lane, phase.ticks)
             for phase in self.lowered.phases
             for name in phase.operations & {"forward", "backward", "weight_grad"}
             for lane in range(self.lowered.operations[name].num_lanes)
         ]
-        if {self.scalars.constant(*lane) for lane in lanes} & {None, -1}:
+        if None in programs:
             return frozenset()
         return frozenset(n for n in STASHES if self.lowered.rings[n].in_tick)
 

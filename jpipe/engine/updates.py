@@ -200,9 +200,7 @@ def _run_program(
         Branch(name, writes, functools.partial(once, program, u))
         for u, program in programs
     ]
-    known = lane.only_program
-    chosen = lane.program if known is None else known
-    return run_one_of(device.spec.lowered.guard, chosen, branches, arrays)
+    return run_one_of(device.spec.lowered.guard, lane.branch, branches, arrays)
 
 
 def _run_lanes(

@@ -90,6 +90,11 @@ class ScalarTable:
         values: list[int] = np.unique(base[ticks.start : ticks.stop]).tolist()
         return values[0] if len(values) == 1 and rounds == started == 0 else None
 
+    def only_program(self, operation: str, lane: int, ticks: range) -> int | None:
+        """The program that all devices run in a lane of an operation in all of some ticks; None if they may differ, or none runs."""
+        program = self.constant((operation, lane, "program"), ticks)
+        return None if program == -1 else program
+
     def _rounds_differ(self) -> bool:
         """Whether cyclic scalars differ in what a round adds to them."""
         return any(isinstance(c[-2], np.ndarray) for c in self._cyclic.values())
@@ -234,12 +239,16 @@ class LaneScalars:
 
     @property
     def only_program(self) -> int | None:
-        """The stage program that all devices run; None: they may differ, none runs, or the tick is not known."""
+        """See `ScalarTable.only_program`; None also if the tick is not known."""
         if self.tick.ticks is None or not isinstance(self.lane, int):
             return None
-        name = self.operation, self.lane, "program"
-        program = self.tick.table.constant(name, self.tick.ticks)
-        return None if program == -1 else program
+        return self.tick.table.only_program(self.operation, self.lane, self.tick.ticks)
+
+    @property
+    def branch(self) -> jax.Array | int:
+        """The program as the number of a branch: a Python integer if all devices run it."""
+        only = self.only_program
+        return self.program if only is None else only
 
     @property
     def stage(self) -> jax.Array:

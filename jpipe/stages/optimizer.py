@@ -196,15 +196,21 @@ def _state_leaves(
         owners.append(owner if fits else None)
     on_host = _largest_owners(owners, flat.state_avals, offload.optimizer)
     leaves = []
-    num_found: collections.Counter[str] = collections.Counter()
+    num_found: collections.Counter[str | None] = collections.Counter()
     for aval, owner in zip(flat.state_avals, owners):
         spec: tuple = (None,) * len(aval.shape) if is_split else ()
-        leaf = Leaf(aval, 1, spec, on_host=owner in on_host, chunk=offload.chunk)
-        if owner is not None:
-            if is_split:
-                leaf = leaf._replace(spec=places[owner].spec)
-            leaf = leaf._replace(vector=num_found[owner])
-            num_found[owner] += 1
+        if owner is not None and is_split:
+            spec = places[owner].spec
+        vector = 0 if owner is None else num_found[owner]
+        num_found[owner] += 1
+        leaf = Leaf(
+            aval,
+            1,
+            spec,
+            on_host=owner in on_host,
+            chunk=offload.chunk,
+            vector=vector,
+        )
         leaves.append(leaf)
     return leaves
 

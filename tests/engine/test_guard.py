@@ -83,6 +83,21 @@ def test_only_some_versions_of_xla_need_touched_arrays(copies):
     assert ("dynamic_update_slice" in text) == copies
 
 
+def random_batches(num_rows):
+    """Three minibatches for the layers of `skipping`."""
+    rng = np.random.default_rng(0)
+    shape = (3, num_rows, DIM)
+    inputs, targets = (rng.standard_normal(shape).astype("float32") for _ in range(2))
+    return [{"inputs": x, "targets": y} for x, y in zip(inputs, targets)]
+
+
+def assert_same_results(results):
+    """The losses and weights of the policies are finite and close."""
+    assert np.isfinite(results[0][0]).all()
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, *results)
+
+
 def trained(monkeypatch, policy, layers, table, batches, **options):
     """A pipeline under a policy, run on CPU devices, its state after a step with each batch and a flush, and the losses."""
     use_guard(monkeypatch, policy)
@@ -112,10 +127,7 @@ def trained(monkeypatch, policy, layers, table, batches, **options):
 def test_policies_train_the_same(name, replicas, monkeypatch):
     """The policy of GPUs, run on CPU devices."""
     table, results = schedule_named(name, 4, 8), []
-    rng = np.random.default_rng(0)
-    shape = (3, 16 * replicas, DIM)
-    inputs, targets = (rng.standard_normal(shape).astype("float32") for _ in range(2))
-    batches = [{"inputs": x, "targets": y} for x, y in zip(inputs, targets)]
+    batches = random_batches(16 * replicas)
     for policy in GUARDS:
         pipe, state, losses = trained(
             monkeypatch,
@@ -128,9 +140,7 @@ def test_policies_train_the_same(name, replicas, monkeypatch):
             mesh=jpipe.make_mesh(stage=table.num_devices, data=replicas),
         )
         results.append((losses, pipe.get_params(state)))
-    assert np.isfinite(results[0][0]).all()
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(close, *results)
+    assert_same_results(results)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -138,12 +148,8 @@ def test_one_stage_keeps_what_a_tick_makes_and_reads_out_of_the_state(
     recompute, monkeypatch
 ):
     """A forward and its backward in one tick have no branch. With recomputation they have."""
-    table = schedule_named("one_f_one_b/paired", 1, 4)
-    rng = np.random.default_rng(0)
-    shape = (3, 16, DIM)
-    inputs, targets = (rng.standard_normal(shape).astype("float32") for _ in range(2))
-    batches = [{"inputs": x, "targets": y} for x, y in zip(inputs, targets)]
-    results = []
+    table, results = schedule_named("one_f_one_b/paired", 1, 4), []
+    batches = random_batches(16)
     for policy in GUARDS:
         pipe, state, losses = trained(
             monkeypatch,
@@ -158,9 +164,7 @@ def test_one_stage_keeps_what_a_tick_makes_and_reads_out_of_the_state(
         is_kept = policy == "cond" or recompute == "full"
         assert any(state.buffers[name] for name in STASHES) == is_kept
         results.append((losses, pipe.get_params(state)))
-    assert np.isfinite(results[0][0]).all()
-    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
-    jax.tree.map(close, *results)
+    assert_same_results(results)
 
 
 @pytest.mark.parametrize("kind", ["none", "policy", "checkpoint"])
