@@ -30,6 +30,7 @@ References:
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +78,8 @@ class LayerProgram:
         Elsewhere `backward` and `weight_grad` give a `jpipe.layers.products.Product`.
       forward_equations: from parameters, inputs and extra to outputs, aux and residuals.
       text: the computation as text; layers with equal texts are of one kind.
+      same_weights: whether the backward must run on the weights of its forward.
+      made: the programs for another value of `same_weights`.
     """
 
     forward: Callable[..., Any]
@@ -101,6 +104,12 @@ class LayerProgram:
     products: tuple[ProductForm | None, ...]
     forward_equations: Equations
     text: str
+    same_weights: bool
+    made: Callable[[bool], "LayerProgram"]
+
+    def on_weights(self, same: bool) -> "LayerProgram":
+        """The programs for a backward on the weights of its forward, or else on any weights."""
+        return self if same == self.same_weights else self.made(same)
 
     def with_one_stash(self) -> "LayerProgram":
         """The programs for a table that does not split backwards: all of the stash is read at one time."""
@@ -118,6 +127,7 @@ def trace_layer(
     input_grads: bool = True,
     policy: Callable[..., Any] | None = None,
     products: Callable[[int, int], bool] | None = None,
+    same_weights: bool = False,
 ) -> LayerProgram:
     """Traces `function(parameters, inputs, extra) -> outputs` into its programs.
 
@@ -135,6 +145,8 @@ def trace_layer(
         policy saves, and its backward computes all other values again. None stashes every residual.
       products: `(a, b)` -> whether a gradient that is a product of matrices, `[s, a]` and `[s, b]`, is given as
         these. None: no gradient is.
+      same_weights: whether the backward will run on the weights of its forward. It then computes more again,
+        and stashes less.
 
     Returns:
       The `LayerProgram`.
@@ -154,33 +166,14 @@ def trace_layer(
         len(arguments.parameters),
         products or (lambda a, b: False),
     )
-    residuals = Residuals.of(forward, backward, arguments)
-    whole = residuals.reader(
-        backward.slice(backward.inputs, backward.outputs, effects=True)
-    )
-    for_inputs, for_weights, split_residuals = _split_backward(
-        backward, residuals, num_gradients=gradients.num_values
-    )
-    input_reader = residuals.reader(for_inputs)
-    weight_reader = residuals.reader(for_weights)
     return _layer_program(
         arguments,
         forward,
         backward,
         gradients,
-        residuals,
-        _Readers(whole, input_reader, weight_reader),
-        split_residuals,
-        recomputes=traced.has_checkpoint,
+        traced.has_checkpoint,
+        same_weights,
     )
-
-
-class _Readers(NamedTuple):
-    """The readers of the whole backward and of its halves."""
-
-    whole: Reader
-    inputs: Reader
-    weights: Reader
 
 
 # -- The two halves of the backward
@@ -230,16 +223,33 @@ def _split_backward(
 # -- The programs
 
 
+class _Readers(NamedTuple):
+    """The readers of the whole backward and of its halves."""
+
+    whole: Reader
+    inputs: Reader
+    weights: Reader
+
+
 def _layer_program(
     arguments: Arguments,
     forward: Forward,
     backward: Equations,
     gradients: GradientForms,
-    residuals: Residuals,
-    readers: _Readers,
-    split_residuals: list,
     recomputes: bool,
+    same_weights: bool,
 ) -> LayerProgram:
+    residuals = Residuals.of(forward, backward, arguments, same_weights)
+    for_inputs, for_weights, split_residuals = _split_backward(
+        backward, residuals, num_gradients=gradients.num_values
+    )
+    readers = _Readers(
+        residuals.reader(
+            backward.slice(backward.inputs, backward.outputs, effects=True)
+        ),
+        residuals.reader(for_inputs),
+        residuals.reader(for_weights),
+    )
     equations, stash = forward.equations, residuals.stash
     num_outputs, num_results = len(forward.outputs), forward.num_results
     num_gradients = gradients.num_values
@@ -304,6 +314,10 @@ def _layer_program(
         products=tuple(f and f[0] for f in gradients.forms),
         forward_equations=equations,
         text=_text(arguments, forward, backward),
+        same_weights=same_weights,
+        made=functools.partial(
+            _layer_program, arguments, forward, backward, gradients, recomputes
+        ),
     )
 
 

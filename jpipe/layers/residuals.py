@@ -11,8 +11,9 @@ The set is a minimum cut between the values that no cheap equation computes and 
 graph of the forward's cheap equations, where a value has its bytes as capacity. The idea is that of
 the partitioner of PyTorch 2.
 
-An equation is cheap if it works element by element and reads no value of the parameters. A backward may
-run on other weights than its forward, and what the forward has computed from its weights must stay.
+An equation is cheap if it works element by element. It may read parameters, and what cheap equations
+compute of them, only if the backward runs on the weights of its forward. In PipeMare it runs on other
+weights, and what the forward has computed from its weights must stay.
 
 References:
   Ford and Fulkerson, "Maximal flow through a network", 1956 (the cut).
@@ -55,9 +56,13 @@ class Residuals:
 
     @classmethod
     def of(
-        cls, forward: Forward, backward: Equations, arguments: Arguments
+        cls,
+        forward: Forward,
+        backward: Equations,
+        arguments: Arguments,
+        same_weights: bool,
     ) -> "Residuals":
-        """Chooses the stash."""
+        """Chooses the stash; `same_weights` as of `smallest_stash`."""
         equations, num_parameters = forward.equations, len(arguments.parameters)
         varying = equations.depending_on(equations.inputs[num_parameters:])
         wanted = [v for v in variables(forward.residuals) if v in varying]
@@ -66,7 +71,7 @@ class Residuals:
             equations,
             num_parameters,
             varying,
-            smallest_stash(equations, num_parameters, varying, wanted),
+            smallest_stash(equations, num_parameters, varying, wanted, same_weights),
             inputs,
             dict(zip(inputs, forward.residuals)),
         )
@@ -119,7 +124,11 @@ class Reader(NamedTuple):
 
 
 def smallest_stash(
-    forward: Equations, num_parameters: int, varying: set, residuals: Iterable
+    forward: Equations,
+    num_parameters: int,
+    varying: set,
+    residuals: Iterable,
+    same_weights: bool,
 ) -> list:
     """The variables with the least bytes from which cheap equations compute `residuals`.
 
@@ -130,11 +139,17 @@ def smallest_stash(
       num_parameters: the number of its inputs that are parameters.
       varying: the variables that depend on more than the parameters.
       residuals: variables in `varying`.
+      same_weights: whether the backward runs on the weights of its forward.
 
     Returns:
       The variables in the order in which the forward computes them.
     """
-    of_parameters = forward.depending_on(forward.inputs[:num_parameters]) - varying
+    parameters = forward.inputs[:num_parameters]
+    # What a cheap equation may not read. What takes time to compute of the parameters would be
+    # computed again.
+    refused = forward.depending_on(parameters) - varying
+    if same_weights:
+        refused -= set(parameters)
     order = [v for v in forward.inputs if v in varying]
     network = Network()
     for v in order:
@@ -144,7 +159,10 @@ def smallest_stash(
         order += results
         operands = variables(eqn.invars)
         is_cheap = eqn.primitive.name in _CHEAP and not eqn.effects
-        if is_cheap and of_parameters.isdisjoint(operands):
+        is_cheap = is_cheap and refused.isdisjoint(operands)
+        if is_cheap and same_weights:
+            refused.difference_update(eqn.outvars)
+        if is_cheap:
             starts: list = [(u, "out") for u in operands if u in varying]
         else:
             starts = [SOURCE]

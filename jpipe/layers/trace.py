@@ -115,6 +115,7 @@ def trace_layers(
     mesh: Mesh | None = None,
     axis_rules: AxisRules = (),
     splits: Sequence["LayerSplit"] = (),
+    same_weights: bool = False,
 ) -> Traced:
     """Traces every layer, and the loss, for the abstract `microbatch`.
 
@@ -131,6 +132,7 @@ def trace_layers(
       mesh: the whole mesh, if there are automatic axes.
       axis_rules: from logical names to axes.
       splits: how a strategy splits each layer, instead of annotations; `()` without a strategy.
+      same_weights: as of `trace_layer`.
 
     Returns:
       The `Traced` layers.
@@ -142,7 +144,17 @@ def trace_layers(
 
     def traced(reports: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[_Tracer, Any]:
         tracer = _Tracer(
-            layers, loss is not None, compute_dtype, key_impl, policy, products
+            layers,
+            loss is not None,
+            compute_dtype,
+            key_impl,
+            functools.partial(
+                trace_layer,
+                has_aux=True,
+                policy=policy,
+                products=products,
+                same_weights=same_weights,
+            ),
         )
         tracer.automatic, tracer.axis_rules = automatic, axis_rules
         tracer.splits = splits
@@ -213,8 +225,7 @@ class _Tracer:
         training: bool,
         compute_dtype: Any,
         key_impl: Any,
-        policy: Callable | None,
-        products: Callable[[int, int], bool] | None,
+        trace_one: Callable[..., LayerProgram],
     ) -> None:
         self.layers = list(layers)
         self.layer_kinds: list[LayerProgram] = []
@@ -231,8 +242,7 @@ class _Tracer:
         self._training = training
         self._compute_dtype = compute_dtype
         self._key_impl = key_impl
-        self._policy = policy
-        self._products = products
+        self._trace_one = trace_one
         self._key = jax.eval_shape(
             lambda: jax.random.key_data(jax.random.key(0, impl=key_impl))
         )
@@ -309,15 +319,12 @@ class _Tracer:
         extra = {"key": self._key, "state": layer.state}
         try:
             with self._annotations():
-                return trace_layer(
+                return self._trace_one(
                     self._function(i),
                     layer.parameters,
                     args,
                     extra,
-                    has_aux=True,
                     input_grads=input_grads,
-                    policy=self._policy,
-                    products=self._products,
                 )
         except (OffloadError, OrderedEffectError) as error:
             raise ValueError(f"layer {i} ({layer.name}): {error}") from None

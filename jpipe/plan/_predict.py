@@ -262,9 +262,8 @@ def predict_memory(
     Raises:
       ValueError: if the table needs more slots of stashes than `offload` leaves.
     """
+    profile = profile.in_table(schedule)
     layers = profile.layers
-    if not schedule.splits_backward:
-        layers = tuple(layer.with_one_stash() for layer in layers)
     kinds = [(one.kind, one.stash, one.pop) for one in layers]
     groups = group(kinds, starts)
     layer_of_kind = dict(zip(kinds, layers))

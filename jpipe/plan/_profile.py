@@ -17,9 +17,11 @@ import jax
 from jpipe.layers.avals import num_bytes
 from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._profile_file import WrongField, decode, text_of
+from jpipe.schedule import Schedule
 from jpipe.solvers import Graph, Node, min_max
+from jpipe.stages.extra_args import PASSES, has_same_weights
 
-_FORMAT = "jpipe profile 2"
+_FORMAT = "jpipe profile 3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,8 @@ class LayerProfile:
       input_stash: arrays kept from the forward for the input gradient alone.
       weight_stash: arrays kept from the forward for the weight gradient, and perhaps for the
         input gradient too.
+      stale_input_stash, stale_weight_stash: the same for a backward on other weights than its
+        forward.
       split_residuals: arrays that the input gradient keeps for the weight gradient.
       parameters: the weights.
       optimizer_state: the part of the optimizer's state that belongs to the weights.
@@ -66,6 +70,8 @@ class LayerProfile:
     skips: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
     input_stash: tuple[jax.ShapeDtypeStruct, ...]
     weight_stash: tuple[jax.ShapeDtypeStruct, ...]
+    stale_input_stash: tuple[jax.ShapeDtypeStruct, ...]
+    stale_weight_stash: tuple[jax.ShapeDtypeStruct, ...]
     split_residuals: tuple[jax.ShapeDtypeStruct, ...]
     parameters: tuple[jax.ShapeDtypeStruct, ...]
     optimizer_state: tuple[jax.ShapeDtypeStruct, ...]
@@ -78,10 +84,25 @@ class LayerProfile:
         """The abstract arrays of the attribute `name`, such as "parameters" or "split_residuals"."""
         return getattr(self, name)
 
-    def with_one_stash(self) -> "LayerProfile":
-        """The layer in a table that does not split backwards: see `jpipe.layers.backward.LayerProgram.with_one_stash`."""
-        both = (*self.input_stash, *self.weight_stash)
-        return dataclasses.replace(self, input_stash=both, weight_stash=())
+    def in_table(self, same_weights: bool, splits_backward: bool) -> "LayerProfile":
+        """The layer with the stash that a table needs.
+
+        Args:
+          same_weights: whether its backwards run on the weights of their forwards.
+          splits_backward: whether it splits backwards. If not, all of the stash is read at one time.
+        """
+        of_inputs, of_weights = self.stale_input_stash, self.stale_weight_stash
+        if same_weights:
+            of_inputs, of_weights = self.input_stash, self.weight_stash
+        if not splits_backward:
+            of_inputs, of_weights = (*of_inputs, *of_weights), ()
+        return dataclasses.replace(
+            self,
+            input_stash=of_inputs,
+            weight_stash=of_weights,
+            stale_input_stash=of_inputs,
+            stale_weight_stash=of_weights,
+        )
 
     @property
     def activation_bytes(self) -> tuple[int, ...]:
@@ -220,6 +241,16 @@ class Profile:
         costs = [of(layer) for layer in self.layers]
         costs[-1] += of(self.loss)
         return costs
+
+    def in_table(self, schedule: Schedule) -> "Profile":
+        """The profile with the stashes that a table needs, see `LayerProfile.in_table`."""
+        hooks = [reader for reader in self.reads if reader in PASSES]
+        of_table = has_same_weights(schedule, hooks), schedule.splits_backward
+        return dataclasses.replace(
+            self,
+            layers=tuple(layer.in_table(*of_table) for layer in self.layers),
+            loss=self.loss.in_table(*of_table),
+        )
 
     def with_updates_of(self, other: "Profile") -> "Profile":
         """This profile with the seconds of the updates of another one.

@@ -160,12 +160,19 @@ def _record(
         p: measured[p].seconds if p in measured else None for p in PROGRAMS
     }
     activations, *skips = (_abstract(jax.tree.leaves(y)) for y in outputs)
+    stashes = {
+        prefix + name: tuple(kind.stash[j] for j in getattr(kind, name))
+        for prefix, kind in (
+            ("", program.on_weights(same=True)),
+            ("stale_", program.on_weights(same=False)),
+        )
+        for name in ("input_stash", "weight_stash")
+    }
     return LayerProfile(
         **seconds,
         activations=activations,
         skips=tuple(skips),
-        input_stash=tuple(program.stash[j] for j in program.input_stash),
-        weight_stash=tuple(program.stash[j] for j in program.weight_stash),
+        **stashes,
         split_residuals=program.split_residuals,
         temporary_bytes=max((m.temporary_bytes for m in measured.values()), default=0),
         **fields,

@@ -118,6 +118,7 @@ def boundaries_by_memory(
         **_options(settings, traced),
     )
     in_flight = int(settings.schedule.facts().in_flight.max())
+    counted = counted.in_table(settings.schedule)
     inner = inner_layers(settings, traced, microbatch)
     cut = balance_by_memory(
         _only(counted, inner), settings.schedule.num_stages, in_flight=in_flight

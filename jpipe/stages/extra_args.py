@@ -6,7 +6,7 @@ whole value, so the arguments are small. Arguments with one array per weight are
 weights instead, as the results of parameter hooks are: `STALE_PARAMS`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -78,3 +78,17 @@ def read_delays(schedule: Schedule) -> dict[str, np.ndarray]:
     facts = schedule.facts()
     lead = facts.forward_delay - facts.backward_delay
     return {"forward": facts.forward_delay, "backward": lead}
+
+
+def has_same_weights(schedule: Schedule, hooks: Iterable[str]) -> bool:
+    """Whether the backward of every microbatch runs on the weights of its forward.
+
+    Args:
+      schedule: the table.
+      hooks: the passes of `PASSES` with a parameter hook.
+    """
+    delays = read_delays(schedule)
+    if any(delays[name].any() for name in hooks):
+        return False
+    forward, backward = schedule.forward_versions(), schedule.backward_versions()
+    return bool((forward == backward).all())

@@ -12,7 +12,7 @@ from jpipe.layers.backward import trace_layer
 from jpipe.layers.equations import Equations, variables
 from jpipe.layers.residuals import smallest_stash
 
-CHEAP = {"add", "mul", "exp", "convert_element_type", "broadcast_in_dim"}
+CHEAP = {"add", "mul", "exp", "convert_element_type", "broadcast_in_dim", "reshape"}
 
 
 def random_program(seed):
@@ -24,7 +24,7 @@ def random_program(seed):
         for _ in range(9):
             a, b = (values[i] for i in rng.integers(len(values), size=2))
             narrow = [v for v in values if v.shape == (4, 1)]
-            kind = rng.choice(["exp", "add", "mul", "sum", "sin", "half", "p"])
+            kind = rng.choice(["exp", "add", "mul", "sum", "sin", "half", "p", "of p"])
             if kind == "exp":
                 new = jnp.exp(a)
             elif kind == "add":
@@ -38,8 +38,10 @@ def random_program(seed):
                 new = jnp.cumsum(a, 0)
             elif kind == "half":
                 new = a.astype(jnp.bfloat16)
-            else:
+            elif kind == "p":
                 new = a * p.astype(a.dtype)
+            else:
+                new = a * jnp.cumsum(p.reshape(1, 1), 0).astype(a.dtype)
             values.append(new)
         return [values[i] for i in rng.choice(10, size=3, replace=False)]
 
@@ -47,9 +49,11 @@ def random_program(seed):
     return Equations.trace(function, *shapes)
 
 
-def computable(program, kept):
-    """What cheap equations compute from `kept`, without the parameter."""
+def computable(program, kept, same_weights):
+    """What cheap equations compute from `kept`, and from the parameter if the weights are the same."""
     known = set(kept) | set(program.constants)
+    if same_weights:
+        known.add(program.inputs[0])
     for eqn in program.equations:
         if eqn.primitive.name in CHEAP and known.issuperset(variables(eqn.invars)):
             known.update(eqn.outvars)
@@ -60,19 +64,20 @@ def bytes_of(stash):
     return num_bytes(v.aval for v in stash)
 
 
+@pytest.mark.parametrize("same_weights", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_set_of_fewer_bytes_is_enough(seed):
+def test_no_set_of_fewer_bytes_is_enough(seed, same_weights):
     program = random_program(seed)
     varying = program.depending_on(program.inputs[1:])
     residuals = [v for v in variables(program.outputs) if v in varying]
-    stash = smallest_stash(program, 1, varying, residuals)
-    assert computable(program, stash).issuperset(residuals)
+    stash = smallest_stash(program, 1, varying, residuals, same_weights)
+    assert computable(program, stash, same_weights).issuperset(residuals)
     values = list(varying)
     enough = (
         bytes_of(kept)
         for count in range(len(values) + 1)
         for kept in itertools.combinations(values, count)
-        if computable(program, kept).issuperset(residuals)
+        if computable(program, kept, same_weights).issuperset(residuals)
     )
     assert bytes_of(stash) == min(enough)
 
@@ -106,6 +111,53 @@ def test_means_are_stashed_and_what_follows_is_not():
     assert shapes.count(((2, 8), "bfloat16")) == 1
     assert all(shape in [(2, 8), (2, 1), (2,)] for shape, _ in shapes)
     assert ((2, 8), "float32") not in shapes
+
+
+def layer_norm_and_product(p, x, _):
+    scale, kernel = p
+    centred = x - x.mean(1, keepdims=True)
+    rate = jax.lax.rsqrt((centred**2).mean(1, keepdims=True))
+    return jnp.tanh(centred * rate * scale[None] @ kernel)
+
+
+def test_a_backward_on_the_weights_of_its_forward_normalises_again():
+    p = jax.ShapeDtypeStruct((8,), "f4"), jax.ShapeDtypeStruct((8, 3), "f4")
+    x = jax.ShapeDtypeStruct((2, 8), "f4")
+    kind = trace_layer(layer_norm_and_product, p, x, same_weights=True)
+    shapes = sorted(a.shape for a in kind.stash)
+    assert shapes == [(2, 1), (2, 3), (2, 8)]
+    on_any = kind.on_weights(same=False)
+    assert sum(a.shape == (2, 8) for a in on_any.stash) == 2
+    assert on_any.on_weights(same=True).stash == kind.stash
+
+
+def test_a_backward_on_the_weights_of_its_forward_equals_the_plain_gradient():
+    rng = np.random.default_rng(0)
+    scale, kernel, x, gy = (
+        rng.normal(size=shape).astype("f4") for shape in [(8,), (8, 3), (2, 8), (2, 3)]
+    )
+    p = scale, kernel
+    kind = trace_layer(layer_norm_and_product, p, x, same_weights=True)
+    _, vjp = jax.vjp(lambda p, x: layer_norm_and_product(p, x, ()), p, x)
+    want_p, want_x = vjp(gy)
+    _, stash, _ = kind.forward_and_stash(p, [x])
+    of_p, of_x = kind.backward(p, stash, [gy])
+    also_x, left = kind.input_grad(p, stash, [gy])
+    also_p = kind.weight_grad(p, stash, left)
+    for got in ([*of_p, *of_x], [*also_p, *also_x]):
+        for a, b in zip(got, [*want_p, want_x], strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_what_takes_time_to_compute_of_weights_is_not_computed_again():
+    """The product of two weights is not cheap, so `x` does not replace what it is multiplied with."""
+
+    def layer(p, x, _):
+        return jnp.tanh(x * (p @ p).sum())
+
+    p, x = jax.ShapeDtypeStruct((4, 4), "f4"), jax.ShapeDtypeStruct((2, 8), "f4")
+    kind = trace_layer(layer, p, x, same_weights=True)
+    assert [a.shape for a in kind.stash] == [(2, 8), (2, 8)]
 
 
 def test_what_depends_on_weights_is_not_computed_from_other_weights():

@@ -9,6 +9,7 @@ from families import ASYNCHRONOUS
 
 from jpipe import schedules
 from jpipe.schedule import IDLE
+from jpipe.stages.extra_args import has_same_weights
 
 GRID = list(itertools.product(range(1, 9), (1, 2, 3, 4, 8, 16)))
 
@@ -178,3 +179,14 @@ def test_wrong_arguments(name):
         ValueError, match="`ticks` must be 'paired' or 'unit', got 'half'"
     ):
         schedules.get(name)(2, 4, ticks="half")
+
+
+@pytest.mark.parametrize("name", schedules.names())
+def test_only_the_backward_of_pipemare_runs_on_other_weights(name):
+    schedule = schedules.get(name)(4, 8)
+    assert has_same_weights(schedule, []) == (name != "pipemare")
+
+
+def test_weights_of_a_hook_are_other_weights():
+    assert not has_same_weights(schedules.pipedream_2bw(4, 8), ["forward"])
+    assert has_same_weights(schedules.gpipe(4, 8), ["forward", "backward"])
