@@ -26,7 +26,7 @@ from jpipe.schedule import Schedule
 from jpipe.stages import vocabulary
 from jpipe.stages.codecs import NO_COMPRESSION, MessageCompression
 from jpipe.stages.cut import Stages, cut
-from jpipe.stages.extra_args import has_same_weights, read_delays
+from jpipe.stages.extra_args import read_delays, rereads_weights
 from jpipe.stages.shares import Replicas
 from jpipe.stages.ties import resolve_ties
 
@@ -238,7 +238,7 @@ class Settings:
                 mesh=self.mesh,
                 axis_rules=self.axis_rules,
                 splits=splits,
-                same_weights=has_same_weights(self.schedule, self.hooks),
+                rereads_weights=rereads_weights(self.schedule, self.hooks),
             )
 
     def _splits(self, microbatch: Any, key_impl: Any) -> Sequence["LayerSplit"]:

@@ -78,8 +78,8 @@ class LayerProgram:
         Elsewhere `backward` and `weight_grad` give a `jpipe.layers.products.Product`.
       forward_equations: from parameters, inputs and extra to outputs, aux and residuals.
       text: the computation as text; layers with equal texts are of one kind.
-      same_weights: whether the backward must run on the weights of its forward.
-      made: the programs for another value of `same_weights`.
+      rereads_weights: as of `trace_layer`. If true, the backward must run on the weights of its forward.
+      made: the programs for another value of `rereads_weights`.
     """
 
     forward: Callable[..., Any]
@@ -104,12 +104,12 @@ class LayerProgram:
     products: tuple[ProductForm | None, ...]
     forward_equations: Equations
     text: str
-    same_weights: bool
+    rereads_weights: bool
     made: Callable[[bool], "LayerProgram"]
 
-    def on_weights(self, same: bool) -> "LayerProgram":
-        """The programs for a backward on the weights of its forward, or else on any weights."""
-        return self if same == self.same_weights else self.made(same)
+    def rereading(self, weights: bool) -> "LayerProgram":
+        """The programs for a value of `rereads_weights`."""
+        return self if weights == self.rereads_weights else self.made(weights)
 
     def with_one_stash(self) -> "LayerProgram":
         """The programs for a table that does not split backwards: all of the stash is read at one time."""
@@ -127,7 +127,7 @@ def trace_layer(
     input_grads: bool = True,
     policy: Callable[..., Any] | None = None,
     products: Callable[[int, int], bool] | None = None,
-    same_weights: bool = False,
+    rereads_weights: bool = False,
 ) -> LayerProgram:
     """Traces `function(parameters, inputs, extra) -> outputs` into its programs.
 
@@ -145,8 +145,8 @@ def trace_layer(
         policy saves, and its backward computes all other values again. None stashes every residual.
       products: `(a, b)` -> whether a gradient that is a product of matrices, `[s, a]` and `[s, b]`, is given as
         these. None: no gradient is.
-      same_weights: whether the backward will run on the weights of its forward. It then computes more again,
-        and stashes less.
+      rereads_weights: whether the backward runs on the weights of its forward, and computes what is cheap again
+        from them. It then stashes less.
 
     Returns:
       The `LayerProgram`.
@@ -172,7 +172,7 @@ def trace_layer(
         backward,
         gradients,
         traced.has_checkpoint,
-        same_weights,
+        rereads_weights,
     )
 
 
@@ -237,9 +237,9 @@ def _layer_program(
     backward: Equations,
     gradients: GradientForms,
     recomputes: bool,
-    same_weights: bool,
+    rereads_weights: bool,
 ) -> LayerProgram:
-    residuals = Residuals.of(forward, backward, arguments, same_weights)
+    residuals = Residuals.of(forward, backward, arguments, rereads_weights)
     for_inputs, for_weights, split_residuals = _split_backward(
         backward, residuals, num_gradients=gradients.num_values
     )
@@ -314,7 +314,7 @@ def _layer_program(
         products=tuple(f and f[0] for f in gradients.forms),
         forward_equations=equations,
         text=_text(arguments, forward, backward),
-        same_weights=same_weights,
+        rereads_weights=rereads_weights,
         made=functools.partial(
             _layer_program, arguments, forward, backward, gradients, recomputes
         ),

@@ -60,9 +60,9 @@ class Residuals:
         forward: Forward,
         backward: Equations,
         arguments: Arguments,
-        same_weights: bool,
+        rereads_weights: bool,
     ) -> "Residuals":
-        """Chooses the stash; `same_weights` as of `smallest_stash`."""
+        """Chooses the stash; `rereads_weights` as of `smallest_stash`."""
         equations, num_parameters = forward.equations, len(arguments.parameters)
         varying = equations.depending_on(equations.inputs[num_parameters:])
         wanted = [v for v in variables(forward.residuals) if v in varying]
@@ -71,7 +71,7 @@ class Residuals:
             equations,
             num_parameters,
             varying,
-            smallest_stash(equations, num_parameters, varying, wanted, same_weights),
+            smallest_stash(equations, num_parameters, varying, wanted, rereads_weights),
             inputs,
             dict(zip(inputs, forward.residuals)),
         )
@@ -128,7 +128,7 @@ def smallest_stash(
     num_parameters: int,
     varying: set,
     residuals: Iterable,
-    same_weights: bool,
+    rereads_weights: bool,
 ) -> list:
     """The variables with the least bytes from which cheap equations compute `residuals`.
 
@@ -139,7 +139,7 @@ def smallest_stash(
       num_parameters: the number of its inputs that are parameters.
       varying: the variables that depend on more than the parameters.
       residuals: variables in `varying`.
-      same_weights: whether the backward runs on the weights of its forward.
+      rereads_weights: whether cheap equations may read parameters.
 
     Returns:
       The variables in the order in which the forward computes them.
@@ -148,7 +148,7 @@ def smallest_stash(
     # What a cheap equation may not read. What takes time to compute of the parameters would be
     # computed again.
     refused = forward.depending_on(parameters) - varying
-    if same_weights:
+    if rereads_weights:
         refused -= set(parameters)
     order = [v for v in forward.inputs if v in varying]
     network = Network()
@@ -160,7 +160,7 @@ def smallest_stash(
         operands = variables(eqn.invars)
         is_cheap = eqn.primitive.name in _CHEAP and not eqn.effects
         is_cheap = is_cheap and refused.isdisjoint(operands)
-        if is_cheap and same_weights:
+        if is_cheap and rereads_weights:
             refused.difference_update(eqn.outvars)
         if is_cheap:
             starts: list = [(u, "out") for u in operands if u in varying]

@@ -115,7 +115,7 @@ def trace_layers(
     mesh: Mesh | None = None,
     axis_rules: AxisRules = (),
     splits: Sequence["LayerSplit"] = (),
-    same_weights: bool = False,
+    rereads_weights: bool = False,
 ) -> Traced:
     """Traces every layer, and the loss, for the abstract `microbatch`.
 
@@ -132,7 +132,7 @@ def trace_layers(
       mesh: the whole mesh, if there are automatic axes.
       axis_rules: from logical names to axes.
       splits: how a strategy splits each layer, instead of annotations; `()` without a strategy.
-      same_weights: as of `trace_layer`.
+      rereads_weights: as of `trace_layer`.
 
     Returns:
       The `Traced` layers.
@@ -153,7 +153,7 @@ def trace_layers(
                 has_aux=True,
                 policy=policy,
                 products=products,
-                same_weights=same_weights,
+                rereads_weights=rereads_weights,
             ),
         )
         tracer.automatic, tracer.axis_rules = automatic, axis_rules

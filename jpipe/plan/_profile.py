@@ -19,7 +19,7 @@ from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._profile_file import WrongField, decode, text_of
 from jpipe.schedule import Schedule
 from jpipe.solvers import Graph, Node, min_max
-from jpipe.stages.extra_args import PASSES, has_same_weights
+from jpipe.stages.extra_args import PASSES, rereads_weights
 
 _FORMAT = "jpipe profile 3"
 
@@ -47,8 +47,8 @@ class LayerProfile:
       input_stash: arrays kept from the forward for the input gradient alone.
       weight_stash: arrays kept from the forward for the weight gradient, and perhaps for the
         input gradient too.
-      stale_input_stash, stale_weight_stash: the same for a backward on other weights than its
-        forward.
+      full_input_stash, full_weight_stash: the same if the backward computes nothing again from
+        weights.
       split_residuals: arrays that the input gradient keeps for the weight gradient.
       parameters: the weights.
       optimizer_state: the part of the optimizer's state that belongs to the weights.
@@ -70,8 +70,8 @@ class LayerProfile:
     skips: tuple[tuple[jax.ShapeDtypeStruct, ...], ...]
     input_stash: tuple[jax.ShapeDtypeStruct, ...]
     weight_stash: tuple[jax.ShapeDtypeStruct, ...]
-    stale_input_stash: tuple[jax.ShapeDtypeStruct, ...]
-    stale_weight_stash: tuple[jax.ShapeDtypeStruct, ...]
+    full_input_stash: tuple[jax.ShapeDtypeStruct, ...]
+    full_weight_stash: tuple[jax.ShapeDtypeStruct, ...]
     split_residuals: tuple[jax.ShapeDtypeStruct, ...]
     parameters: tuple[jax.ShapeDtypeStruct, ...]
     optimizer_state: tuple[jax.ShapeDtypeStruct, ...]
@@ -84,15 +84,15 @@ class LayerProfile:
         """The abstract arrays of the attribute `name`, such as "parameters" or "split_residuals"."""
         return getattr(self, name)
 
-    def in_table(self, same_weights: bool, splits_backward: bool) -> "LayerProfile":
+    def in_table(self, rereads_weights: bool, splits_backward: bool) -> "LayerProfile":
         """The layer with the stash that a table needs.
 
         Args:
-          same_weights: whether its backwards run on the weights of their forwards.
+          rereads_weights: whether its backwards compute again from weights.
           splits_backward: whether it splits backwards. If not, all of the stash is read at one time.
         """
-        of_inputs, of_weights = self.stale_input_stash, self.stale_weight_stash
-        if same_weights:
+        of_inputs, of_weights = self.full_input_stash, self.full_weight_stash
+        if rereads_weights:
             of_inputs, of_weights = self.input_stash, self.weight_stash
         if not splits_backward:
             of_inputs, of_weights = (*of_inputs, *of_weights), ()
@@ -100,8 +100,8 @@ class LayerProfile:
             self,
             input_stash=of_inputs,
             weight_stash=of_weights,
-            stale_input_stash=of_inputs,
-            stale_weight_stash=of_weights,
+            full_input_stash=of_inputs,
+            full_weight_stash=of_weights,
         )
 
     @property
@@ -245,7 +245,7 @@ class Profile:
     def in_table(self, schedule: Schedule) -> "Profile":
         """The profile with the stashes that a table needs, see `LayerProfile.in_table`."""
         hooks = [reader for reader in self.reads if reader in PASSES]
-        of_table = has_same_weights(schedule, hooks), schedule.splits_backward
+        of_table = rereads_weights(schedule, hooks), schedule.splits_backward
         return dataclasses.replace(
             self,
             layers=tuple(layer.in_table(*of_table) for layer in self.layers),

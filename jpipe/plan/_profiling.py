@@ -163,8 +163,8 @@ def _record(
     stashes = {
         prefix + name: tuple(kind.stash[j] for j in getattr(kind, name))
         for prefix, kind in (
-            ("", program.on_weights(same=True)),
-            ("stale_", program.on_weights(same=False)),
+            ("", program.rereading(True)),
+            ("full_", program.rereading(False)),
         )
         for name in ("input_stash", "weight_stash")
     }

@@ -49,10 +49,10 @@ def random_program(seed):
     return Equations.trace(function, *shapes)
 
 
-def computable(program, kept, same_weights):
+def computable(program, kept, rereads_weights):
     """What cheap equations compute from `kept`, and from the parameter if the weights are the same."""
     known = set(kept) | set(program.constants)
-    if same_weights:
+    if rereads_weights:
         known.add(program.inputs[0])
     for eqn in program.equations:
         if eqn.primitive.name in CHEAP and known.issuperset(variables(eqn.invars)):
@@ -64,20 +64,20 @@ def bytes_of(stash):
     return num_bytes(v.aval for v in stash)
 
 
-@pytest.mark.parametrize("same_weights", [False, True])
+@pytest.mark.parametrize("rereads_weights", [False, True])
 @pytest.mark.parametrize("seed", range(40))
-def test_no_set_of_fewer_bytes_is_enough(seed, same_weights):
+def test_no_set_of_fewer_bytes_is_enough(seed, rereads_weights):
     program = random_program(seed)
     varying = program.depending_on(program.inputs[1:])
     residuals = [v for v in variables(program.outputs) if v in varying]
-    stash = smallest_stash(program, 1, varying, residuals, same_weights)
-    assert computable(program, stash, same_weights).issuperset(residuals)
+    stash = smallest_stash(program, 1, varying, residuals, rereads_weights)
+    assert computable(program, stash, rereads_weights).issuperset(residuals)
     values = list(varying)
     enough = (
         bytes_of(kept)
         for count in range(len(values) + 1)
         for kept in itertools.combinations(values, count)
-        if computable(program, kept, same_weights).issuperset(residuals)
+        if computable(program, kept, rereads_weights).issuperset(residuals)
     )
     assert bytes_of(stash) == min(enough)
 
@@ -123,12 +123,12 @@ def layer_norm_and_product(p, x, _):
 def test_a_backward_on_the_weights_of_its_forward_normalises_again():
     p = jax.ShapeDtypeStruct((8,), "f4"), jax.ShapeDtypeStruct((8, 3), "f4")
     x = jax.ShapeDtypeStruct((2, 8), "f4")
-    kind = trace_layer(layer_norm_and_product, p, x, same_weights=True)
+    kind = trace_layer(layer_norm_and_product, p, x, rereads_weights=True)
     shapes = sorted(a.shape for a in kind.stash)
     assert shapes == [(2, 1), (2, 3), (2, 8)]
-    on_any = kind.on_weights(same=False)
+    on_any = kind.rereading(False)
     assert sum(a.shape == (2, 8) for a in on_any.stash) == 2
-    assert on_any.on_weights(same=True).stash == kind.stash
+    assert on_any.rereading(True).stash == kind.stash
 
 
 def test_a_backward_on_the_weights_of_its_forward_equals_the_plain_gradient():
@@ -137,7 +137,7 @@ def test_a_backward_on_the_weights_of_its_forward_equals_the_plain_gradient():
         rng.normal(size=shape).astype("f4") for shape in [(8,), (8, 3), (2, 8), (2, 3)]
     )
     p = scale, kernel
-    kind = trace_layer(layer_norm_and_product, p, x, same_weights=True)
+    kind = trace_layer(layer_norm_and_product, p, x, rereads_weights=True)
     _, vjp = jax.vjp(lambda p, x: layer_norm_and_product(p, x, ()), p, x)
     want_p, want_x = vjp(gy)
     _, stash, _ = kind.forward_and_stash(p, [x])
@@ -156,7 +156,7 @@ def test_what_takes_time_to_compute_of_weights_is_not_computed_again():
         return jnp.tanh(x * (p @ p).sum())
 
     p, x = jax.ShapeDtypeStruct((4, 4), "f4"), jax.ShapeDtypeStruct((2, 8), "f4")
-    kind = trace_layer(layer, p, x, same_weights=True)
+    kind = trace_layer(layer, p, x, rereads_weights=True)
     assert [a.shape for a in kind.stash] == [(2, 8), (2, 8)]
 
 

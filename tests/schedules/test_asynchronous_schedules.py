@@ -9,7 +9,7 @@ from families import ASYNCHRONOUS
 
 from jpipe import schedules
 from jpipe.schedule import IDLE
-from jpipe.stages.extra_args import has_same_weights
+from jpipe.stages.extra_args import rereads_weights
 
 GRID = list(itertools.product(range(1, 9), (1, 2, 3, 4, 8, 16)))
 
@@ -182,11 +182,17 @@ def test_wrong_arguments(name):
 
 
 @pytest.mark.parametrize("name", schedules.names())
-def test_only_the_backward_of_pipemare_runs_on_other_weights(name):
+def test_only_the_backward_of_pipemare_may_not_read_weights_again(name):
     schedule = schedules.get(name)(4, 8)
-    assert has_same_weights(schedule, []) == (name != "pipemare")
+    assert rereads_weights(schedule, []) == (name != "pipemare")
 
 
-def test_weights_of_a_hook_are_other_weights():
-    assert not has_same_weights(schedules.pipedream_2bw(4, 8), ["forward"])
-    assert has_same_weights(schedules.gpipe(4, 8), ["forward", "backward"])
+def test_weights_of_a_hook_are_not_read_again():
+    assert not rereads_weights(schedules.pipedream_2bw(4, 8), ["forward"])
+    assert rereads_weights(schedules.gpipe(4, 8), ["forward", "backward"])
+
+
+def test_nothing_is_computed_again_where_nothing_is_kept_from_tick_to_tick():
+    assert not rereads_weights(schedules.one_f_one_b(1, 8, ticks="paired"), [])
+    assert rereads_weights(schedules.one_f_one_b(1, 8, ticks="unit"), [])
+    assert rereads_weights(schedules.zero_bubble_h1(1, 8), [])
