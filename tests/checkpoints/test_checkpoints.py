@@ -217,7 +217,13 @@ def lengthen(path, _):
 
 
 @pytest.mark.parametrize(
-    "damage", [flip, cut_short, lengthen, lambda path, _: path.unlink()]
+    "damage",
+    [
+        flip,
+        cut_short,
+        pytest.param(lengthen, marks=pytest.mark.exhaustive),
+        pytest.param(lambda path, _: path.unlink(), marks=pytest.mark.exhaustive),
+    ],
 )
 def test_damage_in_any_file_is_seen(damage, small, tmp_path):
     """In each file in turn. The step before is restored, with a word."""

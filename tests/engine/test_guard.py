@@ -143,7 +143,9 @@ def test_policies_train_the_same(name, replicas, monkeypatch):
     assert_same_results(results)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize(
+    "recompute", ["none", pytest.param("full", marks=pytest.mark.exhaustive)]
+)
 def test_one_stage_keeps_what_a_tick_makes_and_reads_out_of_the_state(
     recompute, monkeypatch
 ):

@@ -901,7 +901,7 @@ def test_rate_of_dropout():
     "model",
     [
         ResNet(num_channels=1, widths=(4,), num_blocks=(1,), norm="batch"),
-        BOTTLENECKS,
+        pytest.param(BOTTLENECKS, marks=pytest.mark.exhaustive),
         dataclasses.replace(CONVOLUTIONS, batch_norm=True),
     ],
     ids=["ResNet", "Bottlenecks", "VGG"],

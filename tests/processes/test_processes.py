@@ -68,7 +68,11 @@ FAULTS = {
 @pytest.mark.parametrize(
     "fault, process",
     [
-        pytest.param(fault, process, marks=[SLOW] * ((fault, process) != ("raise", 1)))
+        pytest.param(
+            fault,
+            process,
+            marks=pytest.mark.exhaustive if (fault, process) == ("raise", 1) else SLOW,
+        )
         for fault in FAULTS
         for process in (0, 1)
     ],

@@ -172,7 +172,9 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("num_stages", [1, 3])
+@pytest.mark.parametrize(
+    "num_stages", [pytest.param(1, marks=pytest.mark.exhaustive), 3]
+)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_stages_update_as_one_device_does(name, num_stages):
     assert_updates_as_one_device(stages_of(num_stages), OPTIMIZERS[name])
