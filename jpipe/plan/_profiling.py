@@ -160,23 +160,23 @@ def _record(
         p: measured[p].seconds if p in measured else None for p in PROGRAMS
     }
     activations, *skips = (_abstract(jax.tree.leaves(y)) for y in outputs)
-    stashes = {
-        prefix + name: tuple(kind.stash[j] for j in getattr(kind, name))
-        for prefix, kind in (
-            ("", program.rereading(True)),
-            ("full_", program.rereading(False)),
-        )
-        for name in ("input_stash", "weight_stash")
-    }
+    small, full = program.rereading(True), program.rereading(False)
     return LayerProfile(
         **seconds,
         activations=activations,
         skips=tuple(skips),
-        **stashes,
+        input_stash=_stashed(small, small.input_stash),
+        weight_stash=_stashed(small, small.weight_stash),
+        full_input_stash=_stashed(full, full.input_stash),
+        full_weight_stash=_stashed(full, full.weight_stash),
         split_residuals=program.split_residuals,
         temporary_bytes=max((m.temporary_bytes for m in measured.values()), default=0),
         **fields,
     )
+
+
+def _stashed(program: LayerProgram, positions: Iterable[int]) -> tuple:
+    return tuple(program.stash[j] for j in positions)
 
 
 def _abstract(leaves: Iterable) -> tuple[jax.ShapeDtypeStruct, ...]:
