@@ -29,13 +29,14 @@ from jpipe.schedule import Schedule
 from jpipe.stages.accumulators import FACTORS, first_factors
 from jpipe.stages.codecs import first_states
 from jpipe.stages.cut import Stages
+from jpipe.stages.extra_args import hooked_passes, read_delays
 from jpipe.stages.gradient_groups import (
     GradientGroup,
     compressor_states,
     gradient_groups,
 )
 from jpipe.stages.messages import find_routes, with_gradients
-from jpipe.stages.optimizer import StageUpdates, read_delays
+from jpipe.stages.optimizer import StageUpdates
 
 
 class TiedCopy(NamedTuple):
@@ -248,7 +249,7 @@ class PassSpec:
 
     @functools.cached_property
     def delays(self) -> dict[str, np.ndarray]:
-        """Pass -> float `[S]`: see `jpipe.stages.optimizer.read_delays`."""
+        """Pass -> float `[S]`: see `jpipe.stages.extra_args.read_delays`."""
         return read_delays(self.schedule)
 
     @functools.cached_property
@@ -291,8 +292,7 @@ class PassSpec:
             microbatch=self.microbatch,
             norm_dtype=self.updates.norm_dtype,
             rows_of_units=self.rows_of_units,
-            # A pass without delays on any stage reads the weights as they are.
-            hooked_passes=[name for name in hooks if self.delays[name].any()],
+            hooked_passes=hooked_passes(self.schedule, hooks),
             loss_scale=self.loss_scale,
             key_impl=self.key_impl,
             shares_updates=self.shares_updates,

@@ -79,7 +79,7 @@ class LayerProgram:
       forward_equations: from parameters, inputs and extra to outputs, aux and residuals.
       text: the computation as text; layers with equal texts are of one kind.
       rereads_weights: as of `trace_layer`. If true, the backward must run on the weights of its forward.
-      made: the programs for another value of `rereads_weights`.
+      made: the programs for a value of `rereads_weights`, made once.
     """
 
     forward: Callable[..., Any]
@@ -110,6 +110,10 @@ class LayerProgram:
     def rereading(self, weights: bool) -> "LayerProgram":
         """The programs for a value of `rereads_weights`."""
         return self if weights == self.rereads_weights else self.made(weights)
+
+    def stashed(self, name: str) -> tuple:
+        """The abstract values of "input_stash" or "weight_stash"."""
+        return tuple(self.stash[i] for i in getattr(self, name))
 
     def with_one_stash(self) -> "LayerProgram":
         """The programs for a table that does not split backwards: all of the stash is read at one time."""
@@ -315,8 +319,10 @@ def _layer_program(
         forward_equations=equations,
         text=_text(arguments, forward, backward),
         rereads_weights=rereads_weights,
-        made=functools.partial(
-            _layer_program, arguments, forward, backward, gradients, recomputes
+        made=functools.cache(
+            functools.partial(
+                _layer_program, arguments, forward, backward, gradients, recomputes
+            )
         ),
     )
 

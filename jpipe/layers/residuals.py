@@ -159,10 +159,8 @@ def smallest_stash(
         order += results
         operands = variables(eqn.invars)
         is_cheap = eqn.primitive.name in _CHEAP and not eqn.effects
-        is_cheap = is_cheap and refused.isdisjoint(operands)
-        if is_cheap and rereads_weights:
+        if is_cheap and refused.isdisjoint(operands):
             refused.difference_update(eqn.outvars)
-        if is_cheap:
             starts: list = [(u, "out") for u in operands if u in varying]
         else:
             starts = [SOURCE]

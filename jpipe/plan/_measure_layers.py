@@ -169,9 +169,7 @@ class _Subject:
         self.kind, self.num_rows = kind, num_rows
         self.inputs, self.extra = inputs, extra
         self.weights, self.state = weights, state
-        leaves: dict[str, Sequence] = {
-            n: [kind.stash[j] for j in getattr(kind, n)] for n in _STASHES
-        }
+        leaves: dict[str, Sequence] = {n: kind.stashed(n) for n in _STASHES}
         leaves |= {
             "parameters": weights,
             "state": state,

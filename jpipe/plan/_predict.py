@@ -26,9 +26,8 @@ from jpipe.simulate import Costs, Timing, simulate
 from jpipe.solvers import Machine
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
 from jpipe.stages.cut import check_boundaries, devices_of_use, group
-from jpipe.stages.extra_args import STALE_PARAMS
+from jpipe.stages.extra_args import STALE_PARAMS, hooked_passes
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
-from jpipe.stages.optimizer import read_delays
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -329,9 +328,7 @@ def predict_memory(
         },
         microbatch,
     )
-    delays = read_delays(schedule)
-    hooked = [reader for reader in profile.reads if reader in delays]
-    copies = 1 + sum(bool(delays[reader].any()) for reader in hooked)
+    copies = 1 + len(hooked_passes(schedule, profile.reads))
     stashes_on_host = num_bytes(jax.tree.leaves(in_flight.pop("host_stash")))
     activations = num_bytes(jax.tree.leaves(in_flight)) + in_rows(
         ArrayRows.of_columns, state

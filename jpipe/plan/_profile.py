@@ -19,7 +19,7 @@ from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._profile_file import WrongField, decode, text_of
 from jpipe.schedule import Schedule
 from jpipe.solvers import Graph, Node, min_max
-from jpipe.stages.extra_args import PASSES, rereads_weights
+from jpipe.stages.extra_args import rereads_weights
 
 _FORMAT = "jpipe profile 3"
 
@@ -244,8 +244,7 @@ class Profile:
 
     def in_table(self, schedule: Schedule) -> "Profile":
         """The profile with the stashes that a table needs, see `LayerProfile.in_table`."""
-        hooks = [reader for reader in self.reads if reader in PASSES]
-        of_table = rereads_weights(schedule, hooks), schedule.splits_backward
+        of_table = rereads_weights(schedule, self.reads), schedule.splits_backward
         return dataclasses.replace(
             self,
             layers=tuple(layer.in_table(*of_table) for layer in self.layers),

@@ -165,18 +165,14 @@ def _record(
         **seconds,
         activations=activations,
         skips=tuple(skips),
-        input_stash=_stashed(small, small.input_stash),
-        weight_stash=_stashed(small, small.weight_stash),
-        full_input_stash=_stashed(full, full.input_stash),
-        full_weight_stash=_stashed(full, full.weight_stash),
+        input_stash=small.stashed("input_stash"),
+        weight_stash=small.stashed("weight_stash"),
+        full_input_stash=full.stashed("input_stash"),
+        full_weight_stash=full.stashed("weight_stash"),
         split_residuals=program.split_residuals,
         temporary_bytes=max((m.temporary_bytes for m in measured.values()), default=0),
         **fields,
     )
-
-
-def _stashed(program: LayerProgram, positions: Iterable[int]) -> tuple:
-    return tuple(program.stash[j] for j in positions)
 
 
 def _abstract(leaves: Iterable) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -500,8 +500,8 @@ class _Signature(NamedTuple):
 _LEAVES_OF: dict[str, Callable[[Traced, int], Sequence]] = {
     "parameters": lambda traced, k: traced.layer_kinds[k].parameters,
     "state": lambda traced, k: traced.mutable[k].leaves,
-    "input_stash": lambda traced, k: _stashed(traced, k, "input_stash"),
-    "weight_stash": lambda traced, k: _stashed(traced, k, "weight_stash"),
+    "input_stash": lambda traced, k: traced.layer_kinds[k].stashed("input_stash"),
+    "weight_stash": lambda traced, k: traced.layer_kinds[k].stashed("weight_stash"),
     "split_residuals": lambda traced, k: traced.layer_kinds[k].split_residuals,
 }
 # Use -> how each of these leaves is split over automatic axes; without an entry it is not split.
@@ -510,11 +510,6 @@ _SPECS_OF: dict[str, Callable[[Traced, int], Sequence]] = {
     "input_stash": lambda traced, k: _stash_specs(traced, k, "input_stash"),
     "weight_stash": lambda traced, k: _stash_specs(traced, k, "weight_stash"),
 }
-
-
-def _stashed(traced: Traced, k: int, ring: str) -> list:
-    kind = traced.layer_kinds[k]
-    return [kind.stash[i] for i in getattr(kind, ring)]
 
 
 def _stash_specs(traced: Traced, k: int, ring: str) -> list:

@@ -80,7 +80,16 @@ def read_delays(schedule: Schedule) -> dict[str, np.ndarray]:
     return {"forward": facts.forward_delay, "backward": lead}
 
 
-def rereads_weights(schedule: Schedule, hooks: Iterable[str]) -> bool:
+def hooked_passes(schedule: Schedule, readers: Iterable[str]) -> list[str]:
+    """The passes of `PASSES` among readers of weights that read weights of their own.
+
+    A pass without delays on any stage reads the weights as they are.
+    """
+    delays = read_delays(schedule)
+    return [name for name in readers if name in delays and delays[name].any()]
+
+
+def rereads_weights(schedule: Schedule, readers: Iterable[str]) -> bool:
     """Whether backwards compute again what follows from the stash and the weights element by element.
 
     - Every backward must run on the weights of its forward.
@@ -89,10 +98,9 @@ def rereads_weights(schedule: Schedule, hooks: Iterable[str]) -> bool:
 
     Args:
       schedule: the table.
-      hooks: the passes of `PASSES` with a parameter hook.
+      readers: as of `hooked_passes`.
     """
-    delays = read_delays(schedule)
-    if any(delays[name].any() for name in hooks):
+    if hooked_passes(schedule, readers):
         return False
     if (schedule.forward_versions() != schedule.backward_versions()).any():
         return False

@@ -26,7 +26,7 @@ from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages.accumulators import FACTORS, FactorPlaces, GradientPlace
 from jpipe.stages.cut import Stages, Vectors, devices_of_owners
-from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS, read_delays
+from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS
 from jpipe.stages.flat_update import (
     FlatUpdate,
     check_global_norm,
@@ -65,7 +65,6 @@ __all__ = [
     "StageUpdates",
     "UpdateGroup",
     "make_updates",
-    "read_delays",
     "seen_by_optimizer",
     "stage_tree",
     "unit_tree",

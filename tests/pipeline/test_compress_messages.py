@@ -65,7 +65,7 @@ def trained(pipe, number=3, poison=False):
 @pytest.mark.parametrize(
     "compress", [Threshold(1.0), TopK(1.0), Cast("float32")], ids=str
 )
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(9)
 def test_without_loss_it_is_the_plain_run(schedule, options, compress):
     got, want = (trained(make(c, schedule, **options)) for c in (compress, None))
     assert got[1] == want[1]
@@ -130,7 +130,7 @@ def masked_training(compressor, S, N, number, straight_through=None):
     [Threshold(0.3, every=3, room=1), TopK(0.25), Threshold(0.02)],
     ids=str,
 )
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 def test_a_sparse_message_is_a_mask(schedule, S, recompute, compressor):
     """Also the gradient, and also when thresholds are kept, renewed and overflow."""
     pipe = make(compressor, schedule, S, recompute=recompute)
