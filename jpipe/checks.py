@@ -356,7 +356,7 @@ def batch_size(batch: Any) -> int:
         if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             raise ValueError(
                 f"`{name}` must hold numbers or truths, got dtype {leaf.dtype}. Leave out "
-                "what neither the model nor the loss reads."
+                "what neither the model nor the loss reads; give random keys as `jax.random.key_data(keys)`."
             )
         sizes[name] = leaf.shape[0]
     if len(set(sizes.values())) > 1:

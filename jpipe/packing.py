@@ -14,6 +14,8 @@ A leaf that is split over automatic axes of the mesh (tensor parallelism) has a 
 its dims the axis or axes that it is split over, or None. Leaves of one spec share a pool, which is
 split in the same way. Vectors hold no leaves with a spec.
 
+A leaf without elements needs no room: it has a place in no array.
+
 A leaf may lie in the memory of the host, always in a pool. A large one is cut into equal *chunks*, each one row of the
 pool. `read` takes what lies at a place to the device, and `write` brings it back.
 
@@ -71,6 +73,11 @@ class Leaf(NamedTuple):
     on_host: bool = False
     chunk: int = CHUNK
     vector: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the leaf has no elements."""
+        return math.prod(self.aval.shape) == 0
 
 
 def _stored(shape: tuple[int, ...], spec: tuple, on_host: bool) -> tuple[int, ...]:
@@ -164,6 +171,7 @@ class Place:
       on_host: as in `Leaf`.
       num_rows: the rows of a pool that a leaf takes: its chunks.
       split: into how many rows each row of the pool is cut; indices count these. Above 1 for a place of a chunk.
+      empty: the dtype of a leaf without elements, which is in no array; None for others.
     """
 
     array: str
@@ -176,6 +184,7 @@ class Place:
     on_host: bool = False
     num_rows: int = 1
     split: int = 1
+    empty: np.dtype | None = None
 
     def start(self, i: jax.Array | int = 0) -> jax.Array | int:
         """The first index of leaf i."""
@@ -265,7 +274,7 @@ class Packing:
         in_vectors: dict = collections.defaultdict(lambda: [0] * len(owners))
         for o, leaves in enumerate(of_owners):
             for leaf in leaves:
-                if not leaf.in_vector:
+                if not leaf.in_vector and not leaf.is_empty:
                     counts[_key(leaf)][o] += leaf.count
                     in_vectors[leaf.vector, _key(leaf)][o] += leaf.count
         pooled = {
@@ -288,6 +297,11 @@ class Packing:
                 used_together: dict = collections.Counter()
                 for leaf in together:
                     shape, dtype, spec, chunk = key = _key(leaf)
+                    if leaf.is_empty:
+                        own_places.append(
+                            Place("", 0, 0, count, shape, True, empty=dtype)
+                        )
+                        continue
                     is_on_host = chunk > 0
                     assert not (leaf.in_vector and is_on_host)
                     flat = leaf.in_vector or key not in pooled
@@ -515,6 +529,8 @@ def read(
       lead: indices of the leading axes.
       i: number of the leaf.
     """
+    if place.empty is not None:
+        return jnp.zeros(place.shape, place.empty)
     lead = _indices(lead, place.array)
     array = place.rows_of(arrays[place.array], len(lead))
     start = _start(array, place, lead, i)
@@ -610,7 +626,7 @@ def _blocks(
     joined: bool,
 ) -> Iterator[tuple[Place, Sequence, jax.Array]]:
     """Blocks `[1, ..., 1, rows, ...]` of values that lie side by side, with the place and the leading indices of the first."""
-    pairs = list(zip(places, values, strict=True))
+    pairs = [pair for pair in zip(places, values, strict=True) if pair[0].empty is None]
     groups: list[list[tuple[Place, jax.Array]]] = []
     if joined:
         pairs.sort(key=lambda pair: (pair[0].array, pair[0].base))

@@ -22,6 +22,7 @@ from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
 from jpipe.engine.layout import batch_spec
 from jpipe.layers.avals import check_nans, shapes_text
+from jpipe.layers.numbers import from_numbers
 from jpipe.layers.trace import Traced
 from jpipe.lowering.versions import has_one_row
 from jpipe.mesh import DATA
@@ -294,7 +295,7 @@ class Program:
         outputs, _ = self._call(self._predict, state, padded)
         if rows is not None and rows.apart and not given_whole:
             outputs = jax.tree.map(lambda a: own_rows(a, mesh), outputs)
-        return jax.tree.map(lambda a: a[:size], outputs)
+        return jax.tree.map(lambda a: a[:size], from_numbers(outputs))
 
     def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
         """The loss of the newest weights on all rows of the batch together."""

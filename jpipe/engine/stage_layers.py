@@ -21,7 +21,7 @@ from jpipe.engine.context import StageContext
 from jpipe.engine.factors import FactorSum
 from jpipe.engine.guard import guarded
 from jpipe.engine.transport import arrived_skips
-from jpipe.layers.avals import is_inexact
+from jpipe.layers.avals import is_real
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.products import Product
 from jpipe.mesh import FSDP
@@ -299,6 +299,7 @@ def _cast_at_once(
         for place in run.parameters:
             own = arrays[place.array].dtype
             alone = place.on_host or any(place.spec) or own == dtype
+            alone = alone or not jnp.issubdtype(own, jnp.floating)
             if not alone and math.prod(place.shape) <= _SMALL:
                 for i in range(run.longest):
                     value = packing.read(arrays, place, stage.version, i)
@@ -326,7 +327,7 @@ def _gathered(
     """
 
     def gathered(value: jax.Array, spec: tuple) -> jax.Array:
-        cast_first = FSDP in packing.axes(spec) and is_inexact(value)
+        cast_first = FSDP in packing.axes(spec) and is_real(value)
         dtype = compute_dtype if compute_dtype and cast_first else value.dtype
         return packing.gathered(value.astype(dtype), spec, FSDP).astype(value.dtype)
 

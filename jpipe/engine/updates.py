@@ -43,6 +43,7 @@ from jpipe.engine.units import (
     programs_of,
     row_of,
 )
+from jpipe.layers.avals import squares as squared
 from jpipe.lowering.norms import NormTable
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA, STAGE
@@ -565,10 +566,8 @@ def _squares(device: Device, scalars: TickScalars, arrays: TickArrays) -> jax.Ar
 
     def of_each_row(a: jax.Array) -> jax.Array:
         if packing.is_on_host(a):
-            return packing.sum_of_rows(
-                a, lambda b: jnp.sum(jnp.square(b.astype(dtype)))
-            )
-        return jnp.sum(jnp.square(a.astype(dtype)), axis=tuple(range(1, a.ndim)))
+            return packing.sum_of_rows(a, lambda b: jnp.sum(squared(b, dtype)))
+        return jnp.sum(squared(a, dtype), axis=tuple(range(1, a.ndim)))
 
     before = arrays.squared_norm[0]
     read = squares_of(device, arrays), arrays.gradients
@@ -602,7 +601,7 @@ def _of_shares(
                     continue
                 lead = device.lead("gradients", lane.chunk)
                 (number,) = read_turn(gradients, slots, 0, lead)
-                square = jnp.square(number.astype(squares.dtype)).sum()
+                square = squared(number, squares.dtype).sum()
                 again = (lane.program == u) & ~is_first
                 squares = squares.at[lane.chunk].add(jnp.where(again, -square, 0))
         return squares

@@ -66,6 +66,8 @@ def _advice(layers: Any) -> str:
 def shared_weights(layers: Sequence) -> list[list[tuple[int, str]]]:
     """Ties between NNX modules that hold the same variable.
 
+    Layers may share random streams, such as those of one `nnx.Rngs`: every layer draws from keys of its own.
+
     Args:
       layers: the layers as the user gave them.
 
@@ -82,7 +84,7 @@ def shared_weights(layers: Sequence) -> list[list[tuple[int, str]]]:
             layer = layer.layer
         parts = nnx.iter_graph(layer) if isinstance(layer, nnx.Module) else ()
         for path, part in parts:
-            if isinstance(part, nnx.Variable):
+            if isinstance(part, nnx.Variable) and not isinstance(part, nnx.RngState):
                 variable_of[id(part)] = part
                 place = (i, ".".join(map(str, path)))
                 places_of.setdefault(id(part), []).append(place)

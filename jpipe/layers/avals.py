@@ -14,6 +14,16 @@ def is_inexact(leaf: Any) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is of typed random keys (`jax.random.key`)."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def is_real(leaf: Any) -> bool:
+    """Whether a leaf is of real floating-point numbers: what a compute dtype casts."""
+    return jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
 def num_bytes(avals: Iterable) -> int:
     """Bytes of arrays, abstract or not, of numbers or of random keys."""
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in avals)
@@ -30,10 +40,31 @@ def zeros(tree: Any) -> Any:
 
 
 def cast(tree: Any, dtype: Any) -> Any:
-    """The pytree with its inexact leaves in `dtype`; None casts nothing."""
+    """The pytree with its real floating-point leaves in `dtype`; None casts nothing.
+
+    Complex numbers stay as they are: no complex dtype has the precision of bfloat16, and a real dtype drops imaginary parts.
+    """
     if dtype is None:
         return tree
-    return jax.tree.map(lambda a: a.astype(dtype) if is_inexact(a) else a, tree)
+    return jax.tree.map(lambda a: a.astype(dtype) if is_real(a) else a, tree)
+
+
+def real_dtype(tree: Any) -> np.dtype:
+    """The real dtype of the highest precision among arrays and complex arrays, at least float32.
+
+    Example:
+      >>> real_dtype([np.zeros(3, np.complex64), np.zeros(3, np.float16)])
+      dtype('float32')
+    """
+    parts = [np.zeros((), a.dtype).real.dtype for a in jax.tree.leaves(tree)]
+    return np.result_type(np.float32, *parts)
+
+
+def squares(array: jax.Array, dtype: Any) -> jax.Array:
+    """|z|^2 of each number, computed in a real dtype."""
+    if jnp.issubdtype(array.dtype, jnp.complexfloating):
+        return squares(array.real, dtype) + squares(array.imag, dtype)
+    return jnp.square(array.astype(dtype))
 
 
 def check_nans(tree: Any, name: str) -> None:

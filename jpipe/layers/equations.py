@@ -6,6 +6,7 @@ Two programs are compared by `Equations.text` (equal texts are equal programs) o
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -75,7 +76,10 @@ class Equations:
         for eqn in self.equations:
             values = bind(eqn, [value_of(env, v) for v in eqn.invars])
             env.update(zip(eqn.outvars, values))
-        return [value_of(env, v) for v in self.outputs]
+        return [
+            np.asarray(v.val, v.aval.dtype) if isinstance(v, jex.Literal) else env[v]
+            for v in self.outputs
+        ]
 
     def slice(
         self, inputs: Sequence, outputs: Sequence, *, effects: bool = False
@@ -173,7 +177,7 @@ class Equations:
             for v in eqn.outvars:
                 names[v] = f"v{len(names)}"
             results = " ".join(f"{names[v]}:{v.aval}" for v in eqn.outvars)
-            params = {k: v for k, v in eqn.params.items() if k != "name"}
+            params = {k: _param_text(v) for k, v in eqn.params.items() if k != "name"}
             lines.append(f"{results} = {eqn.primitive.name} {params} {operands}")
         return "\n".join([*lines, " ".join(name(v) for v in self.outputs)])
 
@@ -286,6 +290,8 @@ class _Inliner(NamedTuple):
                 out = self.inline(inner, of_inner, atoms, replaces=replaces)
             elif eqn.primitive.name == "name":  # only checkpoint policies read names
                 out = atoms
+            elif not eqn.effects and all(map(_is_empty, eqn.outvars)):
+                out = [self._empty(v) for v in eqn.outvars]
             elif replaces and (run := _replacement(eqn)) is not None:
                 avals = [_without_sharding(v.aval) for v in atoms]
                 closed = jax.make_jaxpr(run)(*avals)
@@ -295,6 +301,12 @@ class _Inliner(NamedTuple):
                 self.equations.append(eqn.replace(invars=atoms, outvars=out))
             env.update(zip(eqn.outvars, out))
         return [_atom(env, v) for v in jaxpr.outvars]
+
+    def _empty(self, v: Any) -> Any:
+        """A constant in the place of a result without elements, which nobody computes or keeps."""
+        constant = jex.Var(_aval_without_mesh(v))
+        self.constants[constant] = np.zeros(v.aval.shape, v.aval.dtype)
+        return constant
 
     def _bound(self, jaxpr: Any, constants: Sequence, operands: Sequence) -> dict:
         """Variable of a jaxpr -> its atom here, for its constants and inputs."""
@@ -317,6 +329,12 @@ def _atom(env: dict, atom: Any) -> Any:
     # The value itself also knows the mesh.
     aval = _aval_without_mesh(atom)
     return jex.Literal(np.asarray(atom.val, aval.dtype), aval)
+
+
+def _is_empty(v: Any) -> bool:
+    """Whether an array of numbers has no elements."""
+    is_key = jnp.issubdtype(v.aval.dtype, jax.dtypes.extended)
+    return not is_key and math.prod(v.aval.shape) == 0
 
 
 def _replacement(eqn: Any) -> Callable | None:
@@ -427,6 +445,27 @@ def _content(constant: Any) -> tuple:
         constant = jax.random.key_data(constant)
     array = np.asarray(constant)
     return str(array.dtype), array.shape, array.tobytes()
+
+
+def _param_text(value: Any) -> str:
+    """Equal for equal parameters of equations only.
+
+    The text of a jaxpr leaves out what its constants hold, and NumPy leaves out most of a large array.
+    """
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__}{[_param_text(v) for v in value]}"
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return str(_content(value))
+    return str([repr(value), *map(_content, _constants_inside(value))])
+
+
+def _constants_inside(value: Any) -> Iterable:
+    """The constants of a jaxpr, and of the jaxprs in its equations."""
+    yield from getattr(value, "consts", ())
+    for eqn in getattr(getattr(value, "jaxpr", value), "eqns", ()):
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, tuple) else (param,):
+                yield from _constants_inside(inner)
 
 
 def _constants(constvars: Iterable, values: Iterable, numbers: dict) -> dict:

@@ -27,7 +27,9 @@ def from_linen(layer: Linen, index: int) -> Layer:
         return outputs, statistics
 
     def evaluate(parameters: Any, state: Any, args: tuple) -> Any:
-        return module.apply({"params": parameters, **state}, *args, **layer.evaluate)
+        rngs = _streams(layer, jax.random.key(0))
+        variables = {"params": parameters, **state}
+        return module.apply(variables, *args, rngs=rngs, **layer.evaluate)
 
     unbound = Layer(name, None, {}, train, evaluate)
     return dataclasses.replace(
@@ -62,7 +64,8 @@ def _bind(layer: Linen, unbound: Layer, args: tuple, index: int) -> Layer:
     except Exception as error:
         raise ValueError(
             f"layer {index} ({unbound.name}) cannot be initialised: {error}\nA module whose call takes "
-            "more than the activation is given as `jpipe.Linen(module, train=..., evaluate=...)`."
+            "more than the activation is given as `jpipe.Linen(module, train=..., evaluate=...)`, and one that draws from "
+            f"other random streams than {', '.join(layer.rngs) or 'none'} as `jpipe.Linen(module, rngs=(...))`."
         ) from error
     check_leaves(parameters, state, unbound.name, index)
     return dataclasses.replace(

@@ -1,6 +1,6 @@
 """Layers given as Flax NNX modules, or as factories of them."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jpipe.layers.avals import abstract
 from jpipe.layers.batch_norm import commit, to_statistics
 from jpipe.layers.constraint import NO_MESH
 from jpipe.layers.layer import Layer, check_leaves
+from jpipe.layers.sameness import sameness
 
 Path = tuple[Any, ...]
 
@@ -129,7 +130,7 @@ def from_nnx(
         parameters: Any, state: Any, key: jax.Array, args: tuple
     ) -> tuple[Any, Any]:
         module = variables.merge(parameters, state, key)
-        module.train()
+        _train_where_open(module)
         for _, part in nnx.iter_graph(module):
             if isinstance(part, nnx.BatchNorm):
                 part.momentum = 0.0
@@ -157,9 +158,21 @@ def from_nnx(
         if leaves is None
         else None,
         specs=variables.specs(),
-        alike=_hashable(variables.graph),
+        alike=sameness(variables.graph),
         has_batch_norm=bool(momenta),
     )
+
+
+def _train_where_open(module: nnx.Module) -> None:
+    """Training mode where nobody chose a mode.
+
+    A module that the user put into evaluation mode stays in it, as in plain Flax: `eval()`, `deterministic=True`,
+    `use_running_average=True`.
+    """
+    for _, part in nnx.iter_graph(module):
+        for name in ("deterministic", "use_running_average"):
+            if isinstance(part, nnx.Module) and getattr(part, name, False) is None:
+                setattr(part, name, False)
 
 
 class _Variables:
@@ -229,12 +242,3 @@ def _role(variable: nnx.Variable) -> str:
     if isinstance(variable, nnx.Param):
         return "parameters"
     return "random" if isinstance(variable, nnx.RngState) else "state"
-
-
-def _hashable(value: Any) -> Hashable:
-    """`value`, or None if it has no hash."""
-    try:
-        hash(value)
-    except TypeError:
-        return None
-    return value

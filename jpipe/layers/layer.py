@@ -77,7 +77,7 @@ class Linen:
       module: the module.
       train: keyword arguments of the call in training, such as `{"train": True}`.
       evaluate: keyword arguments of the call in evaluation.
-      rngs: names of the module's random streams in training.
+      rngs: names of the module's random streams. In evaluation they always begin alike, as those of NNX modules do.
 
     Raises:
       ValueError: if `module` is not a Linen module.
@@ -240,6 +240,13 @@ def check_leaves(parameters: Any, state: Any, name: str, index: int) -> None:
                 f"{layer}: parameter {jax.tree_util.keystr(path)} has dtype {leaf.dtype}, which has "
                 "no gradient. Make it a constant of the layer, or a floating-point parameter."
             )
+    for role, tree in (("parameter", parameters), ("mutable state", state)):
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            if 0 in leaf.shape:
+                raise ValueError(
+                    f"{layer}: {role} {jax.tree_util.keystr(path)} has shape {list(leaf.shape)}, and there is nothing to "
+                    "train or to keep in an array without elements. Leave it out."
+                )
     for path, leaf in jax.tree.leaves_with_path(state):
         if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             raise ValueError(

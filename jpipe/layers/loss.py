@@ -23,6 +23,7 @@ import numpy as np
 from jpipe.layers.avals import is_inexact, shapes_text
 from jpipe.layers.backward import LayerProgram, trace_layer
 from jpipe.layers.equations import Equations
+from jpipe.layers.numbers import from_numbers
 from jpipe.layers.quick_jit import quick_options
 
 OPTIONAL_ARGUMENTS = ("reported", "key")
@@ -90,7 +91,7 @@ class Loss:
     ) -> LossValue:
         values = {"reported": dict(reported or {}), "key": key}
         result = self.function(
-            outputs, batch, **{name: values[name] for name in self.asks}
+            from_numbers(outputs), batch, **{name: values[name] for name in self.asks}
         )
         if self.has_aux:
             if not (isinstance(result, tuple) and len(result) == 2):

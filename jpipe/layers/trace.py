@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe.layers.avals import cast, is_inexact, shapes_text
+from jpipe.layers.avals import cast, is_inexact, real_dtype, shapes_text
 from jpipe.layers.axis_rules import AxisRules, constraints_on, unannotated_on
 from jpipe.layers.backward import (
     LayerProgram,
@@ -23,6 +23,7 @@ from jpipe.layers.backward import (
 )
 from jpipe.layers.counters import IntegerUpdate, integer_update
 from jpipe.layers.equations import Equations, jaxpr_text
+from jpipe.layers.numbers import from_numbers, as_numbers
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss, trace_loss
 from jpipe.layers.report import collect
@@ -254,7 +255,7 @@ class _Tracer:
         """Traces layer `i` for abstract inputs; returns its abstract outputs."""
         popped = [self._stashed.pop(name) for name in self.layers[i].pop]
         plain = inputs[0] if self._takes_sums(i) else inputs
-        args = (plain, *popped)
+        args = from_numbers((plain, *popped))
         layer = self.layers[i] = self._bound(i, args)
         program = self._program(i, (inputs, *popped))
         self.kind_of_layer.append(self._kind(i, program, args))
@@ -360,6 +361,7 @@ class _Tracer:
         dtype = self._output_dtype() if self._is_last(i) else self._compute_dtype
 
         def function(parameters: Any, args: tuple, extra: Any) -> tuple[tuple, Any]:
+            args = from_numbers(args)
             if self._takes_sums(i):
                 (inputs, sums), *popped = args
                 args = (inputs, *popped)
@@ -368,14 +370,14 @@ class _Tracer:
             if not self._training:
                 parameters, args = cast((parameters, args), self._compute_dtype)
                 outputs = layer.evaluate(parameters, extra["state"], args)
-                return cast(layer.outputs(outputs), dtype), ()
+                return as_numbers(cast(layer.outputs(outputs), dtype)), ()
             key = jax.random.wrap_key_data(extra["key"], impl=self._key_impl)
             run = run_layer(layer, self._compute_dtype)
             if self.splits and self.automatic is not None:
                 run = self.splits[i].applied(run, self.automatic)
             outputs, statistics, reported = run(parameters, extra["state"], key, args)
             statistics = jax.tree.map(_statistic, statistics, layer.state)
-            outputs = cast(outputs, dtype)
+            outputs = as_numbers(cast(outputs, dtype))
             return self._with_sums(outputs, sums, reported), statistics
 
         return function
@@ -405,8 +407,7 @@ class _Tracer:
         """The dtype of the model's outputs: of its weights, and at least float32."""
         if self._compute_dtype is None:
             return None
-        weights = jax.tree.leaves([layer.parameters for layer in self.layers])
-        return np.result_type(np.float32, *(a.dtype for a in weights))
+        return real_dtype([layer.parameters for layer in self.layers])
 
 
 def run_layer(layer: Layer, compute_dtype: Any) -> Callable[..., tuple]:

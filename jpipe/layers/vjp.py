@@ -9,6 +9,7 @@ import numpy as np
 
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.equations import Equations, variables
+from jpipe.layers.numbers import from_numbers, as_numbers
 
 
 class OffloadError(ValueError):
@@ -115,7 +116,7 @@ def trace_forward(
         ys, vjp, aux = jax.vjp(
             of_differentiated, ps, [xs[i] for i in differentiated], has_aux=True
         )
-        residuals, trees["vjp"] = jax.tree.flatten(vjp)
+        residuals, trees["vjp"] = jax.tree.flatten(as_numbers(vjp))
         trees["outputs"] = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
         return [*ys, *aux, *residuals]
 
@@ -137,7 +138,7 @@ def trace_backward(forward: Forward) -> Equations:
             next(inexact) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
             for y in forward.outputs
         ]
-        vjp = jax.tree.unflatten(forward.vjp_tree, leaves)
+        vjp = from_numbers(jax.tree.unflatten(forward.vjp_tree, leaves))
         parameter_grads, input_grads = vjp(output_grads)
         return [*parameter_grads, *input_grads]
 

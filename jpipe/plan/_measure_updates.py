@@ -12,7 +12,7 @@ import optax
 from jax import lax
 
 from jpipe import packing
-from jpipe.layers.avals import num_bytes
+from jpipe.layers.avals import num_bytes, real_dtype, squares
 from jpipe.layers.equations import Equations
 from jpipe.layers.trace import Traced
 from jpipe.packing import Leaf, Packing
@@ -47,8 +47,7 @@ def trace_updates(traced: Traced, optimizer) -> tuple[list[LayerUpdate], list[in
     """The distinct updates of the layers, and the number of each layer's update."""
     optimizer = optax.with_extra_args_support(optimizer)
     everything = [layer.parameters for layer in traced.layers]
-    dtypes = [a.dtype for a in jax.tree.leaves(everything)]
-    norm_dtype = np.result_type(np.float32, *dtypes)
+    norm_dtype = real_dtype(everything)
     extra = [jax.ShapeDtypeStruct((), t) for t in (np.float32, np.float32, norm_dtype)]
     update_of_text: dict[str, LayerUpdate] = {}
     update_of_layer = []
@@ -133,11 +132,8 @@ def _update(update: LayerUpdate, num_rows: int) -> Member:
         names = "parameters", "gradients", "state"
         places = {n: p.places[0] for n, p in zip(names, (pack, pack, state))}
         leaves = {n: packing.read_all(carry[n], places[n], [row]) for n in names}
-        squares = [
-            jnp.sum(jnp.square(a.astype(update.norm_dtype)))
-            for a in leaves["gradients"]
-        ]
-        norm = jnp.sqrt(functools.reduce(jnp.add, squares))
+        sums = [jnp.sum(squares(a, update.norm_dtype)) for a in leaves["gradients"]]
+        norm = jnp.sqrt(functools.reduce(jnp.add, sums))
         # 0, which the compiler does not know.
         delay = lax.min(row, np.int32(0)).astype(np.float32)
         flat = list(itertools.chain(*leaves.values()))

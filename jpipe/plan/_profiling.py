@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import optax
 
-from jpipe.layers.avals import num_bytes, shapes_text
+from jpipe.layers.avals import num_bytes, real_dtype, shapes_text
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.trace import Traced
 from jpipe.plan._loops import PROGRAMS, Measured, Progress, count_cores
@@ -19,7 +19,7 @@ from jpipe.plan._measure_layers import measure_layers, outputs
 from jpipe.plan._measure_updates import measure_updates, trace_updates
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.stages.extra_args import STALE_PARAMS
-from jpipe.stages.flat_update import flat_update, norm_dtype_of
+from jpipe.stages.flat_update import flat_update
 from jpipe.warn import warn
 
 
@@ -146,7 +146,7 @@ def _reads_stale(traced: Traced, optimizer: optax.GradientTransformation) -> boo
     """Whether the optimizer reads the weights that a gradient was computed at."""
     optimizer = optax.with_extra_args_support(optimizer)
     tree = [layer.parameters for layer in traced.layers]
-    norm_dtype = norm_dtype_of(tree)
+    norm_dtype = real_dtype(tree)
     return flat_update(optimizer, tree, norm_dtype, "the model").reads_stale
 
 

@@ -69,11 +69,6 @@ def _extra_args(gradients: Any, *values: Any) -> dict[str, Any]:
     return {arg.name: value for arg, value in zip(EXTRA_ARGS, values, strict=True)}
 
 
-def norm_dtype_of(tree: Any) -> np.dtype:
-    """Dtype of a gradient's norm: the dtype of the weights, but at least float32."""
-    return np.result_type(np.float32, *(a.dtype for a in jax.tree.leaves(tree)))
-
-
 def flat_update(
     optimizer: optax.GradientTransformationExtraArgs,
     tree: Any,

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import optax
 
-from jpipe.layers.avals import num_bytes
+from jpipe.layers.avals import num_bytes, real_dtype
 from jpipe.layers.equations import Equations
 from jpipe.layers.products import ProductForm
 from jpipe.offload import NO_OFFLOAD, Offload
@@ -34,7 +34,6 @@ from jpipe.stages.flat_update import (
     check_state_dtypes,
     flat_hook,
     flat_update,
-    norm_dtype_of,
     with_factors,
     with_hooks,
 )
@@ -371,7 +370,7 @@ def make_updates(
     optimizer = optax.with_extra_args_support(optimizer)
     parameters = [layer.parameters for layer in stages.layers]
     tree = seen_by_optimizer(stages, range(len(stages.layers)), parameters)
-    norm_dtype = norm_dtype_of(tree)
+    norm_dtype = real_dtype(tree)
     whole = flat_update(optimizer, tree, norm_dtype, "the model")
     trees = [stage_tree(stages, s, parameters) for s in range(stages.num_stages)]
     flat_of = functools.partial(

@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jpipe import vocabulary
-from jpipe.layers.avals import cast
+from jpipe.layers.avals import cast, real_dtype
 from jpipe.layers.axis_rules import AxisRules, constraints_on
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss, LossValue
@@ -395,8 +395,7 @@ def _output_dtype(layers: Sequence[Layer], compute_dtype: Any) -> Any:
     """The dtype of the model's outputs: of its weights, and at least float32; see `trace_layers`."""
     if compute_dtype is None:
         return None
-    weights = jax.tree.leaves([layer.parameters for layer in layers])
-    return np.result_type(np.float32, *(a.dtype for a in weights))
+    return real_dtype([layer.parameters for layer in layers])
 
 
 def _units(
