@@ -3,7 +3,7 @@
 import itertools
 import numbers
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,9 @@ from jax.sharding import Mesh
 
 from jpipe.compress import Compressor, SparseCompressor, StreamingPCA
 from jpipe.engine.loss_scale import LossScale
+from jpipe.layers.avals import is_inexact
+from jpipe.layers.layer import Layer
+from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.lower import mixes_minibatches
 from jpipe.mesh import DATA, FSDP, HOST_MEMORY, STAGE, memory_kinds
 from jpipe.offload import NO_OFFLOAD, Offload
@@ -620,8 +623,10 @@ def check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Any:
 # -- What depends on how the layers are cut
 
 
-def check_stages(stages: Stages, schedule: Schedule, recompute: Any) -> None:
-    """Refuses stages that the schedule or `recompute` cannot run."""
+def check_stages(
+    stages: Stages, schedule: Schedule, recompute: Any, num_replicas: int
+) -> None:
+    """Refuses stages that the schedule, `recompute` or replicas cannot run."""
     for copies in stages.ties:
         on_stages = sorted({stages.stage_of(layer) for layer, _ in copies})
         if len(on_stages) > 1 and not schedule.synchronous:
@@ -633,7 +638,9 @@ def check_stages(stages: Stages, schedule: Schedule, recompute: Any) -> None:
             )
     for i, layer in enumerate(stages.layers):
         s = stages.stage_of(i)
-        if jax.tree.leaves(layer.state) and mixes_minibatches(schedule, s):
+        update = stages.mutable[stages.kind_of_layer[i]]
+        _check_sequence(layer, i, update, schedule, s, num_replicas)
+        if update.moves and mixes_minibatches(schedule, s):
             raise ValueError(
                 f"layer {i} ({layer.name}) has mutable state, and schedule {schedule.name!r} runs "
                 f"forwards of two minibatches at the same time on copies of its stage, {s}. The "
@@ -642,9 +649,50 @@ def check_stages(stages: Stages, schedule: Schedule, recompute: Any) -> None:
     if recompute == "full":
         for i, layer in enumerate(stages.layers):
             kind = stages.layer_kinds[stages.kind_of_layer[i]]
-            if any(kind.outputs_read_extra[1:]):
+            update = stages.mutable[stages.kind_of_layer[i]]
+            moved = {*update.sequence, *update.deferred}
+            if any(kind.outputs_read_extra[1 + j] for j in moved):
                 raise ValueError(
                     f"layer {i} ({layer.name}) reads its mutable state in training, which "
                     'has moved on when `recompute="full"` runs it again. Use '
                     '`recompute="none"`, or a policy of `jax.checkpoint_policies`.'
                 )
+
+
+def _check_sequence(
+    layer: Layer,
+    i: int,
+    update: StateUpdate,
+    schedule: Schedule,
+    stage: int,
+    num_replicas: int,
+) -> None:
+    """Refuses state that goes from microbatch to microbatch where these do not come one after the other."""
+    num_copies = len(schedule.copies[stage])
+    start = f"layer {i} ({layer.name}) moves its mutable state"
+    if update.sequence and num_copies > 1:
+        raise ValueError(
+            f"{start} {_paths(layer, update.sequence)} in every microbatch, and its stage has {num_copies} copies, which run "
+            "microbatches side by side. Give this stage one copy. (Running statistics of batch norms may have copies.)"
+        )
+    if num_replicas == 1 or not update.varying:
+        return
+    if not schedule.synchronous:
+        raise ValueError(
+            f"{start} {_paths(layer, update.varying)} in every microbatch by what it sees, and in the asynchronous schedule "
+            f"{schedule.name!r} the states of {num_replicas} replicas would differ while a minibatch is in flight. Use a "
+            "synchronous schedule, or one replica."
+        )
+    integer = [j for j in update.varying if not is_inexact(update.leaves[j])]
+    if integer:
+        raise ValueError(
+            f'{start} {_paths(layer, integer)} by what it sees, and {num_replicas} replicas along "data" see other rows. A '
+            "mean over replicas has no meaning for integers. Make it float32, change it by the state alone, such as "
+            "`count + 1`, or use one replica."
+        )
+
+
+def _paths(layer: Layer, positions: Iterable[int]) -> str:
+    """Leaves of a layer's state, for messages."""
+    paths = [path for path, _ in jax.tree.leaves_with_path(layer.state)]
+    return ", ".join(jax.tree_util.keystr(paths[j]) for j in positions)

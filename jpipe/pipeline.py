@@ -153,10 +153,10 @@ class Pipeline:
     give the same batch. A `jax.Array` on all devices of the mesh is a whole batch. Results are equal on all
     processes, except that `predict` returns the outputs of the rows that the process gave.
 
-    Mutable state, such as the running statistics of batch norm: a microbatch is normalised by its
-    own statistics. Running statistics are updated once per minibatch, with the statistics of all
-    its microbatches on all replicas. Other state becomes the mean of the states that the
-    microbatches left. Values that are not finite change nothing.
+    Mutable state: in batch norms a microbatch is normalised by its own statistics. Running statistics move once per
+    minibatch, by the statistics of all rows on all replicas, as in Flax on the whole minibatch. Other state goes from
+    microbatch to microbatch, as in a loop over them; replicas keep the mean of what theirs have left. State that no call
+    writes keeps its bits. Writes that turn a finite value into one that is not finite are left out.
 
     Raises:
       ValueError: for any argument that cannot work, before anything is compiled.

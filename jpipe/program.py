@@ -62,7 +62,12 @@ class Program:
     ):
         self.settings, self.microbatch, self.traced = settings, microbatch, traced
         self.stages = settings.cut(traced, starts, microbatch, key_impl)
-        check_stages(self.stages, settings.schedule, settings.recompute)
+        check_stages(
+            self.stages,
+            settings.schedule,
+            settings.recompute,
+            settings.num_replicas,
+        )
         _check_hooks(settings, traced)
         self.engine = Engine(
             settings.schedule,

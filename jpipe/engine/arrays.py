@@ -64,7 +64,7 @@ class TickArrays:
       split_residuals: packed values that a weight gradient needs of its backward, `[K, ...]`.
       squared_norm: `[K, R]`, squared gradient norm of each column, that of version v in row v modulo K.
       staged: stash -> one slot on its way to host memory, `[1, ...]`, packed like the stash.
-      statistics: sums over the microbatches of a minibatch that move `mutable_state`, packed like
+      statistics: of the microbatches of a minibatch, which move `mutable_state` at its end, packed like
         it.
       weight_stash: packed values that a weight gradient needs of its forward, `[K, ...]`.
     """

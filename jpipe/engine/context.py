@@ -127,6 +127,10 @@ class Device:
         table = self.spec.array_rows[group].tables.get(name)
         return True if table is None else jnp.asarray(table)[self.position, row] >= 0
 
+    def sum_over_replicas(self, tree: Any) -> Any:
+        """The sum over the replicas of a stage."""
+        return lax.psum(tree, DATA) if self.spec.num_replicas > 1 else tree
+
     def mean_over_replicas(self, tree: Any) -> Any:
         """The mean over the replicas of a stage."""
         return lax.pmean(tree, DATA) if self.spec.num_replicas > 1 else tree

@@ -72,12 +72,12 @@ def sum_over_copies(
             (place, row)
             for _, run, row in spec.stages.layer_runs(s)
             for place in (
-                flat_places(run.gradients) if operation == "update" else run.state
+                flat_places(run.gradients) if operation == "update" else run.statistics
             )
         ]
         if len(copies) > 1 and places:
             now = scalars.get("copies", operation, s) >= 0
-            group = "gradients" if operation == "update" else "mutable_state"
+            group = "gradients" if operation == "update" else "statistics"
             add = functools.partial(_sum, device, copies, group, _rows(places))
             arrays = guarded(spec.lowered.guard, now, add, arrays, None)
     return arrays

@@ -323,7 +323,7 @@ def _columns(device: Device, lane: LaneScalars) -> dict[str, Callable]:
     """The leading indices of a lane's column, read here."""
     found: dict[str, Callable] = {}
     chunk = lane.chunk
-    for group in ("gradients", "mutable_state", "message_compression"):
+    for group in ("gradients", "mutable_state", "statistics", "message_compression"):
         if group not in device.spec.array_rows:  # of a forward-only table
             continue
         lead = device.lead(group, chunk)

@@ -87,6 +87,7 @@ class StatePackings:
       parameters: the weights.
       accumulators: the gradients.
       mutable_state: the layers' mutable state.
+      statistics: what is kept of a minibatch until this moves.
       rings: each of `STASHES` -> its stashed values.
       messages: the routes, each with its message.
       optimizer_state: the optimizer's state; None in forward-only tables.
@@ -99,6 +100,7 @@ class StatePackings:
     parameters: Packing
     accumulators: Packing
     mutable_state: Packing
+    statistics: Packing
     rings: Mapping[str, Packing]
     messages: Sequence[tuple[Route, Packing]]
     optimizer_state: Packing | None = None
@@ -274,9 +276,9 @@ def training_layout(
     parameters = packings.of_weights(mesh, rows["parameters"], rows_of_units)
     buffers = buffer_shapes(mesh, lowered, packings, rows, microbatch)
     buffers |= {ring: {} for ring in STASHES if ring in tick_stashes}
-    # Sums over the microbatches of a minibatch that have run forward.
     mutable_state = packed_shapes(None, packings.mutable_state, rows["mutable_state"])
-    buffers["statistics"] = mutable_state
+    # Of the microbatches of a minibatch that have run forward.
+    buffers["statistics"] = packed_shapes(None, packings.statistics, rows["statistics"])
     # Of the latest versions of each column, and of the device's part of each unit, for norms over all stages.
     assert lowered.norms is not None
     num_norms = lowered.norms.depth, R + len(packings.units)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jpipe import packing
@@ -42,9 +41,9 @@ from jpipe.engine.transport import (
 )
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
+from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.rings import HEAD_GRADIENT, STASHES
 from jpipe.lowering.scalars import LaneScalars
-from jpipe.packing import Lead, Place
 from jpipe.stages.cut import LayerRun
 
 FORWARD_STASHES, SPLIT = ["input_stash", "weight_stash"], "split_residuals"
@@ -113,11 +112,29 @@ def _with_rings(written: Written, rings: Rings) -> Written:
 # -- Forward
 
 
-def _moves_state(stage: StageContext) -> bool:
-    """Whether forwards of the program move mutable state."""
+def _updates_of(stage: StageContext) -> list[StateUpdate]:
+    """How training moves the mutable state of each run of the program."""
     if stage.spec.schedule.forward_only:
+        return []
+    return [stage.stages.mutable[run.kind] for run in stage.program.runs]
+
+
+def _has_statistics(stage: StageContext) -> bool:
+    """Whether forwards of the program keep statistics."""
+    return any(update.statistics for update in _updates_of(stage))
+
+
+def _has_sequences(stage: StageContext) -> bool:
+    """Whether every forward of the program moves mutable state."""
+    return any(update.sequence for update in _updates_of(stage))
+
+
+def _commits(stage: StageContext) -> bool:
+    """Whether the last forward of a minibatch moves mutable state. Copies of a stage do it together, in a commit."""
+    if stage.spec.schedule.has_copies:
         return False
-    return any(run.state for run in stage.program.runs)
+    averaged = stage.spec.num_replicas > 1
+    return _has_statistics(stage) or (averaged and _has_sequences(stage))
 
 
 def forward_writes(stage: StageContext) -> list[str]:
@@ -129,11 +146,11 @@ def forward_writes(stage: StageContext) -> list[str]:
     names += [SENT["forward"], "message_compression"]
     if not stage.spec.recompute:
         names += FORWARD_STASHES
-    if not _moves_state(stage):
-        return names
-    # Copies of a stage move their mutable state together, in a commit.
-    copies = stage.spec.schedule.has_copies
-    return names + (["statistics"] if copies else ["mutable_state", "statistics"])
+    if _commits(stage) or _has_sequences(stage):
+        names += ["mutable_state"]
+    if _commits(stage) or _has_statistics(stage):
+        names += ["statistics"]
+    return names
 
 
 def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
@@ -141,23 +158,26 @@ def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
 
     In a forward-only table the last stage writes its outputs instead of a loss.
     """
-    collects, moves_state = stage.spec.schedule.forward_only, _moves_state(stage)
+    collects = stage.spec.schedule.forward_only
     stashes = not (collects or stage.spec.recompute)
-    commits = moves_state and not stage.spec.schedule.has_copies
+    moving = written if "mutable_state" in written else read
     result = run_layers(
         stage,
         read,
         _stage_inputs(stage, read),
-        mutable_state=written.mutable_state if commits else read.mutable_state,
+        mutable_state=moving.mutable_state,
         rings=_rings(written) if stashes else None,
-        statistics=written.statistics if moves_state else None,
+        statistics=written.statistics if _has_statistics(stage) else None,
+        moves_state=_has_sequences(stage),
     )
     if stashes:
         assert result.rings is not None
         written = _with_rings(written, result.rings)
-    if moves_state:
+    if _has_statistics(stage):
         written = written.replace(statistics=result.statistics)
-    if commits:
+    if _has_sequences(stage):
+        written = written.replace(mutable_state=result.mutable_state)
+    if _commits(stage):
         written = _commit_state(stage, written)
     written = send_skips(stage, written, read, result.skips)
 
@@ -238,10 +258,10 @@ def _commit_state(stage: StageContext, written: Written) -> Written:
 
 def _committed(stage: StageContext, arrays: tuple, _: None) -> tuple:
     """Mutable state and statistics after a minibatch."""
-    column = stage.column("mutable_state")
     for r, run in enumerate(stage.program.runs):
-        if run.state:
-            layer = functools.partial(_commit_layer, stage, run, column)
+        update = stage.stages.mutable[run.kind]
+        if update.statistics or (stage.spec.num_replicas > 1 and update.varying):
+            layer = functools.partial(_commit_layer, stage, run)
             arrays = for_each_layer(stage, r, layer, arrays)
     return arrays
 
@@ -261,40 +281,39 @@ def commit(stage: StageContext, written: Written, read: ReadOnly) -> Written:
 def _commit_layer(
     stage: StageContext,
     run: LayerRun,
-    column: Lead,
     i: jax.Array | int,
     _: Fetched,
     arrays: tuple,
 ) -> tuple:
-    """Moves the mutable state of layer i and empties its statistics.
+    """Moves the mutable state of layer i after a minibatch, and empties its statistics.
 
-    The state stays as it is if its new value is not finite.
+    Statistics move running statistics. Of what microbatches have moved one after the other, replicas keep the mean.
     """
     state, statistics = arrays
-    i = stage.runtime_index(i)
-    num_microbatches = stage.spec.schedule.num_microbatches
-    old = packing.read_all(state, run.state, column, i)
-    sums = packing.read_all(statistics, run.state, column, i)
-    mean = [a / np.asarray(num_microbatches, a.dtype) for a in sums]
-    mean = stage.device.mean_over_replicas(mean)
-    commit: Any = stage.stages.mutable[run.kind].commit
-    new = commit(old, mean)
-    finite = _all_finite(run.state, new)
-    new = [jnp.where(finite, b, a) for a, b in zip(old, new)]
-    zeros = [jnp.zeros_like(a) for a in old]
+    i, device = stage.runtime_index(i), stage.device
+    update = stage.stages.mutable[run.kind]
+    columns = stage.column("mutable_state"), stage.column("statistics")
+    old = packing.read_all(state, run.state, columns[0], i)
+    new = dict(enumerate(old))
+    if device.spec.num_replicas > 1:
+        for j in update.varying:
+            new[j] = device.mean_over_replicas(old[j])
     # The leaves are small and many. XLA takes longer to compile a kernel for each than the kernels run.
     write = functools.partial(packing.write_all, i=i, joined=True)
-    state = write(state, run.state, column, new)
-    return state, write(statistics, run.state, column, zeros)
-
-
-def _all_finite(places: Sequence[Place], values: Sequence[jax.Array]) -> jax.Array:
-    """Whether all numbers of a layer's state are finite, tested at once for the leaves of one dtype and one split."""
-    alike: dict[tuple, list[jax.Array]] = {}
-    for place, value in zip(places, values, strict=True):
-        alike.setdefault((value.dtype, place.spec), []).append(value.reshape(-1))
-    finite = [jnp.isfinite(jnp.concatenate(group)).all() for group in alike.values()]
-    return jnp.stack(finite).all()
+    if update.statistics:
+        kept = packing.read_all(statistics, run.statistics, columns[1], i)
+        of_minibatch = kept
+        if stage.spec.schedule.has_copies:
+            of_copies = functools.partial(jnp.sum, axis=0, keepdims=True)
+            of_minibatch = [a[0] for a in update.pooled(kept, of_copies)]
+        if device.spec.num_replicas > 1:
+            of_minibatch = update.pooled(of_minibatch, device.sum_over_replicas)
+        new |= dict(zip(update.deferred, update.moved(old, of_minibatch)))
+        zeros = [jnp.zeros_like(a) for a in kept]
+        statistics = write(statistics, run.statistics, columns[1], zeros)
+    moved = sorted({*update.deferred, *update.varying})
+    places, values = [run.state[j] for j in moved], [new[j] for j in moved]
+    return write(state, places, columns[0], values), statistics
 
 
 # -- Backward
@@ -339,7 +358,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
             kind: LayerProgram = kind,
         ) -> tuple:
             gy, rings, gradients = state
-            parameters = weights.of_layer(run, i, fetched)
+            parameters = weights.for_backward(run, kind, i, fetched)
             stash = read_layer_stash(rings, run, kind, stage.slot, i)
             if split:
                 gx, values = kind.input_grad(parameters, stash, gy)
@@ -465,7 +484,7 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
             run: LayerRun = run,
             kind: LayerProgram = kind,
         ) -> Packed:
-            parameters = weights.of_layer(run, i, fetched)
+            parameters = weights.for_backward(run, kind, i, fetched)
             stash = read_layer_stash(
                 _rings(read), run, kind, stage.slot, i, only="weight_stash"
             )

@@ -206,8 +206,8 @@ class PassSpec:
 
     @functools.cached_property
     def array_rows(self) -> dict[str, ArrayRows]:
-        """The rows of arrays with leaves of stages: of "parameters" (also as hooks give them), "mutable_state" (also
-        statistics), "gradients" (also errors of compression), "optimizer_state", "message_compression", and each of
+        """The rows of arrays with leaves of stages: of "parameters" (also as hooks give them), "mutable_state",
+        "statistics", "gradients" (also errors of compression), "optimizer_state", "message_compression", and each of
         `STASHES` that the table has."""
         lowered, stages = self.trained or self.lowered, self.stages
 
@@ -221,6 +221,7 @@ class PassSpec:
         found = {
             "parameters": ArrayRows.of_versions(lowered, weights.arrays, used(weights)),
             "mutable_state": of_columns(stages.state),
+            "statistics": of_columns(stages.statistics),
             "message_compression": ArrayRows.of_columns(lowered, [], used(weights)),
         }
         if self.updates is None:
@@ -261,6 +262,7 @@ class PassSpec:
             parameters=stages.parameters,
             accumulators=stages.accumulators,
             mutable_state=stages.state,
+            statistics=stages.statistics,
             rings={ring: getattr(stages, ring) for ring in STASHES},
             messages=self.routes,
             optimizer_state=None if self.updates is None else self.updates.state,
@@ -350,11 +352,12 @@ class PassSpec:
 
     @property
     def commits(self) -> bool:
-        """Whether copies of stages add up statistics and move mutable state together."""
+        """Whether copies of stages put their statistics together and then move mutable state."""
         if self.schedule.forward_only or not self.schedule.has_copies:
             return False
         return any(
-            run.state for program in self.stages.programs for run in program.runs
+            update.statistics or (self.num_replicas > 1 and update.varying)
+            for update in self.stages.mutable
         )
 
     def _stage_constants(self) -> StageConstants:

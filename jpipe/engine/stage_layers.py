@@ -231,12 +231,14 @@ class StageWeights(NamedTuple):
     Attributes:
       stage: the stage.
       arrays: hold the weights.
+      mutable_state: of the layers.
       cast: `(place, number of the leaf)` -> the small weights in the dtype that layers compute in. Empty where each layer casts
         its own.
     """
 
     stage: StageContext
     arrays: Packed
+    mutable_state: Packed
     cast: Mapping[tuple[Place, Any], jax.Array]
 
     @classmethod
@@ -245,7 +247,8 @@ class StageWeights(NamedTuple):
     ) -> "StageWeights":
         """The weights that a pass, "forward" or "backward", reads."""
         arrays = read.read_parameters.get(weight_pass, read.parameters)
-        return cls(stage, arrays, _cast_at_once(stage, arrays))
+        constants = read.mutable_state if "mutable_state" in read else {}
+        return cls(stage, arrays, constants, _cast_at_once(stage, arrays))
 
     def fetch(self, run: LayerRun, i: jax.Array | int) -> list[jax.Array]:
         """The weights of layer i of a run that are in host memory, brought to the device."""
@@ -275,6 +278,17 @@ class StageWeights(NamedTuple):
 
         values = [value(place) for place in run.parameters]
         return _gathered(run.parameters, values, self.stage.spec.compute_dtype)
+
+    def for_backward(
+        self, run: LayerRun, kind: LayerProgram, i: jax.Array | int, fetched: Fetched
+    ) -> list[jax.Array]:
+        """The weights of layer i of a run, then the constants of its state, see `LayerProgram.constants`."""
+        column = self.stage.column("mutable_state")
+        places = [
+            run.state[j - 1] for j in kind.constants
+        ]  # the key comes before the state
+        constants = packing.read_all(self.mutable_state, places, column, i)
+        return [*self.of_layer(run, i, fetched), *constants]
 
 
 _SMALL = 2**14
@@ -356,16 +370,25 @@ def _layer_extra(
     return [key, *packing.read_all(mutable_state, run.state, column, i)]
 
 
-def add_statistics(
+def _with_microbatch(
     stage: StageContext,
     statistics: Packed,
-    places: Sequence[Place],
-    values: Sequence[jax.Array],
+    run: LayerRun,
+    records: Sequence[jax.Array],
     i: jax.Array | int,
 ) -> Packed:
-    """Adds to the sums of statistics at leaf i of the places."""
-    column, i = stage.column("mutable_state"), stage.runtime_index(i)
-    return packing.add_all(statistics, places, column, values, i, joined=stage.joins)
+    """The statistics of layer i of a run with those of one more microbatch."""
+    update = stage.stages.mutable[run.kind]
+    column, i = stage.column("statistics"), stage.runtime_index(i)
+    kept = packing.read_all(statistics, run.statistics, column, i)
+    if stage.spec.schedule.has_copies:  # of each device
+        at = stage.device.position
+        mine = [lax.dynamic_index_in_dim(a, at, keepdims=False) for a in kept]
+        new = update.added(mine, records)
+        new = [lax.dynamic_update_index_in_dim(a, b, at, 0) for a, b in zip(kept, new)]
+    else:
+        new = update.added(kept, records)
+    return packing.write_all(statistics, run.statistics, column, new, i, joined=True)
 
 
 class LayersResult(NamedTuple):
@@ -375,13 +398,15 @@ class LayersResult(NamedTuple):
       outputs: outputs of the last layer, `[microbatch, ...]` each.
       skips: name -> leaves of the skips that leave the stage.
       rings: ring -> stashes, updated; None if nothing is stashed.
-      statistics: updated; None if the mutable state does not move.
+      statistics: updated; None if none are kept.
+      mutable_state: updated by what moves in every microbatch.
     """
 
     outputs: list[jax.Array]
     skips: dict[str, list[jax.Array]]
     rings: Rings | None
     statistics: Packed | None
+    mutable_state: Packed
 
 
 def run_layers(
@@ -393,11 +418,11 @@ def run_layers(
     weight_pass: str = "forward",
     rings: Rings | None = None,
     statistics: Packed | None = None,
+    moves_state: bool = False,
 ) -> LayersResult:
     """Runs the layers of a stage forward.
 
-    A layer writes its stash straight into `rings`, and adds the statistics of its mutable state to
-    `statistics`.
+    A layer writes its stash straight into `rings`, and adds what batch norms have seen to `statistics`.
 
     Args:
       stage: the stage.
@@ -406,11 +431,13 @@ def run_layers(
       mutable_state: the layers' mutable state.
       weight_pass: the pass whose weights are read: "forward" or "backward".
       rings: ring -> stashes; None: nothing is stashed.
-      statistics: sums of statistics; None: they are not kept.
+      statistics: of the minibatch so far; None: they are not kept.
+      moves_state: whether the layers move mutable state.
     """
     weights = StageWeights.of(stage, read, weight_pass)
     skips = arrived_skips(stage, read)
-    added: list[tuple[Place, jax.Array]] = []
+    # Loops carry only what they change.
+    moving = mutable_state if moves_state else None
     for r, run in enumerate(stage.program.runs):
         kind = stage.stages.layer_kinds[run.kind]
         popped = [leaf for name, _ in run.pop for leaf in skips.pop(name)]
@@ -424,9 +451,10 @@ def run_layers(
             kind: LayerProgram = kind,
             popped: list[jax.Array] = popped,
         ) -> tuple:
-            x, rings, statistics = state
+            x, rings, statistics, moving = state
             parameters = weights.of_layer(run, i, fetched)
-            extra = _layer_extra(stage, mutable_state, run, kind, r, i)
+            current = mutable_state if moving is None else moving
+            extra = _layer_extra(stage, current, run, kind, r, i)
             if rings is None:
                 y, aux = kind.forward(parameters, [*x, *popped], extra)
             else:
@@ -434,22 +462,25 @@ def run_layers(
                 rings = write_layer_stash(
                     rings, run, kind, stash, stage.slot, i, stage.joins
                 )
-            if statistics is not None and run.state:
-                if stage.joins and i < min(_lengths(stage, r)):
-                    added.extend(zip((p.alone(i) for p in run.state), aux, strict=True))
-                else:
-                    statistics = add_statistics(stage, statistics, run.state, aux, i)
-            return stage.stages.values.constrained(y), rings, statistics
+            update = stage.stages.mutable[run.kind]
+            records, new = aux[: update.num_recorded], aux[update.num_recorded :]
+            if statistics is not None and records:
+                statistics = _with_microbatch(stage, statistics, run, records, i)
+            if moving is not None and update.sequence:
+                places = [run.state[j] for j in update.sequence]
+                values = update.sequence_values(extra[1:], new)
+                column, at = stage.column("mutable_state"), stage.runtime_index(i)
+                moving = packing.write_all(
+                    moving, places, column, values, at, joined=True
+                )
+            return stage.stages.values.constrained(y), rings, statistics, moving
 
         fetch = functools.partial(weights.fetch, run)
-        y, rings, statistics = for_each_layer(
-            stage, r, layer, (x, rings, statistics), fetch=fetch
+        y, rings, statistics, moving = for_each_layer(
+            stage, r, layer, (x, rings, statistics, moving), fetch=fetch
         )
         x, *stashed = split_leaves(y, [leaves for _, leaves in run.stash])
         skips |= {name: leaves for (name, _), leaves in zip(run.stash, stashed)}
-    if added:
-        assert statistics is not None
-        # The statistics of all layers are few numbers, which are added at once.
-        places, values = zip(*added)
-        statistics = add_statistics(stage, statistics, places, values, 0)
-    return LayersResult(x, skips, rings, statistics)
+    return LayersResult(
+        x, skips, rings, statistics, mutable_state if moving is None else moving
+    )

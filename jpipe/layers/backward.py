@@ -65,9 +65,10 @@ class LayerProgram:
       input_grad: `(parameters, stash, output_grads) -> (input_grads, split_residuals)`. Of the
         stash it reads `input_stash` and perhaps `weight_stash`.
       weight_grad: `(parameters, stash, split_residuals) -> parameter_grads`. Of the stash it reads
-        only `weight_stash`.
+        only `weight_stash`. In all three backwards `parameters` is followed by the constants of `extra`.
       parameters, inputs, extra, outputs, aux, stash, split_residuals: abstract values of those
         lists.
+      constants: positions in `extra` of what never changes: a backward gets it again and not from the stash.
       input_stash, weight_stash: disjoint positions in the stash: the values that only `input_grad`
         reads, and the values that `weight_grad` reads.
       reads_extra: per leaf of `extra`, whether anything reads it.
@@ -94,6 +95,7 @@ class LayerProgram:
     aux: tuple
     stash: tuple
     split_residuals: tuple
+    constants: tuple[int, ...]
     input_stash: tuple[int, ...]
     weight_stash: tuple[int, ...]
     reads_extra: tuple[bool, ...]
@@ -127,6 +129,7 @@ def trace_layer(
     inputs: Any,
     extra: Any = (),
     *,
+    constants: Sequence[int] = (),
     has_aux: bool = False,
     input_grads: bool = True,
     policy: Callable[..., Any] | None = None,
@@ -141,6 +144,7 @@ def trace_layer(
       inputs: pytree of abstract arrays; the inexact leaves are differentiated.
       extra: pytree of abstract arrays that are not differentiated (the loss's batch, a layer's
         state and key).
+      constants: positions of leaves of `extra` that never change, such as frozen weights.
       has_aux: whether the function returns `(outputs, aux)`; aux is a pytree of arrays that are not
         differentiated.
       input_grads: False drops the gradient of the inputs, and the equations that only it needs (a
@@ -172,6 +176,7 @@ def trace_layer(
     )
     return _layer_program(
         arguments,
+        tuple(constants),
         forward,
         backward,
         gradients,
@@ -237,13 +242,14 @@ class _Readers(NamedTuple):
 
 def _layer_program(
     arguments: Arguments,
+    constants: tuple[int, ...],
     forward: Forward,
     backward: Equations,
     gradients: GradientForms,
     recomputes: bool,
     rereads_weights: bool,
 ) -> LayerProgram:
-    residuals = Residuals.of(forward, backward, arguments, rereads_weights)
+    residuals = Residuals.of(forward, backward, arguments, constants, rereads_weights)
     for_inputs, for_weights, split_residuals = _split_backward(
         backward, residuals, num_gradients=gradients.num_values
     )
@@ -308,6 +314,7 @@ def _layer_program(
         aux=tuple(aval_of(v) for v in forward.aux),
         stash=tuple(aval_of(v) for v in stash),
         split_residuals=tuple(aval_of(v) for v in split_residuals),
+        constants=constants,
         input_stash=tuple(sorted(readers.inputs.reads - readers.weights.reads)),
         weight_stash=tuple(sorted(readers.weights.reads)),
         reads_extra=tuple(v in read for v in extra_inputs),
@@ -321,7 +328,13 @@ def _layer_program(
         rereads_weights=rereads_weights,
         made=functools.cache(
             functools.partial(
-                _layer_program, arguments, forward, backward, gradients, recomputes
+                _layer_program,
+                arguments,
+                constants,
+                forward,
+                backward,
+                gradients,
+                recomputes,
             )
         ),
     )

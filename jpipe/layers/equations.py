@@ -77,8 +77,7 @@ class Equations:
             values = bind(eqn, [value_of(env, v) for v in eqn.invars])
             env.update(zip(eqn.outvars, values))
         return [
-            np.asarray(v.val, v.aval.dtype) if isinstance(v, jex.Literal) else env[v]
-            for v in self.outputs
+            _array(v) if isinstance(v, jex.Literal) else env[v] for v in self.outputs
         ]
 
     def slice(
@@ -225,6 +224,11 @@ def variables(atoms: Iterable) -> list:
     return [a for a in atoms if not isinstance(a, jex.Literal)]
 
 
+def _array(literal: Any) -> np.ndarray:
+    """A literal as an array; its value may be a number of Python."""
+    return np.asarray(literal.val, literal.aval.dtype)
+
+
 def value_of(env: dict, atom: Any) -> Any:
     """The value of a variable or literal."""
     return atom.val if isinstance(atom, jex.Literal) else env[atom]
@@ -328,7 +332,7 @@ def _atom(env: dict, atom: Any) -> Any:
         return atom
     # The value itself also knows the mesh.
     aval = _aval_without_mesh(atom)
-    return jex.Literal(np.asarray(atom.val, aval.dtype), aval)
+    return jex.Literal(_array(atom), aval)
 
 
 def _is_empty(v: Any) -> bool:

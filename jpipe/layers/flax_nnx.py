@@ -12,8 +12,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
 from jpipe.layers.avals import abstract
-from jpipe.layers.batch_norm import commit, to_statistics
 from jpipe.layers.constraint import NO_MESH
+from jpipe.layers.flow import Flow
 from jpipe.layers.layer import Layer, check_leaves
 from jpipe.layers.sameness import sameness
 
@@ -120,24 +120,39 @@ def from_nnx(
     """
     name = type(module).__name__
     variables = _Variables(module, name, index)
-    momenta = {
-        tuple(path): part.momentum
-        for path, part in nnx.iter_graph(module)
-        if isinstance(part, nnx.BatchNorm)
-    }
+
+    def called(
+        parameters: Any, state: Any, key: jax.Array, args: tuple
+    ) -> tuple[Any, nnx.Module]:
+        """The outputs of the module in training, and the module after the call."""
+        module = variables.merge(parameters, state, key)
+        _train_where_open(module)
+        return module(*args), module
 
     def train(
         parameters: Any, state: Any, key: jax.Array, args: tuple
     ) -> tuple[Any, Any]:
-        module = variables.merge(parameters, state, key)
-        _train_where_open(module)
-        for _, part in nnx.iter_graph(module):
-            if isinstance(part, nnx.BatchNorm):
-                part.momentum = 0.0
-        outputs = module(*args)
-        if not state:
-            return outputs, {}
-        return outputs, to_statistics(variables.state_of(module), momenta)
+        outputs, module = called(parameters, state, key, args)
+        if variables.may_write(module, parameters):
+            check_writes(parameters, state, key, args)
+        return outputs, variables.with_role(module, "state")
+
+    def check_writes(*given: Any) -> None:
+        """Refuses a module that writes to its parameters. Those that a lifted transform hands back are not written."""
+        leaves, tree = jax.tree.flatten(given)
+
+        def parameters_after(*values: jax.Array) -> list:
+            _, module = called(*tree.unflatten(values))
+            return jax.tree.leaves(variables.with_role(module, "parameters"))
+
+        flow = Flow.of(parameters_after, *abstract(leaves))
+        for j, (path, _) in enumerate(jax.tree.leaves_with_path(given[0])):
+            if flow.source(j) != j:
+                raise ValueError(
+                    f"it writes to its own parameter {jax.tree_util.keystr(path)} in a call. A pipeline changes parameters by "
+                    "the optimizer alone, once per minibatch. Compute the new value in the call and do not write it, keep it "
+                    "in another kind of `nnx.Variable`, or constrain the weights in the Optax chain."
+                )
 
     def evaluate(parameters: Any, state: Any, args: tuple) -> Any:
         module = variables.merge(parameters, state, jax.random.key(0))
@@ -152,14 +167,16 @@ def from_nnx(
         state,
         train,
         evaluate,
-        commit=lambda state, statistics: commit(state, statistics, momenta),
         init=None if leaves is None else lambda key: variables.by_role(leaves(key)),
         given=jax.tree.map(np.asarray, variables.by_role(variables.leaves))
         if leaves is None
         else None,
         specs=variables.specs(),
         alike=sameness(variables.graph),
-        has_batch_norm=bool(momenta),
+        has_batch_norm=any(
+            isinstance(part, nnx.BatchNorm) and not part.use_running_average
+            for _, part in nnx.iter_graph(module)
+        ),
     )
 
 
@@ -215,11 +232,18 @@ class _Variables:
         values = dict(zip(self.role_of, leaves, strict=True))
         return self._with_role(values, "parameters"), self._with_role(values, "state")
 
-    def state_of(self, module: nnx.Module) -> dict:
-        """The state of a module after a call, which may have added variables."""
+    def with_role(self, module: nnx.Module, role: str) -> dict:
+        """The parameters or the state of a module after a call, which may have added variables."""
         after = {tuple(path): v for path, v in nnx.to_flat_state(nnx.state(module))}
-        state = [path for path, role in self.role_of.items() if role == "state"]
-        return unflatten_dict({path: after[path][...] for path in state})
+        paths = [path for path, other in self.role_of.items() if other == role]
+        return unflatten_dict({path: after[path][...] for path in paths})
+
+    def may_write(self, module: nnx.Module, parameters: Any) -> bool:
+        """Whether a call may have written to parameters: they are other objects than those that the module was given."""
+        after = jax.tree.leaves(self.with_role(module, "parameters"))
+        return any(
+            a is not b for a, b in zip(after, jax.tree.leaves(parameters), strict=True)
+        )
 
     def specs(self) -> dict:
         """The names of the dims of each parameter as a `PartitionSpec`, in a nested dict."""

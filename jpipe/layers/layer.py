@@ -177,11 +177,8 @@ class Layer:
       name: the layer's name in tables and messages.
       parameters: nested dict of abstract arrays; None before `bind`.
       state: nested dict of abstract arrays, the mutable state.
-      train: `(parameters, state, key, args) -> (outputs, statistics)`; `statistics` has the
-        structure and shapes of `state`.
+      train: `(parameters, state, key, args) -> (outputs, state)`, as the layer does it outside of a pipeline.
       evaluate: `(parameters, state, args) -> outputs`.
-      commit: `(state, statistics) -> state`; gets the mean of the statistics over the microbatches
-        of a minibatch.
       init: `key -> (parameters, state)`, or None if the user gave a module with its weights.
       given: the parameters and state of a module given with its weights, or None.
       bind: `args -> Layer`, for layers whose parameters depend on the shape of their inputs, or
@@ -201,7 +198,6 @@ class Layer:
     state: Any
     train: Callable[..., Any]
     evaluate: Callable[..., Any]
-    commit: Callable[..., Any] = lambda state, statistics: state
     init: Callable[[jax.Array], Any] | None = None
     given: Any = None
     bind: Callable[[tuple], "Layer"] | None = None

@@ -11,6 +11,8 @@ The set is a minimum cut between the values that no cheap equation computes and 
 graph of the forward's cheap equations, where a value has its bytes as capacity. The idea is that of
 the partitioner of PyTorch 2.
 
+Constants of a layer, such as frozen weights, are at hand whenever a backward runs, so they are never stashed.
+
 An equation is cheap if it works element by element. It may read parameters, and what cheap equations
 compute of them, only if the backward runs on the weights of its forward. In PipeMare it runs on other
 weights, and what the forward has computed from its weights must stay.
@@ -40,15 +42,15 @@ class Residuals:
 
     Attributes:
       forward: the equations of the forward.
-      num_parameters: the number of the forward's inputs that are parameters.
-      varying: the variables of the forward that depend on more than the parameters.
+      at_hand: the inputs of the forward that the backward gets again: parameters, then constants.
+      varying: the variables of the forward that depend on more than these.
       stash: the stashed variables of the forward, each once.
       inputs: the residual inputs of the backward.
       source: residual input of the backward -> variable or literal of the forward.
     """
 
     forward: Equations
-    num_parameters: int
+    at_hand: tuple
     varying: set
     stash: list
     inputs: tuple
@@ -60,18 +62,30 @@ class Residuals:
         forward: Forward,
         backward: Equations,
         arguments: Arguments,
+        constants: Sequence[int],
         rereads_weights: bool,
     ) -> "Residuals":
-        """Chooses the stash; `rereads_weights` as of `smallest_stash`."""
-        equations, num_parameters = forward.equations, len(arguments.parameters)
-        varying = equations.depending_on(equations.inputs[num_parameters:])
+        """Chooses the stash.
+
+        Args:
+          forward, backward, arguments: of the layer.
+          constants: as in `LayerProgram`.
+          rereads_weights: as of `smallest_stash`.
+        """
+        equations = forward.equations
+        parameters, _, extra = map(tuple, arguments.split(equations.inputs))
+        fixed = tuple(extra[i] for i in constants)
+        at_hand = (*parameters, *fixed)
+        varying = equations.depending_on(set(equations.inputs).difference(at_hand))
         wanted = [v for v in variables(forward.residuals) if v in varying]
         inputs = backward.inputs[: len(forward.residuals)]
         return cls(
             equations,
-            num_parameters,
+            at_hand,
             varying,
-            smallest_stash(equations, num_parameters, varying, wanted, rereads_weights),
+            smallest_stash(
+                equations, parameters, fixed, varying, wanted, rereads_weights
+            ),
             inputs,
             dict(zip(inputs, forward.residuals)),
         )
@@ -82,12 +96,11 @@ class Residuals:
         return [v for v in self.inputs if contains(self.varying, self.source[v])]
 
     def reader(self, equations: Equations) -> "Reader":
-        """Prepares backward equations to run on the stash and on parameters."""
+        """Prepares backward equations to run on the stash, and on parameters and constants."""
         used = equations.read()
         sources = [self.source[v] if v in used else None for v in self.inputs]
         wanted = dict.fromkeys(variables(s for s in sources if s is not None))
-        parameters = self.forward.inputs[: self.num_parameters]
-        rebuild = self.forward.slice((*parameters, *self.stash), tuple(wanted))
+        rebuild = self.forward.slice((*self.at_hand, *self.stash), tuple(wanted))
         read = rebuild.read()
         return Reader(
             equations,
@@ -102,7 +115,7 @@ class Reader(NamedTuple):
 
     Attributes:
       equations: the backward equations.
-      rebuild: computes residuals from the parameters and the stash.
+      rebuild: computes residuals from the parameters, the constants and the stash.
       sources: per residual input, the forward's variable or literal, or None if nothing reads it.
       reads: the positions in the stash that are read.
     """
@@ -112,9 +125,15 @@ class Reader(NamedTuple):
     sources: list
     reads: set[int]
 
-    def run(self, parameters: Sequence, stash: Sequence, others: Sequence) -> list:
-        """Evaluates the equations; `others` are their inputs after the residuals."""
-        values = self.rebuild(*parameters, *stash)
+    def run(self, at_hand: Sequence, stash: Sequence, others: Sequence) -> list:
+        """Evaluates the equations.
+
+        Args:
+          at_hand: parameters, then constants.
+          stash: what is stashed.
+          others: the inputs of the equations after the residuals.
+        """
+        values = self.rebuild(*at_hand, *stash)
         env = dict(zip(self.rebuild.outputs, values))
         residuals = [None if s is None else value_of(env, s) for s in self.sources]
         return self.equations(*residuals, *others)
@@ -125,7 +144,8 @@ class Reader(NamedTuple):
 
 def smallest_stash(
     forward: Equations,
-    num_parameters: int,
+    parameters: Sequence,
+    fixed: Sequence,
     varying: set,
     residuals: Iterable,
     rereads_weights: bool,
@@ -136,18 +156,18 @@ def smallest_stash(
 
     Args:
       forward: the equations of the forward.
-      num_parameters: the number of its inputs that are parameters.
-      varying: the variables that depend on more than the parameters.
+      parameters: those of its inputs that are parameters.
+      fixed: those of its inputs that never change; cheap equations may read them.
+      varying: the variables that depend on more than these.
       residuals: variables in `varying`.
       rereads_weights: whether cheap equations may read parameters.
 
     Returns:
       The variables in the order in which the forward computes them.
     """
-    parameters = forward.inputs[:num_parameters]
     # What a cheap equation may not read. What takes time to compute of the parameters would be
     # computed again.
-    refused = forward.depending_on(parameters) - varying
+    refused = forward.depending_on({*parameters, *fixed}) - varying - set(fixed)
     if rereads_weights:
         refused -= set(parameters)
     order = [v for v in forward.inputs if v in varying]

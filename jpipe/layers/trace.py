@@ -21,31 +21,18 @@ from jpipe.layers.backward import (
     LayerProgram,
     trace_layer,
 )
-from jpipe.layers.counters import IntegerUpdate, integer_update
-from jpipe.layers.equations import Equations, jaxpr_text
-from jpipe.layers.numbers import from_numbers, as_numbers
+from jpipe.layers.equations import Equations
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss, trace_loss
+from jpipe.layers.numbers import as_numbers, from_numbers
 from jpipe.layers.report import collect
 from jpipe.layers.sharding import ValueSplit, parameter_specs, stash_specs
+from jpipe.layers.state_update import StateUpdate, trace_state
 from jpipe.layers.vjp import OffloadError, OrderedEffectError
 from jpipe.packing import Leaf
 
 if TYPE_CHECKING:
     from jpipe.soap.layers import LayerSplit
-
-
-@dataclasses.dataclass(frozen=True)
-class Mutable:
-    """The mutable state of one layer kind.
-
-    Attributes:
-      leaves: abstract values of the state; the statistics have the same.
-      commit: `(state, statistics) -> state`, from and to flat lists; None without state.
-    """
-
-    leaves: tuple = ()
-    commit: Callable[..., list] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +43,7 @@ class Traced:
       layers: the layers, bound to the shapes of their inputs.
       layer_kinds: the programs of each layer kind.
       kind_of_layer: per layer, the position of its kind in `layer_kinds`.
-      mutable: the mutable state of each layer kind.
+      mutable: the mutable state of each layer kind, and how it moves.
       loss: the program of the loss: see `TracedLoss`; None in evaluation.
       loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
       reported: abstract values that layers report to the loss, by name.
@@ -74,7 +61,7 @@ class Traced:
     layers: Sequence[Layer]
     layer_kinds: Sequence[LayerProgram]
     kind_of_layer: Sequence[int]
-    mutable: Sequence[Mutable]
+    mutable: Sequence[StateUpdate]
     loss: LayerProgram | None
     loss_weight: Equations | None
     reported: Mapping[str, jax.ShapeDtypeStruct]
@@ -231,7 +218,7 @@ class _Tracer:
         self.layers = list(layers)
         self.layer_kinds: list[LayerProgram] = []
         self.kind_of_layer: list[int] = []
-        self.mutable: list[Mutable] = []
+        self.mutable: list[StateUpdate] = []
         self.outputs: list[tuple] = []
         self.skips: dict[str, tuple[int, int, tuple]] = {}
         self.specs: list[tuple] = []
@@ -249,7 +236,7 @@ class _Tracer:
         )
         self._stashed: dict[str, Any] = {}
         self._kind_of_text: dict[str, int] = {}
-        self._program_of: dict[tuple, LayerProgram] = {}
+        self._program_of: dict[tuple, tuple[LayerProgram, StateUpdate]] = {}
 
     def add(self, i: int, inputs: Any) -> Any:
         """Traces layer `i` for abstract inputs; returns its abstract outputs."""
@@ -257,8 +244,8 @@ class _Tracer:
         plain = inputs[0] if self._takes_sums(i) else inputs
         args = from_numbers((plain, *popped))
         layer = self.layers[i] = self._bound(i, args)
-        program = self._program(i, (inputs, *popped))
-        self.kind_of_layer.append(self._kind(i, program, args))
+        program, update = self._program(i, (inputs, *popped), args)
+        self.kind_of_layer.append(self._kind(i, program, update))
         outputs, *stashed = program.output_tree.unflatten(program.outputs)
         self.outputs.append(tuple(jax.tree.leaves(outputs)))
         for name, value in zip(layer.stash, stashed, strict=True):
@@ -270,7 +257,9 @@ class _Tracer:
     def drop_input_grads(self, inputs: Any) -> None:
         """Traces the first layer without the gradient of the model's inputs, which nothing reads."""
         if self.kind_of_layer.count(0) == 1:
-            self.layer_kinds[0] = self._trace(0, (inputs,), input_grads=False)
+            self.layer_kinds[0] = self._trace(
+                0, (inputs,), self.mutable[0], input_grads=False
+            )
 
     def _bound(self, i: int, args: tuple) -> Layer:
         try:
@@ -281,11 +270,20 @@ class _Tracer:
             cause = error.__cause__ or error
             raise ValueError(self._refusal(i, args, cause)) from cause
 
-    def _program(self, i: int, args: tuple) -> LayerProgram:
-        """The programs of layer `i`: those of an earlier layer if both are surely the same."""
+    def _program(
+        self, i: int, args: tuple, plain_args: tuple
+    ) -> tuple[LayerProgram, StateUpdate]:
+        """The programs of layer `i`, and how its state moves: those of an earlier layer if both are surely the same.
+
+        Args:
+          i: the layer.
+          args: with the sums of what layers report.
+          plain_args: as the layer takes them.
+        """
         layer = self.layers[i]
         if layer.alike is None:
-            return self._trace(i, args)
+            update = self._update(i, plain_args)
+            return self._trace(i, args, update), update
         seen = (
             layer.alike,
             self._is_last(i),
@@ -294,38 +292,56 @@ class _Tracer:
             repr(self.splits[i].plan) if self.splits else None,
         )
         if seen not in self._program_of:
-            self._program_of[seen] = self._trace(i, args)
+            update = self._update(i, plain_args)
+            self._program_of[seen] = self._trace(i, args, update), update
         return self._program_of[seen]
 
-    def _kind(self, i: int, program: LayerProgram, args: tuple) -> int:
+    def _update(self, i: int, args: tuple) -> StateUpdate:
+        """How the state of layer `i` moves."""
+        layer = self.layers[i]
+        if not self._training:
+            return StateUpdate(tuple(jax.tree.leaves(layer.state)))
+        key = jax.eval_shape(self._typed_key, self._key)
+        run = run_layer(layer, self._compute_dtype)
+        try:
+            with self._annotations():
+                return trace_state(run, layer.parameters, layer.state, key, args)
+        except Exception as error:
+            raise ValueError(self._refusal(i, args, error)) from error
+
+    def _typed_key(self, data: jax.Array) -> jax.Array:
+        return jax.random.wrap_key_data(data, impl=self._key_impl)
+
+    def _kind(self, i: int, program: LayerProgram, update: StateUpdate) -> int:
         """The kind of layer `i`: an earlier layer's kind if their programs are equal."""
         layer = self.layers[i]
-        update = integer_update(layer, i, self._key, self._key_impl, args)
-        mutable = _mutable(layer, update)
         sizes = {} if self.automatic is None else self.automatic.shape
         if self.splits:
             spec = self.splits[i].parameter_specs
         else:
             spec = parameter_specs(layer, i, sizes, self.axis_rules)
-        text = f"{program.text}\n{_commit_text(mutable)}\n{spec}"
+        text = f"{program.text}\n{update.text}\n{spec}"
         kind = self._kind_of_text.setdefault(text, len(self.layer_kinds))
         if kind == len(self.layer_kinds):
             self.layer_kinds.append(program)
-            self.mutable.append(mutable)
+            self.mutable.append(update)
             self.specs.append(spec)
         return kind
 
-    def _trace(self, i: int, args: tuple, input_grads: bool = True) -> LayerProgram:
+    def _trace(
+        self, i: int, args: tuple, update: StateUpdate, input_grads: bool = True
+    ) -> LayerProgram:
         layer = self.layers[i]
         extra = {"key": self._key, "state": layer.state}
         try:
             with self._annotations():
                 return self._trace_one(
-                    self._function(i),
+                    self._function(i, update),
                     layer.parameters,
                     args,
                     extra,
                     input_grads=input_grads,
+                    constants=[1 + j for j in update.constants],  # after the key
                 )
         except (OffloadError, OrderedEffectError) as error:
             raise ValueError(f"layer {i} ({layer.name}): {error}") from None
@@ -355,8 +371,10 @@ class _Tracer:
             return message
         return f"{message.rstrip('.')}. {layer.note}"
 
-    def _function(self, i: int) -> Callable[..., tuple[tuple, Any]]:
-        """Layer `i` in the form of `trace_layer`; its aux is the statistics."""
+    def _function(
+        self, i: int, update: StateUpdate
+    ) -> Callable[..., tuple[tuple, Any]]:
+        """Layer `i` in the form of `trace_layer`; its aux is what moves its state, see `StateUpdate.results`."""
         layer = self.layers[i]
         dtype = self._output_dtype() if self._is_last(i) else self._compute_dtype
 
@@ -371,14 +389,15 @@ class _Tracer:
                 parameters, args = cast((parameters, args), self._compute_dtype)
                 outputs = layer.evaluate(parameters, extra["state"], args)
                 return as_numbers(cast(layer.outputs(outputs), dtype)), ()
-            key = jax.random.wrap_key_data(extra["key"], impl=self._key_impl)
+            key = self._typed_key(extra["key"])
             run = run_layer(layer, self._compute_dtype)
             if self.splits and self.automatic is not None:
                 run = self.splits[i].applied(run, self.automatic)
-            outputs, statistics, reported = run(parameters, extra["state"], key, args)
-            statistics = jax.tree.map(_statistic, statistics, layer.state)
+            (outputs, reported), moving = update.results(
+                run, parameters, extra["state"], key, args
+            )
             outputs = as_numbers(cast(outputs, dtype))
-            return self._with_sums(outputs, sums, reported), statistics
+            return self._with_sums(outputs, sums, reported), moving
 
         return function
 
@@ -411,13 +430,13 @@ class _Tracer:
 
 
 def run_layer(layer: Layer, compute_dtype: Any) -> Callable[..., tuple]:
-    """A layer in training: `(parameters, state, key, args) -> ((outputs, *stashed), statistics, reported)`."""
+    """A layer in training: `(parameters, state, key, args) -> ((outputs, *stashed), state, reported)`."""
 
     def run(parameters: Any, state: Any, key: jax.Array, args: tuple) -> tuple:
         parameters, args = cast((parameters, args), compute_dtype)
         with collect() as reported:
-            outputs, statistics = layer.train(parameters, state, key, args)
-        return layer.outputs(outputs), statistics, dict(reported)
+            outputs, state = layer.train(parameters, state, key, args)
+        return layer.outputs(outputs), state, dict(reported)
 
     return run
 
@@ -437,38 +456,6 @@ def _described(tree: Any) -> str:
     return f"a {type(tree).__name__} of {len(leaves)} array{plural} ({shapes})"
 
 
-def _statistic(value: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """A leaf of the statistics. Integer state changes without statistics, see `counters`."""
-    if is_inexact(like):
-        return value.astype(like.dtype)
-    return jnp.zeros(like.shape, like.dtype)
-
-
-def _mutable(layer: Layer, update: IntegerUpdate | None) -> Mutable:
-    leaves, tree = jax.tree.flatten(layer.state)
-    if not leaves:
-        return Mutable()
-
-    def commit(state: Sequence, statistics: Sequence) -> list:
-        new = jax.tree.leaves(
-            layer.commit(tree.unflatten(state), tree.unflatten(statistics))
-        )
-        return new if update is None else update(list(state), new)
-
-    return Mutable(tuple(leaves), commit)
-
-
-def _commit_text(mutable: Mutable) -> str:
-    """The text of `commit`: layers whose state changes differently are of different kinds."""
-    commit = mutable.commit
-    if commit is None:
-        return ""
-    n = len(mutable.leaves)
-    return jaxpr_text(
-        lambda *leaves: commit(leaves[:n], leaves[n:]), *mutable.leaves, *mutable.leaves
-    )
-
-
 def forward_and_backward(kind: LayerProgram) -> tuple[Callable, tuple]:
     """A layer's forward and backward as one function, and its abstract arguments."""
 
@@ -476,7 +463,8 @@ def forward_and_backward(kind: LayerProgram) -> tuple[Callable, tuple]:
         parameters: Sequence, inputs: Sequence, extra: Sequence, output_grads: Sequence
     ) -> tuple:
         outputs, stash, _ = kind.forward_and_stash(parameters, inputs, extra)
-        return outputs, kind.backward(parameters, stash, output_grads)
+        constants = [extra[i] for i in kind.constants]
+        return outputs, kind.backward([*parameters, *constants], stash, output_grads)
 
     output_grads = [y for y in kind.outputs if is_inexact(y)]
     lists = list(kind.parameters), list(kind.inputs), list(kind.extra), output_grads

@@ -9,7 +9,7 @@ import numpy as np
 
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.equations import Equations, variables
-from jpipe.layers.numbers import from_numbers, as_numbers
+from jpipe.layers.numbers import as_numbers, from_numbers
 
 
 class OffloadError(ValueError):

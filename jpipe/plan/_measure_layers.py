@@ -141,9 +141,9 @@ _FORWARD = ("parameters", "state", "inputs", "extra")
 _READS = {
     "forward": _FORWARD,
     "forward_and_stash": _FORWARD,
-    "backward": ("parameters", *_STASHES, "output_grads"),
-    "input_grad": ("parameters", *_STASHES, "output_grads"),
-    "weight_grad": ("parameters", "weight_stash", "split_residuals"),
+    "backward": ("parameters", "state", *_STASHES, "output_grads"),
+    "input_grad": ("parameters", "state", *_STASHES, "output_grads"),
+    "weight_grad": ("parameters", "state", "weight_stash", "split_residuals"),
 }
 _WRITES = {
     "forward": ("outputs", "aux"),
@@ -181,7 +181,10 @@ class _Subject:
         self._run = LayerRun(kind=0, longest=1, stash=(), pop=(), **places)
         self._output_grads = [y for y in kind.outputs if is_inexact(y)]
         lists = list(kind.parameters), list(kind.stash), self._output_grads
-        _, self._input_grads = jax.eval_shape(kind.backward, *lists)
+        constants = [kind.extra[i] for i in kind.constants]
+        _, self._input_grads = jax.eval_shape(
+            kind.backward, [*lists[0], *constants], *lists[1:]
+        )
         self._held: dict = {}
 
     @property
@@ -244,6 +247,13 @@ class _Subject:
         extra = [*reads["extra"], *self._read(reads, "state", row)]
         return self._read(reads, "parameters", row), reads["inputs"], extra
 
+    def _at_hand(self, reads: dict, row) -> list[jax.Array]:
+        """The weights, then the constants of the state."""
+        state = self._read(reads, "state", row)
+        first = len(self.extra)
+        constants = [state[i - first] for i in self.kind.constants]
+        return [*self._read(reads, "parameters", row), *constants]
+
     def _forward(self, reads: dict, carry: dict, slot, row) -> dict:
         outputs, aux = self.kind.forward(*self._arguments(reads, row))
         return {"outputs": outputs, "aux": _added(carry["aux"], aux)}
@@ -265,7 +275,7 @@ class _Subject:
         return {"gradients": arrays}
 
     def _of_output_grads(self, program: Callable, reads: dict, slot, row) -> tuple:
-        parameters = self._read(reads, "parameters", row)
+        parameters = self._at_hand(reads, row)
         return program(parameters, self._stash(reads, slot), reads["output_grads"])
 
     def _backward(self, reads: dict, carry: dict, slot, row) -> dict:
@@ -280,7 +290,7 @@ class _Subject:
         return {"input_grads": inputs, **rings}
 
     def _weight_grad(self, reads: dict, carry: dict, slot, row) -> dict:
-        parameters = self._read(reads, "parameters", row)
+        parameters = self._at_hand(reads, row)
         split_residuals = self._read(reads, "split_residuals", slot)
         stash = self._stash(reads, slot, only="weight_stash")
         gradients = self.kind.weight_grad(parameters, stash, split_residuals)

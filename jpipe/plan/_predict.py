@@ -25,7 +25,7 @@ from jpipe.schedule import Schedule
 from jpipe.simulate import Costs, Timing, simulate
 from jpipe.solvers import Machine
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
-from jpipe.stages.cut import check_boundaries, devices_of_use, group
+from jpipe.stages.cut import check_boundaries, devices_of_use, group, of_copies
 from jpipe.stages.extra_args import STALE_PARAMS, hooked_passes
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
 
@@ -270,8 +270,15 @@ def predict_memory(
     def packed(name: str) -> Packing:
         """The packing of the stages' leaves of one name, as in the engine."""
         loss = profile.loss.avals(name) if name == "input_stash" else ()
+
+        def leaves(kind: Any) -> list[Leaf]:
+            found = [*map(Leaf, layer_of_kind[kind].avals(name))]
+            if name == "statistics":
+                return [of_copies(leaf, schedule.copies) for leaf in found]
+            return found
+
         return groups.pack(
-            lambda kind: map(Leaf, layer_of_kind[kind].avals(name)),
+            leaves,
             [*map(Leaf, loss)],
             devices_of_use(name, schedule.copies),
             tight=name in ("parameters", "optimizer_state"),
@@ -288,6 +295,7 @@ def predict_memory(
     )
     R, rows = lowered.num_chunks, lowered.rows
     parameters, state = packed("parameters"), packed("state")
+    statistics = packed("statistics")
 
     used = functools.partial(used_arrays, owner_of_stage=groups.program_of_stage)
 
@@ -319,6 +327,7 @@ def predict_memory(
             parameters=parameters,
             accumulators=parameters,
             mutable_state=state,
+            statistics=statistics,
             rings=rings,
             messages=routes,
         ),
@@ -331,7 +340,7 @@ def predict_memory(
     copies = 1 + len(hooked_passes(schedule, profile.reads))
     stashes_on_host = num_bytes(jax.tree.leaves(in_flight.pop("host_stash")))
     activations = num_bytes(jax.tree.leaves(in_flight)) + in_rows(
-        ArrayRows.of_columns, state
+        ArrayRows.of_columns, statistics
     )
     # One slot of each stash comes from the host while a tick computes.
     slots = {

@@ -21,7 +21,7 @@ from jpipe.schedule import Schedule
 from jpipe.solvers import Graph, Node, min_max
 from jpipe.stages.extra_args import rereads_weights
 
-_FORMAT = "jpipe profile 3"
+_FORMAT = "jpipe profile 4"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,7 @@ class LayerProfile:
       parameters: the weights.
       optimizer_state: the part of the optimizer's state that belongs to the weights.
       state: the mutable state.
+      statistics: what is kept of a minibatch until the state moves.
       temporary_bytes: the most bytes that a measured program needs beside all these.
       stash: names of the skips that start here.
       pop: names of the skips that end here.
@@ -76,6 +77,7 @@ class LayerProfile:
     parameters: tuple[jax.ShapeDtypeStruct, ...]
     optimizer_state: tuple[jax.ShapeDtypeStruct, ...]
     state: tuple[jax.ShapeDtypeStruct, ...]
+    statistics: tuple[jax.ShapeDtypeStruct, ...]
     temporary_bytes: int
     stash: tuple[str, ...]
     pop: tuple[str, ...]

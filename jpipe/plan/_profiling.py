@@ -122,6 +122,7 @@ def profile(
             parameters=traced.layer_kinds[k].parameters,
             optimizer_state=_abstract(updates[u].state),
             state=_abstract(traced.mutable[k].leaves),
+            statistics=_abstract(traced.mutable[k].statistics),
             stash=layer.stash,
             pop=layer.pop,
         )
@@ -130,7 +131,7 @@ def profile(
     if "update" in programs:
         of_loss["update"] = Measured()
     of_nothing: dict[str, tuple] = dict.fromkeys(
-        ("parameters", "optimizer_state", "state"), ()
+        ("parameters", "optimizer_state", "state", "statistics"), ()
     )
     of_nothing |= {"stash": (), "pop": ()}
     number = len(traced.layer_kinds)

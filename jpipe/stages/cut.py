@@ -24,7 +24,8 @@ from jpipe.layers.backward import LayerProgram
 from jpipe.layers.equations import Equations
 from jpipe.layers.layer import Layer
 from jpipe.layers.sharding import ValueSplit
-from jpipe.layers.trace import Mutable, Traced
+from jpipe.layers.state_update import StateUpdate
+from jpipe.layers.trace import Traced
 from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import CHUNK, Leaf, Packing
 from jpipe.solvers import min_max
@@ -46,6 +47,7 @@ class LayerRun:
       parameters: places of one layer's weights; leaf i of a place belongs to layer i of the run.
       gradients: the same for what their gradients are accumulated in.
       state: the same for mutable state.
+      statistics: the same for what is kept of a minibatch until the state moves.
       input_stash: the same for stashed values that only the input gradient reads.
       weight_stash: the same for stashed values that the weight gradient reads.
       split_residuals: the same for values that the input gradient computes and the weight gradient reads.
@@ -58,6 +60,7 @@ class LayerRun:
     parameters: tuple = ()
     gradients: tuple[GradientPlace, ...] = ()
     state: tuple = ()
+    statistics: tuple = ()
     input_stash: tuple = ()
     weight_stash: tuple = ()
     split_residuals: tuple = ()
@@ -118,7 +121,7 @@ class Stages:
       layers: the layers.
       layer_kinds: `LayerProgram` of each kind.
       kind_of_layer: for each layer, position in `layer_kinds`.
-      mutable: `Mutable` of each kind.
+      mutable: `StateUpdate` of each kind.
       loss: the program of the loss, see `TracedLoss`; None in forward-only pipelines.
       loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
       inputs: abstract leaves of `batch["inputs"]`, of one microbatch.
@@ -131,6 +134,8 @@ class Stages:
       accumulators: the same for the gradients that are accumulated as they are.
       factors: the same for the factors of all others.
       state: the same for mutable state.
+      statistics: the same for what is kept of a minibatch until the state moves. If stages have copies, each leaf has a
+        first axis `[D]` with what each device has.
       input_stash: the same for stashed values that only the input gradient reads.
       weight_stash: the same for stashed values that the weight gradient reads.
       split_residuals: the same for values that the input gradient computes and the weight gradient reads.
@@ -147,7 +152,7 @@ class Stages:
     layers: Sequence[Layer]
     layer_kinds: Sequence[LayerProgram]
     kind_of_layer: Sequence[int]
-    mutable: Sequence[Mutable]
+    mutable: Sequence[StateUpdate]
     loss: LayerProgram | None
     loss_weight: Equations | None
     inputs: Sequence[jax.ShapeDtypeStruct]
@@ -160,6 +165,7 @@ class Stages:
     accumulators: Packing
     factors: Packing
     state: Packing
+    statistics: Packing
     input_stash: Packing
     weight_stash: Packing
     split_residuals: Packing
@@ -323,7 +329,7 @@ def devices_of_use(
     Stashes have slots instead of rows. Stages of several devices share them; those of one device that runs one microbatch
     after the other have slots of their own.
     """
-    if name in ("parameters", "optimizer_state", "state"):
+    if name in ("parameters", "optimizer_state", "state", "statistics"):
         return devices
     one_device = devices is not None and len({*itertools.chain(*devices)}) == 1
     return devices if one_device else None
@@ -410,6 +416,8 @@ def cut(
 
         def leaves_of(signature: _Signature, name: str = name) -> list[Leaf]:
             leaves, k = _leaves(traced, name, signature.kind), signature.kind
+            if name == "statistics":
+                leaves = [of_copies(leaf, devices) for leaf in leaves]
             on_host = weights_on_host if name == "parameters" else set()
             return _to_host(leaves, k, on_host, offload)
 
@@ -419,7 +427,7 @@ def cut(
             devices_of_use(name, devices),
             tight=name == "parameters",
             occupancy=vectors.weights
-            if name in ("parameters", "state")
+            if name in ("parameters", "state", "statistics")
             else vectors.stashes,
         )
     accumulators = Accumulators.of(
@@ -500,6 +508,7 @@ class _Signature(NamedTuple):
 _LEAVES_OF: dict[str, Callable[[Traced, int], Sequence]] = {
     "parameters": lambda traced, k: traced.layer_kinds[k].parameters,
     "state": lambda traced, k: traced.mutable[k].leaves,
+    "statistics": lambda traced, k: traced.mutable[k].statistics,
     "input_stash": lambda traced, k: traced.layer_kinds[k].stashed("input_stash"),
     "weight_stash": lambda traced, k: traced.layer_kinds[k].stashed("weight_stash"),
     "split_residuals": lambda traced, k: traced.layer_kinds[k].split_residuals,
@@ -510,6 +519,18 @@ _SPECS_OF: dict[str, Callable[[Traced, int], Sequence]] = {
     "input_stash": lambda traced, k: _stash_specs(traced, k, "input_stash"),
     "weight_stash": lambda traced, k: _stash_specs(traced, k, "weight_stash"),
 }
+
+
+def of_copies(leaf: Leaf, devices: Sequence[Sequence[int]] | None) -> Leaf:
+    """A leaf of statistics with a place for each device, if stages have copies on several.
+
+    Each copy writes at its own place, so that the sum over the copies has what each of them has.
+    """
+    if devices is None or all(len(copies) == 1 for copies in devices):
+        return leaf
+    num_devices = 1 + max(itertools.chain(*devices))
+    shape = (num_devices, *leaf.aval.shape)
+    return leaf._replace(aval=jax.ShapeDtypeStruct(shape, leaf.aval.dtype))
 
 
 def _stash_specs(traced: Traced, k: int, ring: str) -> list:

@@ -70,7 +70,8 @@ def test_no_set_of_fewer_bytes_is_enough(seed, rereads_weights):
     program = random_program(seed)
     varying = program.depending_on(program.inputs[1:])
     residuals = [v for v in variables(program.outputs) if v in varying]
-    stash = smallest_stash(program, 1, varying, residuals, rereads_weights)
+    parameters = program.inputs[:1]
+    stash = smallest_stash(program, parameters, (), varying, residuals, rereads_weights)
     assert computable(program, stash, rereads_weights).issuperset(residuals)
     values = list(varying)
     enough = (
