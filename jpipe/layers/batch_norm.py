@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from flax import linen, nnx
 from jax.interpreters import ad, batching
 
+from jpipe.layers.equations import loop_counts
+
 Record = tuple[jax.Array, ...]
 """`(mean, variance)` of the rows that one call saw, or `(mean, variance, number of rows)` if a mask left out some."""
 
@@ -260,8 +262,8 @@ def _run_scan(
     params: dict, values: Sequence, given: list[Record] | None
 ) -> tuple[list, list[Record]]:
     """`_run_call` for a scan, whose records are stacked."""
-    first, body = params["num_consts"], params["jaxpr"]
-    last = first + params["num_carry"]
+    body, (first, num_carried) = params["jaxpr"], loop_counts(params)
+    last = first + num_carried
 
     def turn(carry: list, scanned: tuple) -> tuple[list, tuple]:
         xs, mine = scanned

@@ -7,7 +7,7 @@ Two programs are compared by `Equations.text` (equal texts are equal programs) o
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -212,6 +212,16 @@ def jaxpr_text(function: Callable[..., Sequence], *avals: Any) -> str:
 
 
 # -- Variables and values
+
+
+def loop_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many operands of a `scan` are constants, and how many are carried. Since JAX 0.12.0.1 it has them as trees."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    num_consts, num_carry, _ = (
+        len(list(tree.vals)) for tree in params["ft_in"].unpack()
+    )
+    return num_consts, num_carry
 
 
 def contains(group: Any, atom: Any) -> bool:

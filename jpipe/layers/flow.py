@@ -8,7 +8,7 @@ import jax
 import jax.extend.core as jex
 from jax.interpreters import partial_eval
 
-from jpipe.layers.equations import Equations
+from jpipe.layers.equations import Equations, loop_counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _source_in(eqn: Any, result: int) -> int | None:
     operand = _source(inner, inner.outvars[result])
     if eqn.primitive.name == "scan" and operand is not None:
         # A loop hands on what it carries at one place, and each turn its own slice.
-        first, carried = eqn.params["num_consts"], eqn.params["num_carry"]
+        first, carried = loop_counts(eqn.params)
         is_carried = result < carried and operand == first + result
         is_slice = result >= carried and operand >= first + carried
         return operand if is_carried or is_slice else None

@@ -13,8 +13,9 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jpipe.layers.equations import loop_counts
 from jpipe.soap import exchange
-from jpipe.soap.flatten import CALLS, called, loop_counts
+from jpipe.soap.flatten import CALLS, called
 from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.moves import Spec, Step, as_entries
 from jpipe.soap.splits import Plan, Split, factor_axes, splits

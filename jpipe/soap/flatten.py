@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from jpipe.layers.equations import loop_counts
 from jpipe.soap.regions import Access, DimMap, identity
 
 CALLS = {
@@ -103,16 +104,6 @@ def flatten(closed: Any, max_equations: int) -> Program:
     walk = _Walk(equations, max_equations)
     results = walk.inline(closed.jaxpr, closed.consts, arguments, 1, ())
     return Program(arguments, _live(equations, results), results)
-
-
-def loop_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many operands of a `scan` are constants, and how many are carried. Since JAX 0.12.0.1 it has them as trees."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    num_consts, num_carry, _ = (
-        len(list(tree.vals)) for tree in params["ft_in"].unpack()
-    )
-    return num_consts, num_carry
 
 
 def called(eqn: Any) -> tuple[Any, Sequence]:
