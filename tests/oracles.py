@@ -208,7 +208,7 @@ def delay_with_copies(replicas, N, ticks):
 def mlp_mixed_gradient(forward, backward, batch, recomputed_stages=None):
     """Loss and gradients of `models.MLP` under mean cross-entropy, by hand: products backward use `backward`'s weights.
 
-    Activations and ReLU masks are those of the forward; or, given the stage of each layer, those that `backward`'s
+    With `batch["row_weights"]` it is the sum of the rows' losses times these. Activations and ReLU masks are those of the forward; or, given the stage of each layer, those that `backward`'s
     weights make of the inputs which the stage got.
     """
 
@@ -220,10 +220,12 @@ def mlp_mixed_gradient(forward, backward, batch, recomputed_stages=None):
         return logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
 
     labels, inputs = batch["labels"], [batch["inputs"]]
+    row_weights = batch.get("row_weights", np.full(len(labels), 1 / len(labels)))
+    row_weights = row_weights.astype(inputs[0].dtype)[:, None]
     for i in range(len(forward)):
         inputs.append(layer(i, forward, inputs[i]))
     hot = jax.nn.one_hot(labels, inputs[-1].shape[-1], dtype=inputs[-1].dtype)
-    value = -(log_softmax(inputs[-1]) * hot).sum() / len(labels)
+    value = -(log_softmax(inputs[-1]) * hot * row_weights).sum()
     # What each layer's backward remembers of its input and output.
     remembered = list(zip(inputs, inputs[1:]))
     if recomputed_stages is not None:
@@ -234,7 +236,7 @@ def mlp_mixed_gradient(forward, backward, batch, recomputed_stages=None):
             y = layer(i, backward, x)
             remembered[i] = x, y
             x = y
-    delta = (jnp.exp(log_softmax(remembered[-1][1])) - hot) / len(labels)
+    delta = (jnp.exp(log_softmax(remembered[-1][1])) - hot) * row_weights
     grads = []
     for i, (x, y) in reversed(list(enumerate(remembered))):
         if i < len(forward) - 1:

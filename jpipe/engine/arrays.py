@@ -48,6 +48,7 @@ class TickArrays:
       loss_scale: the arrays of `LossScale`, `[1]` each.
       message_compression: what the compressors of messages keep, by `jpipe.stages.codecs.state_key`, `[R, ...]`;
         empty without compression.
+      minibatch_weights: the weights of the minibatches whose loss still has a gradient to take, `[num_weights]`.
       mutable_state: packed mutable state of the layers, `[R, ...]`.
       optimizer_state: packed optimizer state, `[R, ...]`.
       outputs: outputs of the last stage, `[N, microbatch, ...]` each; only in forward-only tables.
@@ -85,6 +86,7 @@ class TickArrays:
     loss: jax.Array
     loss_scale: Mapping[str, jax.Array]
     message_compression: Mapping[str, Any]
+    minibatch_weights: jax.Array
     mutable_state: Packed
     optimizer_state: Packed
     outputs: list[jax.Array]

@@ -32,8 +32,8 @@ class Device:
       inputs: the leaves of `batch["inputs"]` among them.
       layer_numbers: 0, 1, 2, ..., for each layer of the longest run, int32 `[]` each, as values that
         the compiler does not know; empty under the policy "cond". See `StageContext.runtime_index`.
-      minibatch_weights: `[num_batches]`, the weight of each minibatch, which divides the sums of the loss, averaged over
-        replicas; None if the loss is a mean.
+      minibatch_weights: `[num_weights]`, the weight of each minibatch whose loss still has a gradient to take; it divides
+        the sums of the loss. None if the loss is a mean.
     """
 
     spec: PassSpec
@@ -78,25 +78,23 @@ class Device:
             ),
         )
 
-    def with_batch(self, batch: Any) -> "Device":
-        """The device with a batch, a tree with an entry "inputs"."""
+    def with_batch(self, batch: Any, weights: jax.Array | None) -> "Device":
+        """The device with a batch, a tree with an entry "inputs", and the weights of minibatches."""
         leaves, inputs = jax.tree.leaves(batch), jax.tree.leaves(batch["inputs"])
         return dataclasses.replace(
             self,
             batch=tuple(leaves),
             inputs=tuple(inputs),
-            minibatch_weights=self._minibatch_weights(leaves),
+            minibatch_weights=weights,
         )
 
-    def _minibatch_weights(self, batch: list[jax.Array]) -> jax.Array | None:
-        """The weight of each minibatch that is kept: see `jpipe.layers.loss`."""
+    def minibatch_weight(self, batch: Any) -> jax.Array:
+        """The weight of a minibatch `[N, microbatch, ...]`, averaged over replicas: see `jpipe.layers.loss`."""
         weight = self.spec.stages.loss_weight
-        if weight is None:
-            return None
-        # Before the first tick: the first backward of a minibatch needs the weight of the whole.
-        weights = lax.map(lambda microbatch: weight(*microbatch)[0], batch)
-        weights = weights.reshape(-1, self.spec.schedule.num_microbatches)
-        return self.mean_over_replicas(weights.sum(axis=1))
+        assert weight is not None
+        leaves = jax.tree.leaves(batch)
+        weights = lax.map(lambda microbatch: weight(*microbatch)[0], leaves)
+        return self.mean_over_replicas(weights.sum())
 
     def random_key(self, number: Any, microbatch_number: jax.Array) -> jax.Array:
         """The key that layer `number` draws from for a microbatch of this replica."""

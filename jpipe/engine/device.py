@@ -53,7 +53,7 @@ from jpipe.engine.guard import Branch, run_one_of
 from jpipe.engine.layout import microbatch_shapes
 from jpipe.engine.operations import OPERATIONS
 from jpipe.engine.spec import PassSpec
-from jpipe.engine.transport import move, receive
+from jpipe.engine.transport import move, put_row, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
 from jpipe.lowering.lower import Phase
 from jpipe.lowering.scalars import LaneScalars, TickScalars
@@ -80,11 +80,15 @@ def run_pass(
     gradients = {k: v for k, v in in_flight.items() if k == "gradients"}
     held = {"read_parameters": {}, **kept, **gradients, **buffers}
     held["op_count"] = jnp.zeros((), jnp.int32)
+    batch = _local_batch(spec, batch)
+    weights = _take_weights(device, held.get("minibatch_weights"), batch)
+    if "minibatch_weights" in held:
+        held["minibatch_weights"] = weights
     batch, batches = _take_batch(device, held.get("batches"), batch)
     if batches is not None:
         held["batches"] = batches
     arrays = TickArrays(**held, **_empty_results(spec))
-    arrays = _scan(device.with_batch(batch), arrays)
+    arrays = _scan(device.with_batch(batch, weights), arrays)
     if spec.schedule.forward_only:
         return arrays.outputs
     return (
@@ -97,6 +101,45 @@ def run_pass(
     )
 
 
+def _local_batch(spec: PassSpec, batch: Any) -> Any:
+    """This replica's part `[N, microbatch, ...]` of the minibatch that enters; None if nothing enters."""
+    batch = jax.tree.map(lambda a: a[0], batch)
+    if batch is None or FSDP not in spec.mesh.shape:
+        return batch
+    first = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], batch))
+    shapes = microbatch_shapes(spec.mesh, first, spec.schedule.num_microbatches)
+    return jax.tree.map(
+        lambda a, like: lax.with_sharding_constraint(a, like.sharding.spec),
+        batch,
+        shapes,
+    )
+
+
+def _take_weights(
+    device: Device, kept: jax.Array | None, batch: Any
+) -> jax.Array | None:
+    """The weights of the minibatches whose loss has a gradient to take in this pass, or in a later one.
+
+    They are known before the first tick, because the first backward of a minibatch needs the weight of the whole. They
+    are kept apart from the minibatches, of which a forward may be the last reader.
+
+    Args:
+      device: the device.
+      kept: those before this pass, `[num_weights]`; None if only that of this pass's minibatch is read.
+      batch: this pass's minibatch, `[N, microbatch, ...]`; None if nothing enters.
+
+    Returns:
+      `[num_weights]`; None if the loss is a mean, or nothing reads a weight.
+    """
+    spec = device.spec
+    if spec.stages.loss_weight is None or batch is None:
+        return kept
+    weight = device.minibatch_weight(batch)
+    if kept is None:
+        return weight[None]
+    return put_row(kept, weight, jnp.mod(device.round, spec.lowered.num_weights))
+
+
 def _take_batch(device: Device, kept: Any, batch: Any) -> tuple[Any, Any]:
     """What the first stage and the loss read in this pass, and the minibatches that are kept.
 
@@ -104,19 +147,10 @@ def _take_batch(device: Device, kept: Any, batch: Any) -> tuple[Any, Any]:
       device: the device.
       kept: the latest minibatches, `[num_batches * N, microbatch, ...]`; None if only this pass's
         minibatch is read.
-      batch: this pass's minibatch, `[1, N, microbatch, ...]`; None if nothing enters.
+      batch: this pass's minibatch, `[N, microbatch, ...]`; None if nothing enters.
     """
     spec = device.spec
     N = spec.schedule.num_microbatches
-    batch = jax.tree.map(lambda a: a[0], batch)
-    if batch is not None and FSDP in spec.mesh.shape:
-        first = jax.eval_shape(lambda: jax.tree.map(lambda a: a[0], batch))
-        shapes = microbatch_shapes(spec.mesh, first, N)
-        batch = jax.tree.map(
-            lambda a, like: lax.with_sharding_constraint(a, like.sharding.spec),
-            batch,
-            shapes,
-        )
     if kept is None:
         if batch is None:
             # Nothing enters and nothing is in flight: no operation reads the batch.

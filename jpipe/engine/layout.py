@@ -238,6 +238,7 @@ def training_layout(
     *,
     microbatch: Any,
     norm_dtype: np.dtype,
+    weight_dtype: np.dtype | None = None,
     rows_of_units: Sequence[int] = (),
     hooked_passes: Sequence[str] = (),
     loss_scale: LossScale | None = None,
@@ -256,6 +257,7 @@ def training_layout(
       array_rows: group -> the rows of its arrays: see `PassSpec.array_rows`.
       microbatch: the abstract microbatch.
       norm_dtype: dtype of gradient norms.
+      weight_dtype: dtype of the weights of minibatches; None: the loss is a mean.
       rows_of_units: versions of the parts of vocabulary layers.
       hooked_passes: the passes ("forward", "backward") that read weights of their own, from a
         parameter hook.
@@ -283,6 +285,9 @@ def training_layout(
     assert lowered.norms is not None
     num_norms = lowered.norms.depth, R + len(packings.units)
     buffers["squared_norm"] = jax.ShapeDtypeStruct(num_norms, norm_dtype)
+    if lowered.num_weights > 1:
+        shape = (lowered.num_weights,)
+        buffers["minibatch_weights"] = jax.ShapeDtypeStruct(shape, weight_dtype)
     groups = {
         "parameters": parameters,
         "read_parameters": dict.fromkeys(hooked_passes, parameters),

@@ -446,7 +446,7 @@ def loss_gradient(device: Device, lane: LaneScalars, read: TickArrays) -> jax.Ar
     num_microbatches = device.spec.schedule.num_microbatches
     divisor: Any = num_microbatches
     if device.minibatch_weights is not None:
-        divisor = device.minibatch_weights[lane.microbatch // num_microbatches]
+        divisor = device.minibatch_weights[lane.minibatch]
     gradient = jnp.ones((), device.spec.stages.loss.outputs[0].dtype) / divisor
     if device.spec.loss_scale is not None:
         gradient *= read.loss_scale["scale"][0].astype(gradient.dtype)

@@ -132,6 +132,7 @@ class PassSpec:
             together,
             self.stash_slots,
             reads_stale=self.updates is not None and self.updates.reads_stale,
+            weighted=self.stages.loss_weight is not None,
         )
 
     @property
@@ -293,6 +294,7 @@ class PassSpec:
             self.array_rows,
             microbatch=self.microbatch,
             norm_dtype=self.updates.norm_dtype,
+            weight_dtype=self.weight_dtype,
             rows_of_units=self.rows_of_units,
             hooked_passes=hooked_passes(self.schedule, hooks),
             loss_scale=self.loss_scale,
@@ -302,6 +304,12 @@ class PassSpec:
             gradient_compression=jax.eval_shape(self.first_gradient_compression),
             message_compression=jax.eval_shape(self.first_message_compression),
         )
+
+    @property
+    def weight_dtype(self) -> np.dtype | None:
+        """The dtype of the weight of a minibatch; None if the loss is a mean."""
+        weight = self.stages.loss_weight
+        return None if weight is None else weight.outputs[0].aval.dtype
 
     @functools.cached_property
     def scalars(self) -> ScalarTable:

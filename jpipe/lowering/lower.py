@@ -108,6 +108,8 @@ class Lowered:
       rows: where the versions of weights are.
       num_batches: how many of the latest minibatches are read, including the minibatch of this
         round.
+      num_weights: of how many of the latest minibatches the weight is read, which divides the sums of the loss; 0 if the
+        loss is a mean.
       norms: which gradients norms over all stages count; None in forward-only tables.
       drain_rounds: rounds without new microbatches after which nothing is in flight.
       guard: one of `GUARDS`.
@@ -123,6 +125,7 @@ class Lowered:
     num_in_column: np.ndarray
     rows: VersionRows
     num_batches: int
+    num_weights: int
     norms: NormTable | None
     drain_rounds: int
     guard: str
@@ -173,6 +176,7 @@ def lower(
     together: Mapping[str, Follows] | None = None,
     stash_slots: int | None = None,
     reads_stale: bool = False,
+    weighted: bool = False,
 ) -> Lowered:
     """Lowers a legal table.
 
@@ -188,6 +192,7 @@ def lower(
       stash_slots: the most microbatches of which a device keeps a stash, the others go to host memory; None: it
         keeps all.
       reads_stale: whether updates read the weights that their gradients were computed at.
+      weighted: whether the loss is a sum that the weight of the minibatch divides.
 
     Returns:
       The `Lowered` table.
@@ -233,7 +238,10 @@ def lower(
         copies=copies,
         num_in_column=num_in_column,
         rows=version_rows(schedule, copies, num_chunks, newest[columns], reads_stale),
-        num_batches=_num_batches(schedule, recompute or "embed_backward" in together),
+        num_batches=kept_minibatches(
+            schedule, recompute or "embed_backward" in together
+        ),
+        num_weights=kept_weights(schedule, head) if weighted else 0,
         norms=None if schedule.forward_only else norm_table(schedule),
         drain_rounds=last_tick // schedule.num_ticks,
         guard=guard,
@@ -252,19 +260,35 @@ def _newest_and_last_tick(schedule: Schedule) -> tuple[np.ndarray, int]:
     return newest, int(max(schedule.weight_grad_ticks().max(), updated.max()))
 
 
-def _num_batches(schedule: Schedule, backwards: bool) -> int:
+def kept_minibatches(schedule: Schedule, backwards: bool) -> int:
     """How many of the latest minibatches the first and the last stage read, with this round's.
 
     Args:
       schedule: the table.
       backwards: whether backwards read the minibatch too.
     """
-    ends, oldest = np.isin(schedule.stage, (0, schedule.num_stages - 1)), 0
+    ends = np.isin(schedule.stage, (0, schedule.num_stages - 1))
     readers = [schedule.forward, schedule.backward] if backwards else [schedule.forward]
-    for cells in readers:
-        read = cells[:, ends]
-        oldest = min(oldest, int(read[read != IDLE].min(initial=0)))
-    return 1 + -(oldest // schedule.num_microbatches)
+    return max(_num_minibatches(schedule, cells[:, ends]) for cells in readers)
+
+
+def kept_weights(schedule: Schedule, head: bool) -> int:
+    """Of how many of the latest minibatches the gradient of the loss is taken, with this round's.
+
+    Args:
+      schedule: the table.
+      head: whether a head that all devices run takes it, with the forward of the last stage, and not with the backward.
+    """
+    cells = schedule.forward if head else schedule.backward
+    return _num_minibatches(
+        schedule, cells[:, schedule.stage == schedule.num_stages - 1]
+    )
+
+
+def _num_minibatches(schedule: Schedule, cells: np.ndarray) -> int:
+    """How many of the latest minibatches have a microbatch in some cells, with this round's."""
+    oldest = int(cells[cells != IDLE].min(initial=0))
+    return 1 - oldest // schedule.num_microbatches
 
 
 # -- Operations

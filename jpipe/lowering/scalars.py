@@ -271,6 +271,12 @@ class LaneScalars:
         return self._get("number")
 
     @property
+    def minibatch(self) -> jax.Array | int:
+        """Row of its minibatch among the weights of minibatches that are kept."""
+        name = (self.operation, 0, "minibatch")
+        return self._get("minibatch") if name in self.tick.table.index else 0
+
+    @property
     def completes_minibatch(self) -> jax.Array:
         """1 for the last microbatch of its minibatch, else 0."""
         return self._get("completes")
@@ -461,6 +467,10 @@ def _add_lane(
     table.add_plain((*lane_name, "number"), microbatch, rounds=N, started=1)
     if not lowered.schedule.has_copies:  # else a commit moves the mutable state
         table.add_plain((*lane_name, "completes"), position % N == N - 1)
+    if lowered.num_weights > 1:
+        table.add_cyclic(
+            (*lane_name, "minibatch"), microbatch // N, 1, lowered.num_weights
+        )
     num_rows = lowered.num_batches * N
     if num_rows == N:
         table.add_plain((*lane_name, "microbatch"), microbatch)

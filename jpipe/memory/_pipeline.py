@@ -397,6 +397,9 @@ class Builder:
             self.add(name, num_bytes, blocks)
         for name in ("statistics", "squared_norm"):
             self._whole(name.replace("_", " "), "state", shapes[name])
+        if "minibatch_weights" in shapes:
+            weights = shapes["minibatch_weights"]
+            self._whole("weights of minibatches", "batch", weights)
         if "batches" in shapes:
             self._whole(
                 "kept minibatches", "batch", shapes["batches"], self._batch_reads()

@@ -104,34 +104,53 @@ def test_a_masked_mean_equals_the_plain_model(schedule, S, N, replicas, recomput
         assert_close(pipe.get_params(state), params, "float64")
 
 
-def paired_delay(s, j, S=3, N=5):
-    """Updates of stage s between forward and gradient of a minibatch's microbatch j (PipeMare, Table 1)."""
-    return math.ceil(max(2 * (S - 1 - s) + 1 - j, 0) / N)
+def delays(name, ticks, S, N):
+    """Updates between forward and gradient of a minibatch's microbatch j on stage s, and between backward and gradient."""
+
+    def delay(s, j):  # PipeMare, Table 1
+        ahead = 2 * (S - 1 - s) + 1 if ticks == "paired" else S - 1 - s
+        return math.ceil(max(ahead - j, 0) / N)
+
+    return {
+        "pipedream": (delay, delay),
+        "pipedream_2bw": (lambda s, j: 1, lambda s, j: 1),
+        "pipemare": (delay, lambda s, j: 0),
+    }[name]
 
 
-DELAYS = {  # of the forward's weights and of the backward's
-    "pipedream": (paired_delay, paired_delay),
-    "pipedream_2bw": (lambda s, j: 1, lambda s, j: 1),
-}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("schedule", DELAYS)
-def test_a_masked_mean_under_asynchronous_schedules(schedule):
+@pytest.mark.parametrize(
+    "name,ticks,S,N,options",
+    [
+        # The gradient of the loss is taken when the minibatch itself is not kept any more.
+        ("pipemare", "unit", 2, 4, {}),
+        ("pipedream", "paired", 3, 2, {"replicas": 2}),
+        ("pipemare", "paired", 3, 2, {"recompute": "full"}),
+        ("pipedream_2bw", "unit", 2, 4, {}),
+        # ... and when it is.
+        ("pipedream", "paired", 3, 5, {}),
+        ("pipedream_2bw", "paired", 3, 5, {}),
+    ],
+)
+@pytest.mark.sampled(3)
+def test_a_masked_mean_under_asynchronous_schedules(name, ticks, S, N, options):
     """Equal to the loop of the definition, whose microbatches get the sum times N over the minibatch's weight."""
-    S, N, steps = 3, 5, 3
-    table = schedule_named(f"{schedule}/paired", S, N)
+    table = schedule_named(f"{name}/{ticks}", S, N)
+    replicas, recompute = options.get("replicas", 1), options.get("recompute", "none")
+    size = 4 * N * replicas
     with jax.enable_x64(True):
         family = MLP.in_dtype("float64")
-        batches = batches_with_mask(steps, 4 * N)
+        batches = batches_with_mask(6, size)
+        for i, batch in enumerate(batches):
+            batch["mask"] *= 2.0 ** (i % 3)
         optimizer = optax.sgd(0.3)
         pipe = jpipe.Pipeline(
             family.layers,
             loss=sum_and_weight,
             optimizer=optimizer,
             schedule=table,
-            boundaries=[2, 4],
+            boundaries=[6 // S * s for s in range(1, S)],
+            mesh=jpipe.make_mesh(stage=S, data=replicas),
+            recompute=recompute,
         )
         plain = oracles.PlainModel(family.layers, KEY)
         state = pipe.init(KEY, batches[0], params=plain.params)
@@ -140,26 +159,29 @@ def test_a_masked_mean_under_asynchronous_schedules(schedule):
         state, metrics = pipe.flush(state)
         microbatches = []
         for batch in batches:
-            for rows in range(0, 4 * N, 4):
-                part = {k: v[rows : rows + 4] for k, v in batch.items()}
-                part["scale"] = np.full(4, N / batch["mask"].sum())
+            for m in range(N):
+                # Microbatch m of all replicas, of which each has rows that follow each other.
+                rows = np.arange(size).reshape(replicas, N, 4)[:, m].reshape(-1)
+                part = {k: v[rows] for k, v in batch.items()}
+                part["row_weights"] = part["mask"] * N / batch["mask"].sum()
                 microbatches.append(part)
 
         def loss(outputs, batch):
-            return sum_and_weight(outputs, batch)[0] * batch["scale"][0]
+            return (errors(outputs, batch) * batch["row_weights"]).sum()
 
         _, want = oracles.train_with_delays(
             plain,
-            [0, 0, 1, 1, 2, 2],
+            [i * S // 6 for i in range(6)],
             plain.params,
             loss,
             optimizer,
             microbatches,
             N,
-            *DELAYS[schedule],
+            *delays(name, ticks, S, N),
+            recompute=recompute == "full",
         )
         assert_close(pipe.get_params(state), want, "float64")
-        assert np.isfinite(metrics["loss"])
+        assert not np.asarray(metrics["skipped_updates"]).any()
 
 
 @pytest.mark.exhaustive

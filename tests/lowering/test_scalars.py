@@ -16,11 +16,16 @@ NEWEST = np.array([0, -1, -2, -1])
 @pytest.mark.parametrize("newest", [False, True])
 @pytest.mark.parametrize(
     "name,S,N",
-    [("pipemare/unit", 4, 2), ("zero_bubble_v", 4, 4), ("two-columns", 4, 3)],
+    [
+        ("pipemare/unit", 4, 2),
+        ("pipemare/unit", 2, 1),
+        ("zero_bubble_v", 4, 4),
+        ("two-columns", 4, 3),
+    ],
 )
 def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
     table = schedule_named(name, S, N)
-    lowered = lower(table, overlap=overlap)
+    lowered = lower(table, overlap=overlap, weighted=True)
     stages = np.arange(S)
     of_stage = {("program",): stages % 3, ("length", 0): 5 + stages}
     of_update = {("program",): stages % 2, ("delay", "forward"): stages}
@@ -81,6 +86,8 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
                         assert lane.num_layers(0) == 5 + s
                         assert lane.microbatch_number == started + r * N + m
                         assert lane.completes_minibatch == (position % N == N - 1)
+                        K = lowered.num_weights
+                        assert lane.minibatch == (r + m // N) % K
                         batch_row = (r * N + m) % num_rows
                         assert lane.microbatch == (
                             batch_row if lowered.num_batches > 1 else m
