@@ -17,6 +17,7 @@ import numpy as np
 
 from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
 from jpipe.lowering.everywhere import Follows, everywhere
+from jpipe.lowering.joint_updates import joint_updates
 from jpipe.lowering.norms import NormTable, norm_table
 from jpipe.lowering.rings import HEAD_GRADIENT, STASHES, Ring, make_rings
 from jpipe.lowering.spills import Spill
@@ -95,7 +96,7 @@ class Lowered:
     """A schedule as static integers.
 
     Attributes:
-      schedule: the table.
+      schedule: the table; if it is synchronous, with all updates in one tick.
       operations: "forward", "backward", "weight_grad", "update" -> `Operations`. With several
         columns per stage also "commit", see `commit_cells`; and those that all devices run together.
       channels: the channels.
@@ -204,6 +205,7 @@ def lower(
         raise ValueError(
             f"`guard` must be one of {', '.join(map(repr, GUARDS))}, got {guard!r}."
         )
+    schedule = joint_updates(schedule)
     if routes is None:
         routes = neighbours(schedule.num_stages)
     columns, chunk = schedule.column_of_stage, _chunks(schedule)

@@ -11,6 +11,7 @@ import dataclasses
 
 import numpy as np
 
+from jpipe.lowering.joint_updates import joint_updates
 from jpipe.schedule import IDLE, Schedule
 
 
@@ -35,7 +36,7 @@ class NormTable:
 
 def norm_table(schedule: Schedule) -> NormTable:
     """The norms of a table that trains. A table that emulates another has the norms of the other."""
-    model = schedule.emulates or schedule
+    model = joint_updates(schedule.emulates or schedule)
     newest = _newest(model)
     offset = np.minimum(newest - 1, 0)
     of_stage = model.update_ticks()[model.column_of_stage]
