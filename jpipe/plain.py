@@ -44,9 +44,8 @@ def plain_loss(
                 returned, _ = layer.train(params[i], mutable_state[i], of_layer, args)
                 outputs, *stashed = layer.outputs(returned)
                 kept.update(zip(layer.stash, stashed, strict=True))
-        found, _ = loss(
-            outputs, batch, reported, jax.random.fold_in(key, len(layers))
-        ).mean()
+        of_loss = jax.random.fold_in(key, len(layers))
+        found, _ = loss.terms(outputs, batch, reported, of_loss).mean()
         return found
 
     return value

@@ -22,6 +22,7 @@ from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
 from jpipe.engine.layout import batch_spec
 from jpipe.layers.avals import check_nans, shapes_text
+from jpipe.layers.loss import mean_of_sums
 from jpipe.layers.numbers import from_numbers
 from jpipe.layers.trace import Traced
 from jpipe.lowering.versions import has_one_row
@@ -498,20 +499,19 @@ class Program:
     def _metrics(self, totals: dict) -> dict:
         """What `step` returns, from sums over the microbatches of all replicas that finished.
 
-        Where none finished, a mean is 0 / 0, which is NaN. A loss that is a sum is divided by the sum
-        of the weights, and so is its aux.
+        Where none finished, a mean is 0 / 0, which is NaN.
         """
         count = totals["count"]
-        aux, *weight = self.stages.loss.aux_tree.unflatten(totals["aux"])
-        divisor = weight[0] if weight else count
+        sums = self.stages.loss.aux_tree.unflatten(totals["aux"])
+        loss, aux = mean_of_sums(totals["loss"], sums, count)
         metrics = {
-            "loss": totals["loss"] / divisor.astype(totals["loss"].dtype),
+            "loss": loss,
             "num_microbatches": count // self.settings.num_replicas,
             "gradient_norm": totals["gradient_norm"],
             "skipped_updates": totals["skipped_updates"],
         }
         if self.settings.has_aux:
-            metrics["aux"] = jax.tree.map(lambda a: a / divisor.astype(a.dtype), aux)
+            metrics["aux"] = aux
         if self.settings.loss_scale is not None:
             metrics["loss_scale"] = totals["loss_scale"]
         if "compression" in totals:
@@ -601,7 +601,7 @@ class Program:
         reported = {n: jnp.zeros((), a.dtype) for n, a in self.traced.reported.items()}
         key = self._counters(state)["key"][0]
         try:
-            loss, aux = self.settings.loss(outputs, batch, reported, key).mean()
+            loss, aux = self.settings.loss.terms(outputs, batch, reported, key).mean()
         except Exception as error:
             raise ValueError(
                 f"`loss` cannot take outputs of {shapes_text(outputs)} and a batch of "

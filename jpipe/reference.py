@@ -13,7 +13,7 @@ import optax
 
 from jpipe.layers.as_layers import as_layers
 from jpipe.layers.avals import is_inexact
-from jpipe.layers.loss import Loss
+from jpipe.layers.loss import Loss, mean_of_sums
 from jpipe.layers.trace import trace_layers
 from jpipe.schedule import IDLE, Schedule
 from jpipe.stages.cut import check_boundaries, cut
@@ -112,7 +112,7 @@ class Reference:
                     first,
                 )
             )
-        losses: list[tuple[float, float]] = []
+        losses: list[tuple] = []
         for t in range(self.schedule.num_ticks):
             arriving: dict = {}
             for c in range(self.schedule.num_columns):
@@ -122,8 +122,8 @@ class Reference:
         self.round += 1
         if not losses:
             return None
-        totals, weights = np.transpose(losses)
-        return float(totals.sum() / weights.sum())
+        total, sums = jax.tree.map(lambda *values: sum(values), *losses)
+        return float(mean_of_sums(total, sums, np.int32(len(losses)))[0])
 
     def get_params(self) -> list:
         """The newest weights: one nested dict per layer."""
@@ -216,17 +216,18 @@ class Reference:
         if s < self.schedule.num_stages - 1:
             arriving[s + 1, m, "activation"] = x
         else:
-            (value,), stash, _ = self.stages.loss.forward_and_stash(
+            loss, N = self.stages.loss, self.schedule.num_microbatches
+            values, stash, aux = loss.forward_and_stash(
                 [], x, jax.tree.leaves(self.batches[m])
             )
-            losses.append((float(value), self._weight(m)))
-            N = self.schedule.num_microbatches
+            losses.append((values[0], loss.aux_tree.unflatten(aux)))
             minibatch = range(m // N * N, (m // N + 1) * N)
-            divisor = sum(self._weight(k) for k in minibatch)
-            one = np.ones((), value.dtype) / np.asarray(divisor, value.dtype)
-            self.inbox[s, m, "gradient"] = self.stages.loss.backward([], stash, [one])[
-                1
+            divisors = [sum(self._weight(k) for k in minibatch), N]
+            gradients = [
+                np.ones((), value.dtype) / np.asarray(divisor, value.dtype)
+                for value, divisor in zip(values, divisors)
             ]
+            self.inbox[s, m, "gradient"] = loss.backward([], stash, gradients)[1]
 
     def _backward(
         self, copy: tuple[int, int], m: int, version: int, arriving: dict

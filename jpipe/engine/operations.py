@@ -210,9 +210,8 @@ def _add_loss(
     else:
         extra = _loss_extra(stage)
         values, aux = stage.stages.loss.forward([], outputs, extra)
-    (value,) = values
     return written.replace(
-        loss=written.loss + value[None],
+        loss=written.loss + values[0][None],
         aux=[a + b[None] for a, b in zip(written.aux, aux)],
         count=written.count + 1,
     )
@@ -437,20 +436,25 @@ def _loss_gradient(
     places = stage.program.loss_stash
     again = loss.recomputes
     stash = read_stash(rings, "input_stash", places, stage.slot, recomputes=again)
-    gradient = loss_gradient(stage.device, stage.scalars, read)
-    return stage.stages.values.constrained(loss.backward([], stash, [gradient])[1])
+    gradients = loss_gradients(stage.device, stage.scalars, read)
+    return stage.stages.values.constrained(loss.backward([], stash, gradients)[1])
 
 
-def loss_gradient(device: Device, lane: LaneScalars, read: TickArrays) -> jax.Array:
-    """The gradient of the minibatch's loss by that of a microbatch, times the loss scale."""
-    num_microbatches = device.spec.schedule.num_microbatches
-    divisor: Any = num_microbatches
+def loss_gradients(
+    device: Device, lane: LaneScalars, read: TickArrays
+) -> list[jax.Array]:
+    """The gradients of the minibatch's loss by `LossTerms.values` of a microbatch, times the loss scale."""
+    divisors: list[Any] = [device.spec.schedule.num_microbatches]
     if device.minibatch_weights is not None:
-        divisor = device.minibatch_weights[lane.minibatch]
-    gradient = jnp.ones((), device.spec.stages.loss.outputs[0].dtype) / divisor
-    if device.spec.loss_scale is not None:
-        gradient *= read.loss_scale["scale"][0].astype(gradient.dtype)
-    return gradient
+        divisors.insert(0, device.minibatch_weights[lane.minibatch])
+    gradients = [
+        jnp.ones((), value.dtype) / divisor
+        for value, divisor in zip(device.spec.stages.loss.outputs, divisors)
+    ]
+    if device.spec.loss_scale is None:
+        return gradients
+    scale = read.loss_scale["scale"][0]
+    return [gradient * scale.astype(gradient.dtype) for gradient in gradients]
 
 
 def _arrived_gradient(stage: StageContext, read: ReadOnly) -> list[jax.Array]:

@@ -24,7 +24,7 @@ from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device
 from jpipe.engine.guard import Branch, run_one_of
 from jpipe.engine.operations import (
-    loss_gradient,
+    loss_gradients,
     loss_key,
     microbatch_of,
 )
@@ -272,16 +272,14 @@ def _loss_and_gradients(
     key = loss_key(device, lane)
     exact = [None if is_inexact(a) else a for a in inputs]
 
-    def loss(weights: list, inexact: list) -> tuple[jax.Array, list]:
+    def loss(weights: list, inexact: list) -> tuple[list, list]:
         rest = iter(inexact)
         merged = [next(rest) if a is None else a for a in exact]
         outputs = _head_outputs(device, lane, weights, merged, train=True)
-        value = stages.vocabulary.loss_value(outputs, batch, key)
-        aux = (value.aux,) if value.weight is None else (value.aux, value.weight)
-        return value.total, jax.tree.leaves(aux)
+        terms = stages.vocabulary.loss_terms(outputs, batch, key)
+        return terms.values, jax.tree.leaves(terms.sums)
 
     inexact = [a for a in inputs if is_inexact(a)]
-    total, backward, aux = jax.vjp(loss, weights, inexact, has_aux=True)
-    gradient = loss_gradient(device, lane, read)
-    of_weights, of_inputs = backward(gradient)
-    return total, aux, of_weights, of_inputs
+    values, backward, aux = jax.vjp(loss, weights, inexact, has_aux=True)
+    of_weights, of_inputs = backward(loss_gradients(device, lane, read))
+    return values[0], aux, of_weights, of_inputs

@@ -8,6 +8,10 @@ unmasked tokens. So a loss may return `(sum, weight)`, and the engine divides al
 
 The weight of a minibatch must be known when the first backward of the minibatch runs. So the weight may depend on the
 batch alone, and the engine computes it before the first tick.
+
+What layers report is no sum over rows. Terms of reported values alone count as in a loss that is a mean, with N microbatches:
+
+    loss = sum_m rest(m) / sum_m weight(m) + sum_m reported(m) / N        sum(m) = rest(m) + reported(m)
 """
 
 import dataclasses
@@ -25,6 +29,7 @@ from jpipe.layers.backward import LayerProgram, trace_layer
 from jpipe.layers.equations import Equations
 from jpipe.layers.numbers import from_numbers
 from jpipe.layers.quick_jit import quick_options
+from jpipe.layers.reported_terms import split_terms
 
 OPTIONAL_ARGUMENTS = ("reported", "key")
 """What a loss gets beside outputs and batch, if its signature names it."""
@@ -43,13 +48,44 @@ class LossValue(NamedTuple):
     weight: Any
     aux: Any
 
+
+class LossTerms(NamedTuple):
+    """What is added up over microbatches, at least in float32.
+
+    Attributes:
+      values: the scalars that have gradients: the mean over the rows; or the sum that the weight divides; or this sum
+        without its terms of reported values, and these terms.
+      sums: `(aux,)` for a mean; `(aux, weight)`; or `(aux, weight, values[1], terms of aux of reported values)`.
+    """
+
+    values: list
+    sums: tuple
+
     def mean(self) -> tuple[Any, Any]:
         """The loss and aux of the rows that the loss saw."""
-        if self.weight is None:
-            return self.total, self.aux
-        return self.total / self.weight, jax.tree.map(
-            lambda a: a / self.weight, self.aux
-        )
+        if len(self.sums) == 1:
+            return self.values[0], *self.sums
+        return mean_of_sums(self.values[0], self.sums, np.float32(1))
+
+
+def mean_of_sums(total: Any, sums: tuple, count: Any) -> tuple[Any, Any]:
+    """The loss and aux of some microbatches.
+
+    Args:
+      total: the first of `LossTerms.values`, added up over the microbatches.
+      sums: `LossTerms.sums`, added up.
+      count: number of the microbatches.
+    """
+    aux, *others = sums
+    divisor = others[0] if others else count
+
+    def mean(a: Any, *reported: Any) -> Any:
+        a = a / divisor.astype(a.dtype)
+        return a + sum(b / count.astype(b.dtype) for b in reported)
+
+    if len(others) < 2:
+        return mean(total), jax.tree.map(mean, aux)
+    return mean(total, others[1]), jax.tree.map(mean, aux, others[2])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +142,43 @@ class Loss:
             return LossValue(*result, aux)
         return LossValue(result, None, aux)
 
+    def terms(
+        self,
+        outputs: Any,
+        batch: Any,
+        reported: Mapping[str, Any] | None = None,
+        key: jax.Array | None = None,
+    ) -> LossTerms:
+        """What the loss of a microbatch adds to that of its minibatch.
+
+        Raises:
+          LossError: if it cannot be told what of the sum is divided by its weight.
+        """
+
+        def called(reported: Any, others: tuple) -> LossValue:
+            outputs, batch, key = others
+            return jax.tree.map(_for_sums, self(outputs, batch, reported, key))
+
+        arguments = dict(reported or {}), (outputs, batch, key)
+        shapes = jax.eval_shape(called, *arguments) if reported else None
+        if shapes is None or shapes.weight is None:
+            value = called(*arguments)
+            weight = () if value.weight is None else (value.weight,)
+            return LossTerms([value.total], (value.aux, *weight))
+        terms = split_terms(called, *arguments)
+        if terms[0].mixed_by is not None:
+            raise LossError(
+                f"`loss` returns `(sum, weight)` and applies {terms[0].mixed_by!r} to a sum of reported values and others, so "
+                "it cannot be told which part of the sum the weight divides. Add the reported values at the end, for "
+                'example `(losses * mask).sum() + 0.1 * reported["penalty"]`.'
+            )
+        rest, of_reported = (
+            jax.tree.unflatten(jax.tree.structure(shapes), values)
+            for values in zip(*(a.rest_and_reported() for a in terms))
+        )
+        sums = (rest.aux, rest.weight, of_reported.total, of_reported.aux)
+        return LossTerms([rest.total, of_reported.total], sums)
+
 
 class LossError(ValueError):
     """The loss returns what cannot be trained."""
@@ -115,7 +188,7 @@ class TracedLoss(NamedTuple):
     """The loss, traced for one microbatch.
 
     Attributes:
-      program: `((), [outputs, reported], [batch, key]) -> total`; its aux is `(aux,)`, or `(aux, weight)`.
+      program: `((), [outputs, reported], [batch, key]) -> LossTerms.values`; its aux is `LossTerms.sums`.
       weight: `leaves of the batch -> [weight]`; None for a mean.
     """
 
@@ -145,13 +218,16 @@ def trace_loss(
     inputs = (outputs, dict(reported)) if reported else (outputs,)
     extra = (microbatch, data) if wants_key else (microbatch,)
 
-    def called(inputs: tuple, extra: tuple) -> LossValue:
+    def arguments(inputs: tuple, extra: tuple) -> tuple:
         outputs, *values = inputs
         batch, *key_data = extra
         random_key = (
             jax.random.wrap_key_data(key_data[0], impl=key) if wants_key else None
         )
-        return loss(outputs, batch, values[0] if values else {}, random_key)
+        return outputs, batch, values[0] if values else {}, random_key
+
+    def called(inputs: tuple, extra: tuple) -> LossValue:
+        return loss(*arguments(inputs, extra))
 
     try:
         result = jax.eval_shape(called, inputs, extra)
@@ -165,23 +241,15 @@ def trace_loss(
     _check_result(loss, result)
 
     def function(_, inputs, extra):
-        total, weight, aux = called(inputs, extra)
-        aux = jax.tree.map(lambda a: jnp.asarray(a, _mean_dtype(jnp.asarray(a))), aux)
-        if weight is None:
-            return total, (aux,)
-        return total, (aux, jnp.asarray(weight, total.dtype))
+        return tuple(loss.terms(*arguments(inputs, extra)))
 
     program = trace_layer(function, (), inputs, extra, has_aux=True)
     if result.weight is None:
         return TracedLoss(program, None)
-    return TracedLoss(
-        program, _weight_of_batch(called, inputs, extra, result.total.dtype)
-    )
+    return TracedLoss(program, _weight_of_batch(called, inputs, extra))
 
 
-def _weight_of_batch(
-    called: Callable, inputs: tuple, extra: tuple, dtype: Any
-) -> Equations:
+def _weight_of_batch(called: Callable, inputs: tuple, extra: tuple) -> Equations:
     """The equations of the weight, of the leaves of the batch; refuses a weight that reads the outputs."""
     input_leaves, input_tree = jax.tree.flatten(inputs)
     extra_leaves, extra_tree = jax.tree.flatten(extra)
@@ -191,7 +259,7 @@ def _weight_of_batch(
         value = called(
             input_tree.unflatten(leaves[:count]), extra_tree.unflatten(leaves[count:])
         )
-        return [jnp.asarray(value.weight, dtype)]
+        return [_for_sums(value.weight)]
 
     traced = Equations.trace(flat, *input_leaves, *extra_leaves)
     batch = traced.inputs[count : count + len(jax.tree.leaves(extra[0]))]
@@ -241,9 +309,10 @@ def _described(value: Any) -> str:
         return type(value).__name__
 
 
-def _mean_dtype(a: Any) -> Any:
-    """The dtype of a mean over microbatches: integers and booleans are averaged as floats."""
-    return a.dtype if is_inexact(a) else np.float32
+def _for_sums(a: Any) -> jax.Array:
+    """A number that is added up over microbatches, in at least float32: bfloat16 counts to 256."""
+    a = jnp.asarray(a)
+    return a if is_inexact(a) and a.dtype.itemsize >= 4 else a.astype(np.float32)
 
 
 # -- Does the loss of a minibatch follow from the losses of its microbatches?
@@ -255,7 +324,8 @@ def cut_warning(
     """What to warn about, if the loss of four rows is not what its two halves say; None if all is well.
 
     The loss is computed for random outputs and for rows of the batch, then for rows whose integers, booleans and masks
-    are drawn anew, because the first batch may hold no padding.
+    are drawn anew, because the first batch may hold no padding. Then the second half is masked as a whole, which shows a
+    guard against a weight of 0.
 
     Args:
       loss: the loss.
@@ -273,29 +343,31 @@ def cut_warning(
     rng = np.random.default_rng(0)
     zeros = {name: np.zeros(a.shape, a.dtype) for name, a in reported.items()}
 
-    compiled = _compiled(loss)
+    compiled, halves = _compiled(loss), (slice(0, rows // 2), slice(rows // 2, rows))
     random_outputs = jax.tree.map(
         lambda a: _random(rng, (rows, *a.shape[1:]), a.dtype), outputs
     )
+
+    def disagreement(rows_of_batch: Any) -> str | None:
+        arguments = random_outputs, rows_of_batch
+        whole = compiled(*arguments, zeros)
+        parts = (compiled(*_slice(arguments, half), zeros) for half in halves)
+        return _disagreement(whole, *parts)
+
     for masked in (None, 0, -1, -100):
         rows_of_batch = jax.tree.map(
             functools.partial(_draw, rng, rows, masked), dict(microbatch), dict(batch)
         )
         try:
-            whole, *halves = (
-                compiled(*_slice((random_outputs, rows_of_batch), part), zeros)
-                for part in (
-                    slice(0, rows),
-                    slice(0, rows // 2),
-                    slice(rows // 2, rows),
-                )
-            )
+            problem = disagreement(rows_of_batch)
+            if problem is None and masked is not None:
+                empty = functools.partial(_without_weight, halves[1], masked)
+                problem = disagreement(jax.tree.map(empty, rows_of_batch))
         except Exception as error:
             return (
                 f"`loss` cannot be computed for {rows} rows ({type(error).__name__}: {error}), so nobody can tell whether "
                 "the loss of a minibatch is the mean of its microbatches' losses. Write it for any number of rows."
             )
-        problem = _disagreement(whole, *halves)
         if problem is not None:
             return problem
     return None
@@ -310,7 +382,11 @@ def _disagreement(whole: LossValue, first: LossValue, second: LossValue) -> str 
     added = sum(parts)
     remedy = (
         "Return `(sum, weight)`, for example `(jnp.sum(losses * mask), jnp.sum(mask))`: the sums are then divided by the "
-        "weight of the whole minibatch."
+        "weight of the whole minibatch. "
+    )
+    no_guard = (
+        "Return the weight as it is: a guard against 0, such as `jnp.maximum(weight, 1)`, is not needed, because a "
+        "microbatch may have weight 0, and it would count as weight."
     )
     if whole.weight is not None:
         weight, *weights = (float(v.weight) for v in (whole, first, second))
@@ -323,19 +399,19 @@ def _disagreement(whole: LossValue, first: LossValue, second: LossValue) -> str 
             "`loss` returns `(sum, weight)` whose values for a minibatch are not the sums of the values for its "
             f"microbatches: {total:.6g} and {weight:.6g} for four rows, {added:.6g} and {sum(weights):.6g} for two "
             "halves. The gradient then depends on `num_microbatches`. Return the sum over rows, and the sum of the "
-            "rows' weights."
+            f"rows' weights. {no_guard}"
         )
     if abs(total - added / 2) <= tolerance:
         return None
     if abs(total - added) <= tolerance:
         return (
             "`loss` is a sum over the rows, and the pipeline trains the mean of its microbatches' losses: gradients are "
-            f"those of the sum divided by `num_microbatches`. Take the mean over the rows. {remedy}"
+            f"those of the sum divided by `num_microbatches`. Take the mean over the rows. {remedy.rstrip()}"
         )
     return (
         f"`loss` is not a mean over rows: it is {total:.6g} for four rows and {parts[0]:.6g} and {parts[1]:.6g} for their "
         "halves. The pipeline trains the mean of its microbatches' losses, so the result depends on "
-        f"`num_microbatches`. A masked mean: {remedy[0].lower()}{remedy[1:]} A loss that compares rows with each other "
+        f"`num_microbatches`. A masked mean: {remedy[0].lower()}{remedy[1:]}{no_guard} A loss that compares rows with each other "
         "sees the rows of one microbatch only."
     )
 
@@ -345,6 +421,13 @@ def _compiled(loss: Loss) -> Callable[..., LossValue]:
     """The loss, compiled once for all pipelines that use it; quickly, because it runs a few times only."""
     options = quick_options(jax.default_backend())
     return jax.jit(loss.__call__, compiler_options=options)
+
+
+def _without_weight(part: slice, masked: int, values: np.ndarray) -> np.ndarray:
+    """An entry of a batch whose rows in `part` are masked: see `_draw`."""
+    values, is_signed = values.copy(), jnp.issubdtype(values.dtype, jnp.signedinteger)
+    values[part] = masked if is_signed else 0
+    return values
 
 
 def _slice(tree: Any, part: slice) -> Any:

@@ -122,7 +122,7 @@ def layers_graph(
                 run = jax.jit(run_layer(layer, compute_dtype))
                 (outputs, *stashed), _, _ = run(parameters, state, key, args)
             kept |= dict(zip(layer.stash, stashed))
-        return loss(outputs, batch, {}, key).mean()[0]
+        return loss.terms(outputs, batch, {}, key).mean()[0]
 
     weights = [layer.parameters for layer in bound]
     states = [layer.state for layer in bound]

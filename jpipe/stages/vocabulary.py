@@ -23,7 +23,7 @@ from jpipe import vocabulary
 from jpipe.layers.avals import cast, real_dtype
 from jpipe.layers.axis_rules import AxisRules, constraints_on
 from jpipe.layers.layer import Layer
-from jpipe.layers.loss import Loss, LossValue
+from jpipe.layers.loss import Loss, LossTerms
 from jpipe.layers.trace import Traced
 from jpipe.lowering.everywhere import Follows
 from jpipe.mesh import STAGE
@@ -233,16 +233,16 @@ class Vocabulary:
         outputs = self.head.outputs(parameters, key_data, inputs, train)
         return cast(outputs, self.output_dtype)
 
-    def loss_value(
+    def loss_terms(
         self, outputs: Any, batch: Sequence[jax.Array], loss_key: Any
-    ) -> LossValue:
+    ) -> LossTerms:
         """The loss of a microbatch, equal on all devices."""
         assert self.loss is not None and self.head is not None
         batch = jax.tree.structure(self.microbatch).unflatten(batch)
         key = None
         if "key" in self.loss.asks:
             key = jax.random.wrap_key_data(loss_key, impl=self.head.key_impl)
-        return self.loss(outputs, batch, {}, key)
+        return self.loss.terms(outputs, batch, {}, key)
 
 
 NO_VOCABULARY = Vocabulary()

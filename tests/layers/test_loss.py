@@ -249,6 +249,20 @@ def negative(outputs, batch):
     return (losses * weights).sum() / weights.sum()
 
 
+def guarded(guard):
+    """A masked mean whose weight cannot be 0; a microbatch without weight counts as 1 in the minibatch."""
+
+    def loss(outputs, batch):
+        keeps = batch["labels"] >= 0
+        return (square(outputs, batch) * keeps).sum(), guard(keeps.sum())
+
+    return loss
+
+
+def divided(pair):
+    return pair[0] / pair[1]
+
+
 @pytest.mark.parametrize(
     "loss,words",
     [
@@ -268,6 +282,13 @@ def negative(outputs, batch):
         (
             lambda y, b: ((square(y, b) * b["mask"]).sum(), b["mask"].mean()),
             "are not the sums",
+        ),
+        (guarded(lambda w: jnp.maximum(w, 1)), "a guard against 0, .* is not needed"),
+        (guarded(lambda w: jnp.where(w == 0, 1, w)), "Return the weight as it is"),
+        (guarded(lambda w: jnp.clip(w, 1)), "a guard against 0"),
+        (
+            lambda y, b: divided(guarded(lambda w: jnp.maximum(w, 1))(y, b)),
+            r"A masked mean: return .* Return the weight as it is: a guard",
         ),
     ],
 )
