@@ -424,10 +424,11 @@ def buffer_shapes(
     shapes["staged"] = {
         ring: packed_shapes(mesh, packings.rings[ring], 1) for ring in lowered.spills
     }
-    shapes["embedded"] = list(packings.embedded)
-    shapes["head_input"] = list(packings.head_input)
+    shapes["embedded"] = stored_shapes(packings.embedded)
+    shapes["head_input"] = stored_shapes(packings.head_input)
     if not schedule.forward_only:
-        shapes["embedded_gradient"] = list(filter(is_inexact, packings.embedded))
+        embedded = filter(is_inexact, packings.embedded)
+        shapes["embedded_gradient"] = stored_shapes(embedded)
         shapes[HEAD_GRADIENT] = [
             jax.ShapeDtypeStruct((slots[HEAD_GRADIENT], *a.shape), a.dtype)
             for a in filter(is_inexact, packings.head_input)
@@ -436,6 +437,11 @@ def buffer_shapes(
         num_rows = lowered.num_batches * schedule.num_microbatches
         shapes["batches"] = microbatch_shapes(mesh, microbatch, num_rows)
     return shapes
+
+
+def stored_shapes(avals: Iterable) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of leaves of an activation in the state. All arrays there have a first axis, also those of single numbers."""
+    return [jax.ShapeDtypeStruct(a.shape or (1,), a.dtype) for a in avals]
 
 
 def stored_on_host(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ of statistics over replicas.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -80,6 +80,16 @@ def microbatch_of(lane: LaneScalars, leaves: Sequence[jax.Array]) -> list[jax.Ar
     ]
 
 
+def as_stored(values: Sequence[jax.Array]) -> list[jax.Array]:
+    """Leaves of an activation, with the shapes of `jpipe.engine.layout.stored_shapes`."""
+    return [jnp.atleast_1d(a) for a in values]
+
+
+def from_stored(values: Sequence[jax.Array], avals: Iterable) -> list[jax.Array]:
+    """The inverse of `as_stored`."""
+    return [a.reshape(like.shape) for a, like in zip(values, avals, strict=True)]
+
+
 def _stage_inputs(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
     """Inputs of the stage: from the batch on the first stage, from the inbox on others."""
 
@@ -88,7 +98,7 @@ def _stage_inputs(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
 
     def first() -> list[jax.Array]:
         if stage.stages.vocabulary.embedding is not None:
-            return list(read.embedded)
+            return from_stored(read.embedded, stage.stages.vocabulary.embedded)
         return _microbatch(stage, stage.device.inputs)
 
     return stage.if_first(first, from_inbox)
@@ -194,7 +204,7 @@ def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         return _add_loss(stage, written, result.outputs, stashes)
 
     def to_head() -> Written:
-        return written.replace(head_input=result.outputs)
+        return written.replace(head_input=as_stored(result.outputs))
 
     if stage.stages.vocabulary.head is not None:
         return stage.if_last(to_head, send_activation)
@@ -394,7 +404,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     def to_embedding() -> Written:
         if stage.stages.vocabulary.embedding is None:
             return written
-        return written.replace(embedded_gradient=gy)
+        return written.replace(embedded_gradient=as_stored(gy))
 
     return stage.if_first(to_embedding, send_gradient)
 

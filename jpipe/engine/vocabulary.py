@@ -24,6 +24,8 @@ from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import Device
 from jpipe.engine.guard import Branch, run_one_of
 from jpipe.engine.operations import (
+    as_stored,
+    from_stored,
     loss_gradients,
     loss_key,
     microbatch_of,
@@ -60,7 +62,10 @@ def embed(
             device, layer, read, lane, "backward" if again else "forward"
         )
         outputs = _embedded(device, layer, lane, weights)
-        return written.replace(embedded=outputs, op_count=written.op_count + 1)
+        outputs += device.spec.stages.vocabulary.first_sums()
+        return written.replace(
+            embedded=as_stored(outputs), op_count=written.op_count + 1
+        )
 
     return _run(device, "embed", lane, ["embedded", "op_count"], run, arrays)
 
@@ -78,10 +83,11 @@ def embed_backward(
         def inexact_outputs(weights: list) -> list:
             return [a for a in _embedded(device, layer, lane, weights) if is_inexact(a)]
 
-        gradient = _from_device(device, home, read.embedded_gradient)
         weights = _weights(device, layer, read, lane, "backward")
-        _, backward = jax.vjp(inexact_outputs, weights)
-        (of_weights,) = backward(gradient)
+        outputs, backward = jax.vjp(inexact_outputs, weights)
+        # What follows are gradients of sums of reported values, which begin with zeros.
+        gradient = from_stored(read.embedded_gradient[: len(outputs)], outputs)
+        (of_weights,) = backward(_from_device(device, home, gradient))
         gradients = _add_gradients(device, layer, written.gradients, of_weights)
         return written.replace(gradients=gradients, op_count=written.op_count + 1)
 
@@ -230,12 +236,13 @@ def _embedded(
 
 def _head_inputs(device: Device, home: int, read: ReadOnly) -> list[jax.Array]:
     """The inputs of the head, from the last stage; zeros for those that it does not read."""
-    reads = device.spec.stages.vocabulary.head_reads
-    wanted = [a for a, is_read in zip(read.head_input, reads, strict=True) if is_read]
+    found = device.spec.stages.vocabulary
+    inputs = from_stored(read.head_input, jax.tree.leaves(found.head_inputs))
+    wanted = [a for a, is_read in zip(inputs, found.head_reads, strict=True) if is_read]
     sent = iter(_from_device(device, home, wanted))
     return [
         next(sent) if is_read else jnp.zeros_like(a)
-        for a, is_read in zip(read.head_input, reads, strict=True)
+        for a, is_read in zip(inputs, found.head_reads, strict=True)
     ]
 
 
@@ -276,7 +283,7 @@ def _loss_and_gradients(
         rest = iter(inexact)
         merged = [next(rest) if a is None else a for a in exact]
         outputs = _head_outputs(device, lane, weights, merged, train=True)
-        terms = stages.vocabulary.loss_terms(outputs, batch, key)
+        terms = stages.vocabulary.loss_terms(outputs, merged, batch, key)
         return terms.values, jax.tree.leaves(terms.sums)
 
     inexact = [a for a in inputs if is_inexact(a)]

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jpipe import vocabulary
@@ -24,7 +25,7 @@ from jpipe.layers.avals import cast, real_dtype
 from jpipe.layers.axis_rules import AxisRules, constraints_on
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss, LossTerms
-from jpipe.layers.trace import Traced
+from jpipe.layers.trace import Traced, run_layer
 from jpipe.lowering.everywhere import Follows
 from jpipe.mesh import STAGE
 from jpipe.packing import Leaf, Packing, Place, axes, axes_by_dim
@@ -178,6 +179,8 @@ class Vocabulary:
       head_inputs: tree of the abstract inputs of the head.
       head_reads: of its leaves, whether the head reads them.
       microbatch: tree of an abstract microbatch.
+      reported: abstract values that layers report to the loss, by name. Their sums travel beside the activations, as
+        `(activation, sums)`; without reports the activation is alone.
     """
 
     embedding: VocabularyLayer | None = None
@@ -189,6 +192,7 @@ class Vocabulary:
     head_inputs: Any = None
     head_reads: tuple[bool, ...] = ()
     microbatch: Any = None
+    reported: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def layers(self) -> list[VocabularyLayer]:
@@ -229,20 +233,42 @@ class Vocabulary:
     ) -> Any:
         """The head's outputs for a list of its inputs, with `SplitLogits` in it."""
         assert self.head is not None
-        inputs = jax.tree.structure(self.head_inputs).unflatten(inputs)
+        inputs, _ = self._head_inputs_and_sums(inputs)
         outputs = self.head.outputs(parameters, key_data, inputs, train)
         return cast(outputs, self.output_dtype)
 
+    def _head_inputs_and_sums(self, inputs: Sequence) -> tuple[Any, Mapping[str, Any]]:
+        """The activation that the head takes, and the sums of what layers have reported."""
+        tree = jax.tree.structure(self.head_inputs).unflatten(inputs)
+        return tree if self.reported else (tree, {})
+
+    def first_sums(self) -> list[jax.Array]:
+        """The leaves that follow the embedding's outputs: the sums of what layers report, at the beginning."""
+        sums = {name: jnp.zeros(a.shape, a.dtype) for name, a in self.reported.items()}
+        return jax.tree.leaves(sums)
+
     def loss_terms(
-        self, outputs: Any, batch: Sequence[jax.Array], loss_key: Any
+        self,
+        outputs: Any,
+        inputs: Sequence[jax.Array],
+        batch: Sequence[jax.Array],
+        loss_key: Any,
     ) -> LossTerms:
-        """The loss of a microbatch, equal on all devices."""
+        """The loss of a microbatch, equal on all devices.
+
+        Args:
+          outputs: of the head.
+          inputs: a list of the head's inputs.
+          batch: leaves of the microbatch.
+          loss_key: data of the random key of the loss.
+        """
         assert self.loss is not None and self.head is not None
+        _, reported = self._head_inputs_and_sums(inputs)
         batch = jax.tree.structure(self.microbatch).unflatten(batch)
         key = None
         if "key" in self.loss.asks:
             key = jax.random.wrap_key_data(loss_key, impl=self.head.key_impl)
-        return self.loss.terms(outputs, batch, {}, key)
+        return self.loss.terms(outputs, batch, reported, key)
 
 
 NO_VOCABULARY = Vocabulary()
@@ -295,16 +321,15 @@ def find(
             f'Both at once are not supported: leave "{STAGE}" out of the parameter\'s partition, or choose a mesh '
             f"without {names}."
         )
-    if traced.reported:
-        raise ValueError(
-            f'layer {min(found)} names the axis "{STAGE}", and the loss takes what layers report. Both at once are not '
-            f'supported: leave "{STAGE}" out of the parameter\'s partition.'
-        )
     embedding, head = found.get(0), found.get(len(layers) - 1)
     head_inputs: Any = None
     head_reads: tuple[bool, ...] = ()
     if head is not None:
         head_inputs, head_reads = _inputs_of_last(traced)
+    if traced.reported:
+        inputs_of = {0: microbatch["inputs"], len(layers) - 1: head_inputs}
+        for i, layer in found.items():
+            _check_no_report(layer, inputs_of[i], traced.reported)
     return Vocabulary(
         embedding,
         head,
@@ -315,6 +340,7 @@ def find(
         head_inputs,
         head_reads,
         microbatch,
+        traced.reported,
     )
 
 
@@ -376,6 +402,26 @@ def _check_layer(
                 f"{name} for vocabularies of {sizes[leaf.num_rows]} and {size} tokens, whose parts have equally many rows "
                 f"({leaf.num_rows}) and cannot be told apart. Pad one vocabulary to the size of the other."
             )
+
+
+def _check_no_report(
+    found: VocabularyLayer, inputs: Any, reported: Mapping[str, Any]
+) -> None:
+    """Raises `ValueError` if a vocabulary layer reports: each device would report what its part gives."""
+    layer, key = (
+        found.layer,
+        jax.eval_shape(lambda: jax.random.key(0, impl=found.key_impl)),
+    )
+    if found.index > 0:
+        inputs, _ = inputs
+    run = run_layer(layer, found.compute_dtype)
+    *_, names = jax.eval_shape(run, layer.parameters, layer.state, key, (inputs,))
+    if names := sorted(set(names) & set(reported)):
+        raise ValueError(
+            f'layer {found.index} ({layer.name}) names the axis "{STAGE}" and reports {names[0]!r}, and each device has a '
+            "part of its parameters only. Report in a layer between the first and the last, or leave the axis out of the "
+            "parameter's partition."
+        )
 
 
 def _inputs_of_last(traced: Traced) -> tuple[Any, tuple[bool, ...]]:

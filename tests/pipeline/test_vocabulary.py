@@ -27,6 +27,7 @@ V, D, T, B, N = 11, 4, 3, 8, 4
 SLOW = pytest.mark.slow
 NORMAL = nnx.initializers.normal(0.5)
 SGD = optax.sgd(0.1, momentum=0.5)
+ADAM = optax.chain(jpipe.optim.clip_by_global_norm(0.3), optax.adamw(0.05, eps=1e-2))
 
 
 def init_of(axis, *dims):
@@ -57,6 +58,16 @@ class Block(nnx.Module):
         return x + jnp.tanh(self.linear(x))
 
 
+class Experts(Block):
+    """A block that reports how uneven it is, as the router of a mixture of experts does."""
+
+    def __call__(self, x):
+        y = super().__call__(x)
+        jpipe.report("uneven", jnp.square(y.mean(axis=(0, 1))).sum())
+        jpipe.report("last", jnp.abs(y).mean())
+        return y
+
+
 class Head(nnx.Module):
     """A scale (which is gathered), and a matrix as in `nnx.Linear`."""
 
@@ -78,11 +89,13 @@ class TiedHead(nnx.Module):
         return vocabulary.logits(x, self.token[...])
 
 
-def layers_of(embedding="stage", head="stage", tied=False, num_blocks=4, rate=0.0):
+def layers_of(
+    embedding="stage", head="stage", tied=False, num_blocks=4, rate=0.0, block=Block
+):
     last = TiedHead if tied else Head
     return [
         functools.partial(Embedding, embedding, rate),
-        *[Block] * num_blocks,
+        *[block] * num_blocks,
         functools.partial(last, head),
     ]
 
@@ -194,12 +207,55 @@ def assert_same(layers, whole, schedule, **options):
     assert_close(evaluated, jax.tree.map(np.asarray, want[3]), "float32")
 
 
+def reporting_loss(outputs, batch, *, reported):
+    (total, weight), aux = masked_loss(outputs, batch)
+    penalty = 0.3 * reported["uneven"] + 0.1 * reported["last"]
+    return (total + penalty, weight), aux | {"penalty": penalty}
+
+
+@pytest.mark.parametrize(
+    "name,stages,num_microbatches,axes,options",
+    [
+        ("one_f_one_b", 4, 4, {}, {"optimizer": ADAM}),
+        ("pipemare", 4, 2, {}, {}),
+        ("zero_bubble_h1", 2, 4, {"head": None}, {"recompute": "full"}),
+        ("gpipe", 2, 4, {"embedding": None}, {"data": 2, "loss_scale": 8.0}),
+    ],
+)
+@pytest.mark.sampled(4)
+def test_layers_between_report_to_the_loss(
+    name, stages, num_microbatches, axes, options
+):
+    schedule = schedule_named(name, stages, num_microbatches)
+    mesh = jpipe.make_mesh(stage=stages, data=options.get("data", 1))
+    options = {k: v for k, v in options.items() if k != "data"}
+    whole = layers_of(None, None, block=Experts)
+    options |= dict(loss=reporting_loss, has_aux=True, mesh=mesh)
+    if stages == 4:
+        options["boundaries"] = [2, 3, 4]
+    assert_same(layers_of(**axes, block=Experts), whole, schedule, **options)
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+def test_a_vocabulary_layer_does_not_report(layer):
+    layers = layers_of(block=Experts)
+    layers[layer] = jpipe.report_weights(
+        layers[layer], "uneven", lambda p: sum(a.sum() for a in jax.tree.leaves(p))
+    )
+    pipe = pipeline(
+        layers, schedule_named("gpipe", 4, N), loss=reporting_loss, has_aux=True
+    )
+    with refused(
+        f"layer {layer % 6} .* reports 'uneven', .* between the first and the"
+    ):
+        pipe.init(KEY, batches(1)[0])
+
+
 # Hooks that leave the last stage alone: it has no delay.
 PIPEMARE = dict(
     optimizer=optax.chain(optax.sgd(0.1), correct_discrepancy(0.5)),
     backward_params=corrected_params,
 )
-ADAM = optax.chain(jpipe.optim.clip_by_global_norm(0.3), optax.adamw(0.05, eps=1e-2))
 
 
 @pytest.mark.parametrize(
