@@ -63,10 +63,11 @@ def _check_columns(schedule: "Schedule") -> None:
             c = int(np.argmin(values))
             message = f"{word} {values[c]} is negative; {word}s are counted from 0"
             raise ValueError(with_mark(schedule, message, None, c))
-        missing = sorted(set(range(values.max() + 1)) - set(values.tolist()))
-        if missing:
+        # A number may be as large as int32 allows, so nothing here takes time or memory for each below it.
+        (gaps,) = np.nonzero(np.unique(values) != np.arange(np.unique(values).size))
+        if gaps.size:
             c = int(np.argmax(values))
-            message = f"there is a {word} {values[c]} but no {word} {missing[0]}"
+            message = f"there is a {word} {values[c]} but no {word} {gaps[0]}"
             raise ValueError(with_mark(schedule, message, None, c))
 
 

@@ -71,16 +71,20 @@ def parse(text: str) -> dict:
             f"`0@0 1@1`, got `{' '.join(header)}`."
         )
     cells = idle_cells(len(rows), len(header))
-    for t, (number, words) in enumerate(rows):
+    for t, (row, words) in enumerate(rows):
         if len(words) != len(header):
             raise ValueError(
-                f"line {number}: {len(words)} cells for {len(header)} columns. Write "
+                f"line {row}: {len(words)} cells for {len(header)} columns. Write "
                 "`.` in an idle cell and `,` within a cell, as in `F1,B0`."
             )
         for c, word in enumerate(words):
-            _parse_cell(word, number, cells, t, c)
-    stage = np.array([int(column[1]) for column in columns if column])
-    device = np.array([int(column[2]) for column in columns if column])
+            _parse_cell(word, row, cells, t, c)
+    stage, device = (
+        np.array(
+            [_number(column[i], column[0], number) for column in columns if column]
+        )
+        for i in (1, 2)
+    )
     forwards = cells["forward"] != IDLE
     counts = [int(forwards[:, stage == s].sum()) for s in np.unique(stage)]
     num_microbatches = max(counts, key=lambda n: (counts.count(n), n))
@@ -102,9 +106,23 @@ def _parse_cell(word: str, number: int, cells: dict, t: int, c: int) -> None:
                 f"line {number}: `{word}` has two of `{operation[0]}`; a column runs "
                 "each kind of operation at most once per tick."
             )
-        cells[field][t, c] = int(match[2] or match[5])
+        cells[field][t, c] = _number(match[2] or match[5], operation, number)
         if match[1]:
-            cells[f"{field}_version"][t, c] = int(match[3] or 0)
+            version = _number(match[3] or "0", operation, number)
+            cells[f"{field}_version"][t, c] = version
+
+
+def _number(digits: str, word: str, number: int) -> int:
+    """A number of a word on line `number`, if a table can hold it."""
+    most = np.iinfo(np.int32).max
+    size = digits.lstrip("-").lstrip("0") or "0"
+    if len(size) > len(str(most)) or int(size) > most:
+        shown = word if len(word) <= 40 else f"{word[:40]}..."
+        raise ValueError(
+            f"line {number}: `{shown}` has a number outside of -{most} .. {most}, which a table cannot hold. Number stages, "
+            "devices, microbatches and versions from 0, or from the round as in `B-1`."
+        )
+    return -int(size) if digits.startswith("-") else int(size)
 
 
 def with_mark(schedule: "Schedule", message: str, tick: int | None, column: int) -> str:

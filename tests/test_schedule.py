@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import tracemalloc
 import warnings
 
 import numpy as np
@@ -769,6 +770,18 @@ def test_the_number_of_microbatches_is_what_most_columns_run():
         hole.check()
 
 
+@pytest.mark.parametrize("header", ["0@0 1@3000000", "0@0 3000000@1"])
+def test_numbers_below_a_large_one_are_not_made(header):
+    table = Schedule.from_text(f"{header}\nF0 .\n. F0\n. B0\nB0 .\nU1 U1\n")
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="a (device|stage) 3000000 but no .* 1"):
+            table.check()
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -785,6 +798,11 @@ def test_the_number_of_microbatches_is_what_most_columns_run():
         ("0@0\nU1@1\n", "line 2: cannot read `U1@1`"),
         ("0@0\nF0\nW0@1\n", "line 3: cannot read `W0@1`"),
         ("0@0\nF0,F1\n", "line 2: `F0,F1` has two of `F`"),
+        ("0@0 1@3000000000\nF0 .\n", "line 1: `1@3000000000` has a number outside"),
+        (f"{'9' * 5000}@0\nF0\n", "line 1: `9{40}...` has a number outside"),
+        ("0@0\nF0\nB99999999999999999999\n", "line 3: `B9+` has a number outside"),
+        ("0@0\nF0@-9999999999\n", "line 2: `F0@-9+` has a number outside of -2147"),
+        ("0@0\nF-2147483648\n", "line 2: .* which a table cannot hold. Number"),
         ("0@0\nB0\n", "`num_microbatches` must be an integer of at least 1, got 0"),
     ],
 )

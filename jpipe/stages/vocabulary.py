@@ -328,8 +328,8 @@ def find(
         head_inputs, head_reads = _inputs_of_last(traced)
     if traced.reported:
         inputs_of = {0: microbatch["inputs"], len(layers) - 1: head_inputs}
-        for i, layer in found.items():
-            _check_no_report(layer, inputs_of[i], traced.reported)
+        for i, split in found.items():
+            _check_no_report(split, inputs_of[i], traced.reported)
     return Vocabulary(
         embedding,
         head,
