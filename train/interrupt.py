@@ -59,11 +59,6 @@ class Interrupt:
         """128 plus the number of the signal; 0 without one."""
         return 0 if self.signal is None else 128 + self.signal
 
-    def check(self) -> None:
-        """Raises `KeyboardInterrupt` if a signal has asked the run to end."""
-        if self.requested:
-            raise KeyboardInterrupt
-
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             leave(f"{self._program}: stopped at once.", 128 + number)

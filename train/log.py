@@ -69,6 +69,7 @@ class Log:
 
     Attributes:
       last_step: the last step that was recorded.
+      last_held_out: the last step whose weights were evaluated on the held-out data.
 
     Raises:
       OSError: if the files cannot be made.
@@ -99,7 +100,7 @@ class Log:
         self._compression: dict[str, float] = {}
         self._since = time.perf_counter()
         self._timed_steps = self._timed_units = 0
-        self.last_step = self._last_line = 0
+        self.last_step = self._last_line = self.last_held_out = 0
         if resumed is not None:
             self._losses, self._gradient_norms = (
                 list(resumed[name]) for name in ("losses", "gradient_norms")
@@ -107,6 +108,8 @@ class Log:
             self._skipped = resumed["skipped"]
             self._steps_without_update = resumed["steps_without_update"]
             self.last_step, self._last_line = resumed["last_step"], resumed["last_line"]
+            # Older runs evaluated before they saved.
+            self.last_held_out = resumed.get("last_held_out", self.last_step)
             self._unwritten = list(resumed["unwritten"])
             self._start -= resumed["seconds"]
         self._progress = None
@@ -162,6 +165,7 @@ class Log:
             "seconds": self.seconds(),
             "last_step": self.last_step,
             "last_line": self._last_line,
+            "last_held_out": self.last_held_out,
             "losses": self._losses,
             "gradient_norms": self._gradient_norms,
             "skipped": self._skipped,
@@ -303,6 +307,7 @@ class Log:
             error = f"the held-out loss is {loss}"
             self.write({"step": step, "test_loss": None, "error": error})
             raise NonFiniteLossError(step, loss, "held-out loss")
+        self.last_held_out = step
         self.write({"step": step, **result, "seconds": self.seconds()})
         place = "" if step == self._num_steps else f"{self._place(step)}  "
         self.print(f"{place}held-out {self._unit}: {evaluation_text(result)}")

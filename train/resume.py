@@ -141,6 +141,7 @@ class Saver:
       run_dir: the folder of the run, for a message.
       checkpoints: of the run.
       every: steps between checkpoints; None: there are none.
+      first: the step whose checkpoint the run goes on from; 0: it begins.
 
     Attributes:
       problem: why the newest checkpoint could not be saved; empty if it was.
@@ -151,10 +152,11 @@ class Saver:
         run_dir: pathlib.Path,
         checkpoints: jpipe.Checkpoints,
         every: int | None,
+        first: int = 0,
     ):
         self._run_dir, self._checkpoints, self._every = run_dir, checkpoints, every
         self._saving: int | None = None
-        self._newest: int | None = None
+        self._newest: int | None = first or None
         self._has_warned = False
         self.problem = ""
 

@@ -357,7 +357,7 @@ def train(
             start=start,
             resumed=resumed_log,
         ) as log,
-        Saver(run.run_dir, run.checkpoints, config.checkpoint.every) as saver,
+        Saver(run.run_dir, run.checkpoints, config.checkpoint.every, first) as saver,
     ):
         if not run.resumes:
             memory_record = {"step": 0, "memory_bytes": memory._asdict()}
@@ -371,10 +371,33 @@ def train(
                 record(log, *pending)
             pending = None
 
-        # With several processes all of them end at the same place.
-        check = interrupt.check if jax.process_count() == 1 else lambda: None
-        stops = False
+        moments = itertools.count()
+
+        def stops() -> bool:
+            """Whether the run stops now, in all processes at the same moment."""
+            return jpipe.distributed.stop_requested(next(moments), interrupt.requested)
+
+        def check() -> None:
+            if stops():
+                raise KeyboardInterrupt
+
+        def evaluate_held_out(step: int, num_batches: int | None = None) -> None:
+            """Evaluates the weights after a step, and records the result."""
+            with log.paused():
+                weights = evaluated(config, pipe, state)
+                examples, rows = run.data.test, config.batch_size
+                result = evaluate(pipe, weights, examples, rows, num_batches, check)
+            log.held_out(step, held_out(result, run.data))
+
+        def is_due(step: int) -> bool:
+            """Whether there is an evaluation after a step, beside the one at the end."""
+            every = config.eval_every
+            return bool(every) and step % every == 0 and 0 < step < config.num_steps
+
+        stopped = False
         try:
+            if is_due(first) and log.last_held_out != first:
+                evaluate_held_out(first, config.eval_batches)
             batch = next(batches)
             for step in range(first + 1, config.num_steps + 1):
                 if pipe is not run.pipe and step > config.pipeline.synchronous_steps:
@@ -387,43 +410,28 @@ def train(
                 batch = next(batches)
                 record_pending()
                 pending = step, metrics, num_units, pipe.schedule
-                stops = jpipe.distributed.stop_requested(step, interrupt.requested)
-                ends = stops or step == config.num_steps
-                evaluates = config.eval_every and step % config.eval_every == 0
-                saves = saver.saves(step, ends)
+                stopped = stops()
+                ends = stopped or step == config.num_steps
                 # A line of the log waits for its last step, so that its speed is the
                 # speed of its steps. Timing begins at the end of step 1.
                 lines_up = step == first + 1 or step % config.log_every == 0
-                if ends or evaluates or saves or lines_up:
+                if ends or is_due(step) or saver.saves(step, ends) or lines_up:
                     record_pending()
-                if evaluates and not ends:
-                    with log.paused():
-                        result = evaluate(
-                            pipe,
-                            evaluated(config, pipe, state),
-                            run.data.test,
-                            config.batch_size,
-                            config.eval_batches,
-                            check,
-                        )
-                    log.held_out(step, held_out(result, run.data))
-                if saves:
+                if is_due(step) and not ends:
+                    try:
+                        evaluate_held_out(step, config.eval_batches)
+                    except KeyboardInterrupt:  # the run that goes on evaluates again
+                        stopped = ends = True
+                if saver.saves(step, ends):
                     with log.paused():
                         saver.save(step, state, log)
                 if ends:
                     break
-            if stops:
+            if stopped:
                 raise KeyboardInterrupt
             check()
             state, _ = pipe.flush(state)
-            result = evaluate(
-                pipe,
-                evaluated(config, pipe, state),
-                run.data.test,
-                config.batch_size,
-                check=check,
-            )
-            log.held_out(config.num_steps, held_out(result, run.data))
+            evaluate_held_out(config.num_steps)
         except KeyboardInterrupt:
             log.finish_line()
             raise KeyboardInterrupt(

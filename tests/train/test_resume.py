@@ -14,6 +14,7 @@ import pytest
 from helpers import file_size_limit, log_of
 
 import jpipe
+from train import train as script
 from train.train import main
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -237,6 +238,28 @@ def test_checkpoints_that_cannot_be_written_do_not_end_the_run(
     *_, last = capsys.readouterr().err.splitlines()
     assert last.startswith("train.py: cannot save step 9 to")
     assert jpipe.Checkpoints(other / "checkpoints").steps() == []
+
+
+def test_a_signal_in_an_evaluation_loses_no_step(whole, tmp_path, monkeypatch, capsys):
+    """The run that goes on evaluates the step again, so that its log is that of the whole run."""
+    evaluate, folder = script.evaluate, tmp_path / "run"
+
+    def interrupted(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return evaluate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "evaluate", interrupted)
+        assert main([*TINY, *options(f"run_dir={folder}")]) == 143
+        error = capsys.readouterr().err
+        assert "stopped after step 5 of 9. Go on after step 5: " in error
+        # Again, before any step: the checkpoint is still there to go on from.
+        assert main(["--resume", str(folder)]) == 143
+        assert "Go on after step 5: " in capsys.readouterr().err
+    assert jpipe.Checkpoints(folder / "checkpoints").steps() == [3, 5]
+    assert main(["--resume", str(folder)]) == 0
+    assert records(folder) == records(whole)
+    np.testing.assert_equal(params(folder), params(whole))
 
 
 WRONG = [
