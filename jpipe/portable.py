@@ -28,6 +28,7 @@ from jpipe.locations import (
     update_of,
 )
 from jpipe.mesh import STAGE
+from jpipe.optim.identity import difference
 from jpipe.packing import Place
 from jpipe.processes import processes_of
 from jpipe.program import Program
@@ -55,6 +56,7 @@ class Portable(NamedTuple):
       num_microbatches: microbatches of training so far, of each replica.
       key_data: uint32, the data of the random key of training.
       key_impl: its implementation.
+      optimizer: what the optimizer's state means, see `jpipe.optim.identity`; None: an old checkpoint does not say.
     """
 
     params: list
@@ -64,6 +66,7 @@ class Portable(NamedTuple):
     num_microbatches: int
     key_data: np.ndarray
     key_impl: Any
+    optimizer: Mapping[str, Any] | None
 
 
 def to_portable(state: PipelineState, layers: Container[int] | None = None) -> Portable:
@@ -89,6 +92,7 @@ def _with_position(state: PipelineState, leaves: Locations) -> Portable:
         num_microbatches=num_started(state),
         key_data=np.asarray(state.key.addressable_data(0)[0]),
         key_impl=state.program.engine.key_impl,
+        optimizer=state.program.optimizer_identity,
     )
 
 
@@ -156,6 +160,7 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
                 f"{text.format(min(paths))}. Give both pipelines the same Optax chain, or "
                 "start the optimizer anew with `init(key, batch, params=...)`."
             )
+    check_same_optimizer(program, source.optimizer)
 
     def leaf_of(
         layers: Sequence[int], path: str, want: jax.ShapeDtypeStruct
@@ -210,6 +215,22 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
     return new_state(
         program, of_layers, source.key_data, source.num_microbatches, loss_scale
     )
+
+
+def check_same_optimizer(program: Program, other: Mapping[str, Any] | None) -> None:
+    """Raises ValueError if a state of the same names and shapes belongs to another optimizer than the program's.
+
+    Args:
+      program: that is to take over the state.
+      other: the identity of the optimizer of the state; None: it is not known.
+    """
+    found = other and difference(program.optimizer_identity, other)
+    if found:
+        raise ValueError(
+            f"`state` comes from a pipeline with another optimizer: {found}. Both keep arrays of the same names, with "
+            "other meanings. Give both pipelines the same Optax chain, or start the optimizer anew with "
+            "`init(key, batch, params=...)`."
+        )
 
 
 def with_params(

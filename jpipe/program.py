@@ -28,6 +28,7 @@ from jpipe.layers.trace import Traced
 from jpipe.lowering.versions import has_one_row
 from jpipe.mesh import DATA
 from jpipe.optim import check_hooks
+from jpipe.optim.identity import identity
 from jpipe.processes import assemble, gather, is_global, own_rows
 from jpipe.schedules import forward_only
 from jpipe.settings import Settings, shapes_key
@@ -237,6 +238,12 @@ class Program:
     def placement(self) -> Sequence[tuple[int, int]]:
         """Device of each stage, and which of that device's stages it is."""
         return self.engine.lowered.placement
+
+    @functools.cached_property
+    def optimizer_identity(self) -> dict[str, Any]:
+        """What the optimizer's state means beside its names and shapes, see `jpipe.optim.identity`."""
+        parameters = [layer.parameters for layer in self.traced.layers]
+        return identity(self.settings.optimizer, parameters)
 
     @functools.cached_property
     def abstract_state(self) -> PipelineState:

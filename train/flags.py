@@ -22,6 +22,7 @@ import textwrap
 import traceback
 import types
 import typing
+import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
@@ -178,6 +179,12 @@ def _load_json(path: str, config_class: type) -> tuple[str, Any]:
             f"`{path}` must hold the options of a {config_class.__name__}, as training "
             "writes them to `config.json` in the folder of a run."
         )
+    checksum = values.pop(_CHECKSUM, None)
+    if checksum not in (None, _checksum(values)):
+        raise ValueError(
+            f"`{path}` is not what training wrote: its `{_CHECKSUM}` does not fit the options. It was damaged, or edited. "
+            f"Change options on the command line, or remove the entry `{_CHECKSUM}` if you mean the edit."
+        )
     name = values.pop("name", pathlib.Path(path).stem)
     try:
         return name, _from_json(values, config_class, "")
@@ -305,6 +312,20 @@ def to_flags(config: Any, flag: str = "--config") -> Iterator[str]:
             yield from (f"{here}.{key}={item}" for key, item in value.items())
         else:
             yield f"{here}={_text(value)}"
+
+
+_CHECKSUM = "crc32"
+
+
+def _checksum(values: dict[str, Any]) -> int:
+    """A checksum of options in the form that JSON can hold; spaces and order do not count."""
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
+def to_text(values: dict[str, Any]) -> str:
+    """The text of a `config.json`: the options, as `to_json` returns them, and a checksum that `load` compares."""
+    values = json.loads(json.dumps(values))  # as they are read
+    return json.dumps({**values, _CHECKSUM: _checksum(values)}, indent=2) + "\n"
 
 
 def to_json(config: Any) -> dict[str, Any]:

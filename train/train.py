@@ -30,7 +30,6 @@ after Ctrl-C; 143 after SIGTERM.
 
 import functools
 import itertools
-import json
 import math
 import pathlib
 import shutil
@@ -158,7 +157,7 @@ def prepare(argv: list[str]) -> Run:
     check_devices(schedule.num_devices, **sizes)
     cache_compilations(config.compilation_cache)
     resolved = {"name": name, **flags.to_json(config), "run_dir": None}
-    text = json.dumps(resolved, indent=2) + "\n"
+    text = flags.to_text(resolved)
     jpipe.distributed.check_same({"the configuration": text})
     with shared_run_dir(config.run_dir, name, resumed_dir) as run_dir:
         mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)

@@ -260,12 +260,23 @@ class Checkpoints:
     def _folder(self, step: int) -> pathlib.Path:
         return folder_of(self.directory, step)
 
+    def _manifest(self, step: int) -> Manifest:
+        """The manifest of a step; see `Manifest.read` for errors."""
+        folder = self._folder(step)
+        manifest = Manifest.read(folder)
+        if manifest.step != step:
+            raise DamagedCheckpointError(
+                f"`{folder}` has step {manifest.step} by its manifest: it was renamed or copied. Name it "
+                f"`{folder_of(self.directory, manifest.step).name}`"
+            )
+        return manifest
+
     def _seems_whole(self, step: int) -> bool:
         """Whether the manifest and the sizes of the files are right."""
         if step in self._damaged:
             return False
         try:
-            Manifest.read(self._folder(step)).check_sizes(self._folder(step))
+            self._manifest(step).check_sizes(self._folder(step))
         except DamagedCheckpointError:
             return False
         return True
@@ -280,7 +291,7 @@ class Checkpoints:
         for candidate in reversed(named) if step is None else [step]:
             manifest, error = None, None
             try:
-                manifest = Manifest.read(self._folder(candidate))
+                manifest = self._manifest(candidate)
                 share = jax.process_index(), jax.process_count()
                 manifest.check_content(self._folder(candidate), share)
             except ValueError as caught:
@@ -343,6 +354,7 @@ def _restored(
     mine = _layout.layout_of(program, rounds, in_flight)
     different = _layout.differences(mine, layout)
     if not different:
+        portable.check_same_optimizer(program, layout.get("optimizer"))
         shapes = _layout.saved_arrays(program.abstract_state, in_flight)
         arrays = _arrays.restore(folder, shapes)
         counts = (rounds, counters["started"]) if in_flight else (0, num_started)
@@ -361,6 +373,7 @@ def _restored(
             num_microbatches=num_started,
             key_data=key,
             key_impl=program.engine.key_impl,
+            optimizer=layout.get("optimizer"),
         )
         state = portable.from_portable(program, source)
         if _layout.has_compression(layout) or _layout.has_compression(mine):

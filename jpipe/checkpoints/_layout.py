@@ -66,6 +66,7 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         "mesh": {name: n for name, n in mesh.shape.items() if n > 1},
         "shard_optimizer": settings.shard_optimizer,
         "in_flight": in_flight,
+        "optimizer": program.optimizer_identity,
         "arrays": {n: [str(a.dtype), list(a.shape)] for n, a in shapes.items()},
         "params": [_tree_to_json(tree) for tree in found.params],
         "mutable_state": [_tree_to_json(tree) for tree in found.mutable_state],
@@ -110,9 +111,9 @@ _IN_WORDS = (
 def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """How a pipeline's layout differs from a saved one, in words; empty if it does not.
 
-    With nothing in flight the schedule does not count.
+    With nothing in flight the schedule does not count. The optimizer is compared by `portable.check_same_optimizer`.
     """
-    ignored = () if saved["in_flight"] else _SCHEDULE
+    ignored = ("optimizer", *(() if saved["in_flight"] else _SCHEDULE))
     # Only tables with copies have "copies", and only pipelines with compressors name them.
     keys = dict.fromkeys([*mine, "copies", *_COMPRESSORS])
     different = [k for k in keys if k not in ignored and mine.get(k) != saved.get(k)]

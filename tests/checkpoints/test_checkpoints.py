@@ -277,6 +277,25 @@ def test_a_newer_format_is_refused(small, tmp_path):
         jpipe.Checkpoints(tmp_path).restore(pipe, batch)
 
 
+def test_a_step_is_found_under_its_number_alone(small, tmp_path):
+    """Under another one a run would go on at the wrong place in its data."""
+    pipe, batch, state = small
+    checkpoints = jpipe.Checkpoints(tmp_path)
+    for step in (1, 2):
+        checkpoints.save(step, state)
+    checkpoints.wait()
+    (tmp_path / "00000002").rename(tmp_path / "00000007")
+    assert checkpoints.steps() == [1]
+    with pytest.warns(UserWarning, match="has step 2 by its manifest.*`00000002`"):
+        assert checkpoints.restore(pipe, batch).step == 1
+    for read in (
+        checkpoints.params,
+        lambda step: checkpoints.restore(pipe, batch, step),
+    ):
+        with pytest.raises(jpipe.DamagedCheckpointError, match="was renamed or copied"):
+            read(7)
+
+
 # -- Wrong use
 
 
@@ -284,6 +303,7 @@ OTHERS = [
     (dict(num_layers=3), "`params` must be a list with one entry per layer"),
     (dict(optimizer=optax.sgd(0.1)), "another optimizer"),
     (dict(optimizer=optax.sgd(0.1, momentum=0.9)), "another optimizer"),
+    (dict(optimizer=optax.adabelief(1e-2)), "another optimizer: .* scale_by_belief,"),
 ]
 
 
@@ -295,6 +315,38 @@ def test_another_model_is_refused(options, message, small, tmp_path):
     other = pipeline(schedules.gpipe(1, 2), **({"num_layers": 2} | options))
     with pytest.raises(ValueError, match=f"00000001` does not fit: .*{message}"):
         checkpoints.restore(other, batch)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])  # the layout that was saved; another
+def test_a_state_of_the_same_names_is_not_taken_for_another(
+    num_stages, small, tmp_path, monkeypatch
+):
+    _, batch, state = small
+    schedule = schedules.gpipe(num_stages, 2)
+    adamw = pipeline(schedule, num_layers=2, optimizer=optax.adamw(1e-3, b1=0.8))
+    nadam = pipeline(schedule, num_layers=2, optimizer=optax.nadam(1e-2))
+    with jpipe.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        layout_of = jpipe.checkpoints._layout.layout_of_state
+        checkpoints.wait()
+        checkpoints.restore(adamw, batch)
+        message = "scale_by_adam.nesterov=True, and the state is of scale_by_adam.nest"
+        with pytest.raises(ValueError, match=f"another optimizer: .*{message}"):
+            checkpoints.restore(nadam, batch)
+        with pytest.raises(ValueError, match=f"another optimizer: .*{message}"):
+            nadam.adopt(state)
+
+        def of_older_version(state):
+            layout = layout_of(state)
+            del layout["optimizer"]
+            return layout
+
+        monkeypatch.setattr(
+            "jpipe.checkpoints._layout.layout_of_state", of_older_version
+        )
+        checkpoints.save(2, state)
+        checkpoints.wait()
+        checkpoints.restore(adamw, batch, 2)
 
 
 def test_wrong_arguments(small, tmp_path):

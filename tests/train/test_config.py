@@ -307,6 +307,31 @@ def test_json_that_is_no_configuration(tmp_path, change, message):
         flags.load(str(path), TrainConfig)
 
 
+def test_no_flipped_bit_makes_another_configuration(tmp_path):
+    config = TrainConfig(model=MLP(), data=MNIST(), num_steps=150)
+    path = tmp_path / "config.json"
+    content = flags.to_text({"name": "mine", **flags.to_json(config)}).encode()
+    refused = 0
+    for bit in range(0, 8 * len(content), 29):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            found = flags.parse(["--config", str(path)], TrainConfig)
+        except ValueError:
+            refused += 1
+        else:
+            assert found == ("mine", config)
+    assert refused > 300
+    values = json.loads(content) | {"num_steps": 151}
+    path.write_text(json.dumps(values))
+    with pytest.raises(ValueError, match="remove the entry `crc32` if you mean the"):
+        flags.load(str(path), TrainConfig)
+    del values["crc32"]  # as older versions wrote it
+    path.write_text(json.dumps(values))
+    assert flags.load(str(path), TrainConfig).num_steps == 151
+
+
 # -- The options of a run -----------------------------------------------------------------
 
 
