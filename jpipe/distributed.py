@@ -10,7 +10,7 @@ an error within 30 seconds.
     state = pipe.init(key, batch)
 
 Exit codes of processes that end because of another one: 71 if it was killed or failed, 72 if it was not heard of,
-73 if there was no progress.
+73 if there was no progress, or if the processes make different calls.
 """
 
 import contextlib
@@ -107,7 +107,7 @@ def initialize(
             # Until the watchdog sets the timer anew.
             limit = connect_seconds + _MORE_SECONDS
             faulthandler.dump_traceback_later(limit, exit=True)
-            _watch(coordinator_address, silence_seconds, progress_seconds)
+            _watch(_coordinator_address(), silence_seconds, progress_seconds)
 
 
 @contextlib.contextmanager
@@ -158,19 +158,24 @@ def _connect(
         signal.signal(signal.SIGTERM, handler)
 
 
+def _coordinator_address() -> str | None:
+    """ "host:port" that JAX has connected to, whoever has told it; None if it does not say."""
+    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    return getattr(state, "coordinator_address", None)
+
+
 def _watch(coordinator: str | None, silence: float, progress: float) -> None:
     """Connects the watchdogs and starts them.
 
     Args:
-      coordinator: "host:port" that all processes have reached, if it is known; otherwise process 0 finds out its names.
+      coordinator: "host:port" that all processes have reached, if it is known: process 0 listens there. Otherwise it
+        listens on all interfaces, and finds out its names.
       silence, progress: see `initialize`.
     """
     process, count = jax.process_index(), jax.process_count()
     if process == 0:
-        server, address = _watchdog.listen()
-        if coordinator is not None:
-            host = coordinator.rpartition(":")[0].strip("[]")
-            address["hosts"] = list(dict.fromkeys([host, *address["hosts"]]))
+        host = coordinator and coordinator.rpartition(":")[0].strip("[]")
+        server, address = _watchdog.listen(host)
         from_first(address)
         connections = _watchdog.accept(server, address, count - 1, _CONNECT_SECONDS)
     else:

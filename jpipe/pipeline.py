@@ -40,6 +40,16 @@ if TYPE_CHECKING:
     from jpipe.plan._profile import Profile
 
 
+def _is_shared(pipe: "Pipeline", *args: Any, **kwargs: Any) -> bool:
+    """Whether all processes must make a call of a pipeline, because its mesh has devices of all of them."""
+    return pipe._settings.rows is not None
+
+
+def _flushes_together(pipe: "Pipeline", *args: Any, **kwargs: Any) -> bool:
+    """`_is_shared` of `flush`, which does nothing in a synchronous schedule."""
+    return _is_shared(pipe) and not pipe.schedule.synchronous
+
+
 class Pipeline:
     """Trains a model cut into stages over several devices, by a schedule.
 
@@ -381,7 +391,7 @@ class Pipeline:
 
     # -- States
 
-    @watched("init")
+    @watched("init", _is_shared)
     def init(
         self,
         key: jax.Array,
@@ -454,7 +464,7 @@ class Pipeline:
                 "choose one microbatch per minibatch.",
             )
 
-    @watched("adopt")
+    @watched("adopt", _is_shared)
     def adopt(self, state: PipelineState) -> PipelineState:
         """Takes over the state of another pipeline of the same layers and optimizer.
 
@@ -484,7 +494,7 @@ class Pipeline:
         self._fix_cut(program)
         return adopted
 
-    @watched("get_params")
+    @watched("get_params", _is_shared)
     def get_params(self, state: PipelineState) -> list | None:
         """The newest weights: one nested dict per layer, by attribute names, of host arrays.
 
@@ -493,12 +503,12 @@ class Pipeline:
         """
         return portable.parameters(self._own(state))
 
-    @watched("get_mutable_state")
+    @watched("get_mutable_state", _is_shared)
     def get_mutable_state(self, state: PipelineState) -> list | None:
         """The layers' mutable state, such as running statistics, in the form of `get_params`."""
         return portable.mutable_state(self._own(state))
 
-    @watched("with_params")
+    @watched("with_params", _is_shared)
     def with_params(
         self, state: PipelineState, function: Callable[[Any, Any], Any]
     ) -> PipelineState:
@@ -568,7 +578,7 @@ class Pipeline:
         state = self._own(state)
         return state.program.step(state, batch)
 
-    @watched("flush")
+    @watched("flush", _flushes_together)
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
         """Completes what is in flight, without new microbatches; nothing, in a synchronous schedule.
 
@@ -586,7 +596,7 @@ class Pipeline:
         state = self._own(state)
         return state.program.flush(state)
 
-    @watched("predict")
+    @watched("predict", _is_shared)
     def predict(self, state: PipelineState, batch: Any) -> Any:
         """The last layer's outputs, forward only, through the pipeline, with every layer in evaluation mode.
 
@@ -604,7 +614,7 @@ class Pipeline:
         state = self._own(state)
         return state.program.predict(state, batch)
 
-    @watched("evaluate")
+    @watched("evaluate", _is_shared)
     def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
         """The loss of the newest weights, with every layer in evaluation mode.
 

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from jpipe.lowering.versions import has_one_row
 from jpipe.mesh import DATA
 from jpipe.optim import check_hooks
 from jpipe.optim.identity import identity
-from jpipe.processes import assemble, gather, is_global, own_rows
+from jpipe.processes import assemble, gather, is_global, own_rows, sampled_checksum
 from jpipe.schedules import forward_only
 from jpipe.settings import Settings, shapes_key
 from jpipe.stages.optimizer import make_updates
@@ -266,10 +267,28 @@ class Program:
     def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict]:
         """One pass over the table, with a minibatch that enters."""
         check_nans(state.parameters, "the state's parameters")
-        with _watchdog.Phase("step", None if self._stepped else _watchdog.LONG):
+        limit, together = (
+            None if self._stepped else _watchdog.LONG,
+            self.settings.rows is not None,
+        )
+        with _watchdog.Phase("step", limit, together, self._given(batch)):
             outputs = self._call(self._step, state, self._place(dict(batch)))
         self._stepped = True
         return self._restore(state, *outputs)
+
+    def _given(self, batch: Any) -> _watchdog.Batch | None:
+        """What this process gives to a step, as the watchdog compares it; None without a watchdog."""
+        if self.settings.rows is None or _watchdog.running is None:
+            return None
+        return _watchdog.Batch(self._share, sampled_checksum(batch))
+
+    @functools.cached_property
+    def _share(self) -> str:
+        """Names the rows of every batch that this process gives: equal in processes that give the same rows."""
+        rows = self.settings.rows
+        assert rows is not None
+        held = repr((rows.held, rows.held[rows.process]))
+        return f"{zlib.crc32(held.encode()):08x}"
 
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict]:
         """Passes over the table until nothing is in flight."""

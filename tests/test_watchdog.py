@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 import pytest
 
 from jpipe import _watchdog
+from jpipe._watchdog._calls import difference, next_to_ask
 from jpipe._watchdog._progress import LONG, Beats, culprits, stuck_processes
 from jpipe._watchdog._stop import Stop
 
@@ -153,6 +155,119 @@ def test_the_end_of_one_process():
     assert stuck_processes({0: ended, 1: line(age=601, waits=False)}) == [1]
 
 
+def lines_of(*calls, left=()):
+    """The last lines of processes that have made some calls each, compared at those of the slowest one.
+
+    Args:
+      *calls: for each process a list of names, or of steps as the batch that it gives.
+      left: the processes that have ended.
+    """
+    beats = [Beats(20.0) for _ in calls]
+    for each, names in zip(beats, calls):
+        for name in names:
+            batch = None if isinstance(name, str) else _watchdog.Batch("rows", name)
+            call = name if isinstance(name, str) else "step"
+            each.enter(call, None)
+            each.enter_call(call, batch)
+            each.enter_call("a part of it")
+            each.leave_call()
+            each.leave_call()
+            each.leave()
+    asked = next_to_ask({p: each.look() for p, each in enumerate(beats)})
+    last = {}
+    for p, each in enumerate(beats):
+        each.calls.asked = asked
+        last[p] = {**each.look(), "left": p in left}
+    return last
+
+
+def test_equal_calls_do_not_differ():
+    calls = ["init", 0, 1, 2, "evaluate", 3]
+    assert difference(lines_of(calls, calls, calls)) is None
+    assert difference(lines_of(calls, calls[:4])) is None  # one is behind
+    assert difference(lines_of(calls, [])) is None
+    assert difference(lines_of(calls, calls, left=[0, 1])) is None
+    long = ["init", *range(3000)]
+    assert difference(lines_of(long, long[:1500])) is None
+    # A process that is too far ahead to be compared.
+    assert difference(lines_of(long, ["evaluate"])) is None
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 500])
+def test_a_call_of_one_process_alone_is_named(ahead):
+    steps = ["init", 0, 1]
+    others = [*steps, *range(2, 3 + ahead)]
+    found = difference(lines_of([*steps, "evaluate"], others, others))
+    start = "process 0 made other calls than the rest: call 4 is evaluate in process 0, step in process 1. "
+    assert found.startswith(start)
+    found = difference(lines_of([*steps, "evaluate"], others))  # which of them?
+    assert found.startswith("processes 0, 1 made different calls: call 4 is ")
+
+
+def test_a_step_that_was_left_out_is_named():
+    steps, others = ["init", 0, 1, 3, 4, 5], ["init", 0, 1, 2, 3, 4, 5]
+    for count in range(4, 7):
+        found = difference(lines_of(others, steps[:count], others))
+        start = f"process 1 gave other batches than the rest, in step {count - 1} or "
+        assert found.startswith(start)
+
+
+def test_shares_are_compared_with_their_like():
+    def of_share(share, batch):
+        beats = Beats(20.0)
+        beats.enter_call("step", _watchdog.Batch(share, batch))
+        beats.calls.asked = 1
+        return {**beats.look(), "left": False}
+
+    shares = {0: ("a", 1), 1: ("b", 2), 2: ("a", 1), 3: ("b", 2)}
+    assert difference({p: of_share(*each) for p, each in shares.items()}) is None
+    shares[3] = "b", 3
+    found = difference({p: of_share(*each) for p, each in shares.items()})
+    assert found.startswith("processes 1, 3 gave different batches")
+
+
+def test_a_process_that_ended_keeps_no_other_waiting():
+    found = difference(lines_of(["init", 0, "evaluate"], ["init", 0], left=[1]))
+    start = (
+        "process 1 ended after 2 calls, and the next one, of process 0, waits for it"
+    )
+    assert found.startswith(start)
+
+
+def test_strangers_keep_no_process_out():
+    """They connect first, and say nothing, or nonsense, or go."""
+    server, address = _watchdog.listen("localhost")
+    host, port = server.getsockname()[:2]
+    assert host in ("127.0.0.1", "::1")  # not on every interface
+    strangers = [socket.create_connection((host, port)) for _ in range(100)]
+    words = [b"GET / HTTP/1.1\n", b"x" * 5000, b"[[[[[\n", b'{"token": 1}\n']
+    for stranger, said in zip(strangers, words):
+        stranger.sendall(said)
+    strangers[-1].close()
+    connected: dict = {}
+
+    def connect(process):
+        connected[process] = _watchdog.connect(address, process)
+
+    threads = [threading.Thread(target=connect, args=(p,)) for p in (1, 2)]
+    for thread in threads:
+        thread.start()
+    accepted = _watchdog.accept(
+        server, address, 2, seconds=4.0
+    )  # less than a hello may take
+    for thread in threads:
+        thread.join()
+    assert sorted(accepted) == [1, 2] and None not in connected.values()
+    for each in [*accepted.values(), *connected.values(), *strangers]:
+        each.close()
+
+
+def test_a_name_that_is_not_this_machine_is_no_obstacle():
+    server, address = _watchdog.listen("host.invalid")
+    with server:
+        assert address["hosts"][0] == "host.invalid" and len(address["hosts"]) > 2
+
+
 def test_a_process_that_has_passed_a_step_refuses_it():
     stop = Stop()
     assert not stop.reached(4)
@@ -229,7 +344,9 @@ FAULTS = {
     "raise": "process {} failed in: outside of jpipe after step 4. ZeroDivisionError: division by zero",
     "suspend": "process {} has not been heard of for 2 s",
     "sleep": "no progress for 2 s because of process {}. ",
-    "return": "no progress for 2 s because of process {}. ",
+    "return": "process {} ended after 4 calls, and the next one, of process",
+    "call alone": "process {} made other calls than the rest: call 5 is evaluate in process {}, step in process ",
+    "leave out a step": "process {} gave other batches than the rest, in step ",
     "hold the GIL": "process {} has not been heard of for 2 s",
 }
 
@@ -238,7 +355,8 @@ FAULTS = {
     "fault, process",
     [
         (fault, process)
-        if (fault, process) in [("kill", 0), ("raise", 1), ("sleep", 1)]
+        if (fault, process)
+        in [("kill", 0), ("raise", 1), ("sleep", 1), ("call alone", 0)]
         else pytest.param(fault, process, marks=pytest.mark.slow)
         for fault in FAULTS
         for process in (0, 1)
@@ -252,9 +370,9 @@ def test_all_end_and_say_why(tmp_path, fault, process):
         if p != process:
             messages = [t for t in text.splitlines() if t.startswith("jpipe: ")]
             (message,) = messages
-            start = f"jpipe: process {p} ends: {FAULTS[fault].format(process)}"
-            assert message.startswith(start)
-            assert "after step 4" in message
+            why = FAULTS[fault].format(process, process)
+            assert message.startswith(f"jpipe: process {p} ends: {why}")
+            assert fault == "leave out a step" or "after step 4" in message
 
 
 @pytest.mark.parametrize("fault", ["nothing", "work"])

@@ -11,6 +11,8 @@ Process 0 judges, and tells all others when to end and why.
     stopped, cut off          no line                                   `SILENCE` (15 s)
     stuck, or ends too early  lines, but no progress                    its limit (20 s, more in long phases)
     stuck without the GIL     no line; its own C timer ends it          `SILENCE`
+    calls what others do not  checksums of its calls that differ        a second
+    leaves out a step         checksums of its batches that differ      a second
 
 If process 0 is the one, the others see the same of it. Progress is a call of the library, or a step that the devices
 have completed. While one process is in a long phase, such as compiling or saving, the others may wait for it.
@@ -23,6 +25,7 @@ import os
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from jpipe._watchdog._calls import Batch
 from jpipe._watchdog._connections import accept, connect, listen
 from jpipe._watchdog._progress import LONG
 from jpipe._watchdog._thread import LOST, PROGRESS, SILENCE, Watchdog
@@ -32,6 +35,8 @@ __all__ = [
     "LOST",
     "PROGRESS",
     "SILENCE",
+    "Batch",
+    "Exchange",
     "Phase",
     "Watchdog",
     "accept",
@@ -88,30 +93,64 @@ class Phase:
     Args:
       name: for messages.
       limit: seconds that it may take; None: as long as a step.
+      together: whether all processes do this, in the same order.
+      batch: what this process gives to it; None: nothing that is compared.
     """
 
-    __slots__ = ("_limit", "_name", "_watchdog")
+    __slots__ = ("_batch", "_limit", "_name", "_together", "_watchdog")
 
-    def __init__(self, name: str, limit: float | None):
+    def __init__(
+        self,
+        name: str,
+        limit: float | None,
+        together: bool = False,
+        batch: Batch | None = None,
+    ):
         self._name, self._limit = name, limit
+        self._together, self._batch = together, batch
 
     def __enter__(self) -> None:
         self._watchdog = running
         if running is not None:
             running.enter(self._name, self._limit)
+            if self._together:
+                running.beats.enter_call(self._name, self._batch)
 
     def __exit__(self, *exception: Any) -> None:
         if self._watchdog is not None:
+            if self._together:
+                self._watchdog.beats.leave_call()
             self._watchdog.leave(self._limit)
 
 
-def watched(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: a call of the function is a long phase."""
+class Exchange:
+    """A context in which all processes give values to each other, in another call or as a call of its own."""
+
+    def __enter__(self) -> None:
+        self._watchdog = running
+        if running is not None:
+            running.beats.enter_call(running.beats.innermost("exchange of values"))
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._watchdog is not None:
+            self._watchdog.beats.leave_call()
+
+
+def watched(
+    name: str, together: Callable[..., bool] = lambda *_, **__: False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: a call of the function is a long phase.
+
+    Args:
+      name: of the phase.
+      together: `(*args, **kwargs) -> ` whether all processes make this call, in the same order.
+    """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            with Phase(name, LONG):
+            is_shared = running is not None and together(*args, **kwargs)
+            with Phase(name, LONG, is_shared):
                 return function(*args, **kwargs)
 
         return call

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import secrets
+import selectors
 import socket
 import time
 from typing import Any
@@ -44,22 +45,24 @@ class Line:
         return [json.loads(line) for line in lines]
 
 
-def listen() -> tuple[socket.socket, dict]:
-    """A socket of process 0, and what the others need to connect to it."""
-    if socket.has_dualstack_ipv6():
+def listen(host: str | None = None) -> tuple[socket.socket, dict]:
+    """A socket of process 0, and what the others need to connect to it.
+
+    Args:
+      host: a name or address of this machine that the others reach. None, or one that is none of this machine's, such
+        as that of a router: the socket listens on all interfaces.
+    """
+    server = None if host is None else _listen_at(host)
+    if server is not None:
+        hosts = [server.getsockname()[0], host]
+    elif socket.has_dualstack_ipv6():
         server = socket.create_server(
             ("", 0), family=socket.AF_INET6, dualstack_ipv6=True
         )
+        hosts = _own_names(host)
     else:
         server = socket.create_server(("", 0))
-    hosts = [socket.gethostname(), socket.getfqdn()]
-    with (
-        contextlib.suppress(OSError),
-        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
-    ):
-        probe.connect(("192.0.2.1", 9))  # sends nothing, but chooses the interface
-        hosts.append(probe.getsockname()[0])
-    hosts.append("127.0.0.1")
+        hosts = _own_names(host)
     address = {
         "hosts": list(dict.fromkeys(hosts)),
         "port": server.getsockname()[1],
@@ -68,25 +71,113 @@ def listen() -> tuple[socket.socket, dict]:
     return server, address
 
 
+def _listen_at(host: str) -> socket.socket | None:
+    """A socket that listens at a name or an address; None if it is none of this machine's."""
+    try:
+        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    addresses = dict.fromkeys((family, str(at[0])) for family, *_, at in found)
+    # A machine may know its own name as a loopback address, at which no other machine reaches it.
+    is_local = host == "localhost" or _is_loopback(host)
+    for family, address in addresses:
+        if is_local or not _is_loopback(address):
+            with contextlib.suppress(OSError):
+                return socket.create_server((address, 0), family=family)
+    return None
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
+
+
+def _own_names(host: str | None) -> list[str]:
+    """Names and addresses at which other machines may reach this one, the best one first."""
+    hosts = [*filter(None, [host]), socket.gethostname(), socket.getfqdn()]
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe,
+    ):
+        probe.connect(("192.0.2.1", 9))  # sends nothing, but chooses the interface
+        hosts.append(probe.getsockname()[0])
+    return [*hosts, "127.0.0.1"]
+
+
+_HELLO_SECONDS = 5.0
+"""Until a connection has said who it is."""
+_HELLO_BYTES = 1000
+
+
 def accept(
     server: socket.socket, address: dict, count: int, seconds: float
 ) -> dict[int, socket.socket]:
-    """The connections of the other processes, by number: `count` of them, or those that came in time."""
+    """The connections of the other processes, by number: `count` of them, or those that came in time.
+
+    Anyone may connect. Who says nothing, or not the token, keeps nobody out: all are heard at the same time.
+    """
     connections: dict[int, socket.socket] = {}
+    strangers: dict[socket.socket, tuple[float, bytes]] = {}  # when it came, its words
     until = time.monotonic() + seconds
-    with server:
+    with server, selectors.DefaultSelector() as selector:
+        server.setblocking(False)
+        selector.register(server, selectors.EVENT_READ)
+
+        def dismiss(connection: socket.socket) -> None:
+            selector.unregister(connection)
+            del strangers[connection]
+
         while len(connections) < count and (left := until - time.monotonic()) > 0:
-            server.settimeout(left)
-            try:
-                connection, _ = server.accept()
-                connection.settimeout(5.0)
-                hello = json.loads(connection.makefile().readline(1000))
-                if hello["token"] == address["token"]:
-                    connections[int(hello["process"])] = connection
-                    connection.sendall(b"{}\n")
-            except (OSError, ValueError, KeyError, TypeError):
-                continue
+            ready = [key.fileobj for key, _ in selector.select(min(left, 0.5))]
+            now = time.monotonic()
+            for each in ready:
+                if each is server:
+                    with contextlib.suppress(OSError):
+                        connection, _ = server.accept()
+                        connection.setblocking(False)
+                        selector.register(connection, selectors.EVENT_READ)
+                        strangers[connection] = now, b""
+                    continue
+                assert isinstance(each, socket.socket)
+                came, words = strangers[each]
+                try:
+                    heard = each.recv(_HELLO_BYTES)
+                except OSError:
+                    heard = b""
+                words += heard
+                strangers[each] = came, words
+                if heard and b"\n" not in words and len(words) < _HELLO_BYTES:
+                    continue
+                dismiss(each)
+                process = _greeted(each, words, address["token"])
+                if process is None:
+                    each.close()
+                else:
+                    connections[process] = each
+            for connection, (came, _) in list(strangers.items()):
+                if now - came > _HELLO_SECONDS or len(strangers) > count + _MOST_SILENT:
+                    dismiss(connection)
+                    connection.close()
+        for connection in strangers:
+            connection.close()
     return connections
+
+
+_MOST_SILENT = 128
+"""Connections beside those of the processes that may be open at a time; the oldest ones are closed."""
+
+
+def _greeted(connection: socket.socket, words: bytes, token: str) -> int | None:
+    """Answers the first words of a connection; the number of its process, or None if it is no process of ours."""
+    try:
+        hello = json.loads(words)
+        if not secrets.compare_digest(hello["token"], token):
+            return None
+        process = int(hello["process"])
+        connection.settimeout(_HELLO_SECONDS)
+        connection.sendall(b"{}\n")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return process
 
 
 def connect(address: dict, process: int) -> socket.socket | None:

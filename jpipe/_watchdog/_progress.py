@@ -5,6 +5,8 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
+from jpipe._watchdog._calls import Batch, Calls
+
 LONG = 600.0
 """The limit of a phase that may take long, such as a compilation."""
 
@@ -17,10 +19,13 @@ class Beats:
 
     Attributes:
       left: whether the program has ended well.
+      calls: those that all processes make together.
     """
 
     def __init__(self, limit: float):
         self._limit = limit
+        self.calls = Calls()
+        self._num_calls = 0  # that are open: what a call calls itself does not count
         self._phases: list[tuple[str, float | None]] = []
         self._progress = time.monotonic()
         self._started = self._completed = 0
@@ -41,10 +46,24 @@ class Beats:
         self._phases.pop()
         self._progress = time.monotonic()
 
+    def enter_call(self, name: str, batch: Batch | None = None) -> None:
+        """A call begins that all processes make together; in another one it is a part of that."""
+        if not self._num_calls:
+            self.calls.note(name, self._started, batch)
+        self._num_calls += 1
+
+    def leave_call(self) -> None:
+        """The innermost call ends."""
+        self._num_calls -= 1
+
     def dispatched(self, output: Any) -> None:
         """What the innermost phase does runs on the devices until `output` is ready."""
-        name = self._phases[-1][0] if self._phases else "work"
+        name = self.innermost("work")
         self._pending.append(_Pending(name, output, time.monotonic()))
+
+    def innermost(self, otherwise: str) -> str:
+        """The name of the innermost phase, or another one if there is none."""
+        return self._phases[-1][0] if self._phases else otherwise
 
     def end(self) -> None:
         """The program has ended well."""
@@ -60,7 +79,7 @@ class Beats:
         Returns:
           "text" for messages; "steps" that were called; "age", seconds since the last progress, and its
           "limit"; "long", whether the limit is that of a long phase; "waits", whether it may be
-          waiting for other processes; "left".
+          waiting for other processes; "left"; "calls", see `Calls.look`.
         """
         now = time.monotonic()
         self._complete(now)
@@ -83,6 +102,7 @@ class Beats:
             "long": bool(limits),
             "waits": bool(phases or pending),
             "left": self.left,
+            "calls": self.calls.look(),
         }
 
     def _complete(self, now: float) -> None:

@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from jpipe._watchdog._calls import difference, next_to_ask
 from jpipe._watchdog._connections import Line
 from jpipe._watchdog._progress import Beats, culprits, stuck_processes
 from jpipe._watchdog._stop import Stop, Vote
@@ -194,6 +195,8 @@ class Watchdog:
                 self._end(value["end"], value["code"], value["grace"])
             if "line" in value:
                 self._last[p] = value["line"]
+            if "ask" in value:
+                self.beats.calls.asked = value["ask"]
             if "failed" in value:
                 self._failed_in(p, value["failed"])
             if "propose" in value:
@@ -220,7 +223,12 @@ class Watchdog:
         self._set_timer(now, self._silence_in(own["long"]))
         if self._parent is not None and os.getppid() != self._parent:
             self._end("the process that started it is gone.", LOST)
-        self._send({"line": own})
+        value: dict[str, Any] = {"line": own}
+        if self.process == 0 and len(self._last) > len(self._lines):
+            asked = next_to_ask(self._last)
+            if asked is not None:
+                value["ask"] = self.beats.calls.asked = asked
+        self._send(value)
         if self._failure is not None:
             failure, _ = self._failure
             if self.process == 0:
@@ -270,22 +278,25 @@ class Watchdog:
         return True
 
     def _judge(self) -> None:
-        """Ends all processes if one makes no progress, and no other one works for long."""
+        """Ends all if their calls differ, or if a process makes no progress, and no other one works for long."""
         last = self._last
         if len(last) <= len(self._lines):
             return
-        stuck = stuck_processes(last)
-        if not stuck:
-            return
-        age = max(last[p]["age"] for p in stuck)
         lists = "; ".join(
             f"process {p}: {last[p]['text']} ({last[p]['age']:.0f} s)"
             for p in sorted(last)
         )
-        names = ", ".join(map(str, culprits(last)))
-        self._tell(
-            f"no progress for {age:.0f} s because of process {names}. {lists}.", STUCK
-        )
+        differ = difference(last)
+        if differ is not None:
+            self._tell(f"{differ} Now {lists}.", STUCK)
+        stuck = stuck_processes(last)
+        if stuck:
+            age = max(last[p]["age"] for p in stuck)
+            names = ", ".join(map(str, culprits(last)))
+            self._tell(
+                f"no progress for {age:.0f} s because of process {names}. {lists}.",
+                STUCK,
+            )
 
     def _failed_in(self, p: int, failure: str) -> None:
         """Ends all processes because one raised an exception."""

@@ -120,7 +120,7 @@ class Checkpoints:
 
     # -- Saving
 
-    @watched("save a checkpoint")
+    @watched("save a checkpoint", lambda self, step, state, *_, **__: _is_shared(state))
     def save(self, step: int, state: PipelineState, run: Any = None) -> None:
         """Saves a state; returns as soon as training may go on with it, also by a donating step.
 
@@ -202,7 +202,7 @@ class Checkpoints:
         """The steps that can be restored, in order: whole ones, whose files have their sizes."""
         return [step for step in steps_in(self.directory) if self._seems_whole(step)]
 
-    @watched("restore a checkpoint")
+    @watched("restore a checkpoint", lambda *_, **__: True)
     def restore(self, pipe: Pipeline, batch: Any, step: int | None = None) -> Restored:
         """Restores a state for a pipeline.
 
@@ -323,6 +323,11 @@ def steps_in(directory: pathlib.Path) -> list[int]:
     """The steps that a directory has, damaged or not, in order."""
     names = os.listdir(directory) if directory.is_dir() else []
     return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name))
+
+
+def _is_shared(state: Any) -> bool:
+    """Whether all processes must save a state, because its mesh has devices of all of them."""
+    return isinstance(state, PipelineState) and state.program.settings.rows is not None
 
 
 def _check_processes(mesh: Mesh) -> None:

@@ -5,6 +5,7 @@
 `FAULT` is a function of `FAULTS`, "stop" for an agreement to stop, or "nothing".
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -44,7 +45,15 @@ def kill_with_child():
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def call_alone():
+    """What the others never call, and so never ends."""
+    with _watchdog.Phase("evaluate", _watchdog.LONG, together=True):
+        time.sleep(1000)
+
+
 FAULTS = {
+    "call alone": call_alone,
+    "leave out a step": lambda: next(batches),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "kill with a child": kill_with_child,
     "suspend": lambda: os.kill(os.getpid(), signal.SIGSTOP),
@@ -80,8 +89,13 @@ def start(folder: pathlib.Path) -> tuple[int, int]:
     return process, count
 
 
+batches = itertools.count()
+"""The same in every process, as long as every process makes every step."""
+
+
 def step(seconds: float = 0.0):
-    with _watchdog.Phase("step", None):
+    batch = _watchdog.Batch("all rows", next(batches))
+    with _watchdog.Phase("step", None, together=True, batch=batch):
         _watchdog.dispatched(Output(seconds))
 
 
@@ -106,7 +120,12 @@ def main(folder: str, fault: str, at_fault: str) -> None:
     print(f"fault at {time.time()}")
     if process == int(at_fault):
         FAULTS[fault]()
-    else:  # waits for the other
+        step()
+    if fault == "leave out a step":
+        while True:
+            step()
+            time.sleep(0.01)
+    if process != int(at_fault):  # waits for the other
         seconds = {"nothing": 0.5, "work": 3 * SECONDS + 0.5}.get(fault, 1000)
         step(seconds)
         time.sleep(seconds)

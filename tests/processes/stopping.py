@@ -17,7 +17,7 @@ class Stopped(Exception):
     """The run ends."""
 
 
-def before_step(step: int) -> None:
+def before_step(step: int, *_) -> None:
     if step == 3:
         print(f"trains in {os.getpid()}", flush=True)
     if jpipe.distributed.stop_requested(step, requested=bool(asked)):
