@@ -40,6 +40,7 @@ from jpipe.checkpoints._manifest import (
     leave_checksums,
     take_checksums,
 )
+from jpipe.checkpoints._quiet import without_tracebacks_of_threads
 from jpipe.checkpoints._weights_file import load_params, save_params
 from jpipe.checks import check_state
 from jpipe.pipeline import Pipeline
@@ -418,7 +419,10 @@ class _Writing:
         if self._leads:
             directory.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(directory)
-        self._checkpointer = _arrays.save(self._unfinished, arrays)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(without_tracebacks_of_threads())
+            self._checkpointer = _arrays.save(self._unfinished, arrays)
+            self._quiet = stack.pop_all()
         self._thread = threading.Thread(target=self._finish, daemon=True)
         self._thread.start()
 
@@ -426,16 +430,16 @@ class _Writing:
         self._thread.join()
         if self._error is not None:
             raise OSError(
-                f"cannot save step {self._manifest.step} to `{self._directory}`: "
-                f"{' '.join(str(self._error).split()) or type(self._error).__name__}"
+                f"cannot save step {self._manifest.step} to `{self._directory}`: {_reason(self._error)}"
             ) from self._error
 
     def _finish(self) -> None:
         try:
-            try:
-                self._checkpointer.wait_until_finished()
-            finally:
-                self._checkpointer.close()
+            with self._quiet:
+                try:
+                    self._checkpointer.wait_until_finished()
+                finally:
+                    self._checkpointer.close()
             files = self._checksums()
             if self._leads:
                 dataclasses.replace(self._manifest, files=files).write(self._unfinished)
@@ -471,6 +475,13 @@ class _Writing:
         steps = steps_in(self._directory)
         old = steps[: -self._keep] if self._keep else []
         return [folder_of(self._directory, step) for step in old]
+
+
+def _reason(error: BaseException) -> str:
+    """Why a save failed, in one line: what the operating system said, if TensorStore passes it on."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    number = re.search(r"os_error_code='(\d+)'", text)
+    return os.strerror(int(number[1])) if number else text
 
 
 def _sync(folder: pathlib.Path) -> None:
