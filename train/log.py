@@ -131,7 +131,8 @@ class Log:
             self._file.truncate(min(resumed["bytes"], path.stat().st_size))
             self._file.seek(0, os.SEEK_END)
         else:
-            self._file = path.open("xb", buffering=0)
+            # There may be the log of a run that ended before its first checkpoint.
+            self._file = path.open("wb", buffering=0)
         self._events = EventFile(path.parent, self._first_step)
 
     def __enter__(self) -> "Log":
@@ -363,8 +364,13 @@ class Log:
     def _write_unwritten(self) -> None:
         # A file that was removed can still be written, and would be lost.
         if self._unwritten and not self._path.exists():
+            anew = self._path.open("xb", buffering=0)
             self._file.close()
-            self._file = self._path.open("xb", buffering=0)
+            self._file = anew
+            self._warn(
+                f"step {self.last_step}: the log `{self._path}` was removed, and its records up to here are lost. Training "
+                "goes on with a new log."
+            )
         while self._unwritten:
             self._append(json.dumps(self._unwritten[0]).encode() + b"\n")
             del self._unwritten[0]

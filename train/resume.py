@@ -9,46 +9,82 @@ import jpipe
 from train import flags
 from train.config import TrainConfig
 from train.log import Log
+from train.processes import is_first
 
 # With another value of these, the run would be another training.
 _FIXED = ("model", "data", "batch_size", "seed")
 
 
-def resumed_config(
-    arguments: Sequence[str],
-) -> tuple[pathlib.Path | None, str, TrainConfig]:
+class Command(NamedTuple):
+    """What a command line asks for.
+
+    Attributes:
+      name: the name of the configuration.
+      config: the configuration.
+      folder: of the run that is to go on; None: the run is new.
+      may_start: whether that run starts if it has no checkpoint.
+    """
+
+    name: str
+    config: TrainConfig
+    folder: pathlib.Path | None
+    may_start: bool
+
+
+def read_command(arguments: Sequence[str]) -> Command:
     """Reads a command line.
 
     Args:
-      arguments: the words after the script's name: `--config FILE` or `--resume FOLDER`, and
-        options of the configuration.
-
-    Returns:
-      The folder of the run that is resumed, or None; the name of the configuration; the
-      configuration.
+      arguments: the words after the script's name: `--config FILE`, `--resume FOLDER` or both `--config FILE` and
+        `--resume-or-start FOLDER`, and options of the configuration.
 
     Raises:
       ValueError: if the command line or the file is wrong, or an option cannot change.
       OSError: if a file cannot be read, or there is no such run.
     """
-    folder, rest = _resumed_folder(arguments)
+    option, folder, rest = _folder_to_resume(arguments)
+    options = {word.partition("=")[0]: word for word in rest}
     if folder is None:
-        return None, *flags.parse(rest, TrainConfig, ["--resume"])
-    for word in rest:
-        if word.partition("=")[0] in ("--config", "--config.run_dir"):
+        return Command(*flags.parse(rest, TrainConfig, _OPTIONS), None, False)
+    not_beside, does = ["--config.run_dir"], "runs"
+    if option == _RESUME:
+        not_beside, does = (
+            ["--config", *not_beside],
+            "reads the options of that run and goes on",
+        )
+    for word in not_beside:
+        if word in options:
             raise ValueError(
-                f"`--resume {folder}` reads the options of that run and goes on in its folder, "
-                f"got `{word}` too. Leave it out, or start a new run without `--resume`."
+                f"`{option} {folder}` {does} in its folder, got `{options[word]}` too. Leave it out, or start a new "
+                f"run without `{option}`."
             )
-    file = folder / "config.json"
+    if option == _OR_START:
+        name, config = flags.parse(rest, TrainConfig, _OPTIONS)
+        if config.checkpoint.every is None:
+            raise ValueError(
+                f"`{option}` goes on from a checkpoint, and this run would have none. Add "
+                "`--config.checkpoint.every=STEPS`."
+            )
+        return Command(name, config, folder, True)
+    file = folder / CONFIG
     if not file.is_file():
         raise FileNotFoundError(
-            f"there is no run `{folder}`: it has no `config.json`. Name the folder of a run; "
+            f"there is no run `{folder}`: it has no `{CONFIG}`. Name the folder of a run; "
             "training prints it as `run folder`."
         )
-    name, config = flags.parse(
-        ["--config", str(file), *rest], TrainConfig, ["--resume"]
-    )
+    name, config = flags.parse(["--config", str(file), *rest], TrainConfig, _OPTIONS)
+    check_same_training(config, file)
+    return Command(name, config, folder, False)
+
+
+CONFIG = "config.json"
+"""The file with the options of a run, in its folder."""
+
+_RESUME, _OR_START = _OPTIONS = ("--resume", "--resume-or-start")
+
+
+def check_same_training(config: TrainConfig, file: pathlib.Path) -> None:
+    """Raises ValueError if a run with the options of a file cannot go on with other ones."""
     before = flags.load(str(file), TrainConfig)
     for field in _FIXED:
         now, then = getattr(config, field), getattr(before, field)
@@ -57,24 +93,29 @@ def resumed_config(
                 f"`{field}` cannot change when a run is resumed, got {now} instead of {then}. "
                 "Start a new run for another training."
             )
-    return folder, name, config
 
 
-def _resumed_folder(arguments: Sequence[str]) -> tuple[pathlib.Path | None, list[str]]:
-    """The folder after `--resume`, and the other words."""
-    folder, rest, words = None, [], iter(arguments)
+def _folder_to_resume(
+    arguments: Sequence[str],
+) -> tuple[str, pathlib.Path | None, list[str]]:
+    """The option that names a folder to go on in, the folder, and the other words."""
+    found, folder, rest, words = "", None, [], iter(arguments)
     for word in words:
         option, equals, value = word.partition("=")
-        if option != "--resume":
+        if option not in _OPTIONS:
             rest.append(word)
             continue
         value = value if equals else next(words, "")
         if not value:
             raise ValueError(
-                "`--resume` needs the folder of a run: `--resume runs/NAME`."
+                f"`{option}` needs the folder of a run: `{option} runs/NAME`."
             )
-        folder = pathlib.Path(value)
-    return folder, rest
+        if found:
+            raise ValueError(
+                f"`{found} {folder}` names the folder, got `{word}` too. Leave one of them out."
+            )
+        found, folder = option, pathlib.Path(value)
+    return found, folder, rest
 
 
 class Resumed(NamedTuple):
@@ -118,7 +159,8 @@ class Resumed(NamedTuple):
         if not steps:
             raise FileNotFoundError(
                 f"`{checkpoints.directory}` has no checkpoint to resume from. Train with "
-                "`--config.checkpoint.every=STEPS`."
+                "`--config.checkpoint.every=STEPS`; a run that ended before its first checkpoint starts again with "
+                "`--resume-or-start FOLDER --config FILE`."
             )
 
         def trains(step: int) -> jpipe.Pipeline:
@@ -138,7 +180,8 @@ class Saver:
     If one cannot be saved, a warning says so, once, and training goes on.
 
     Args:
-      run_dir: the folder of the run, for a message.
+      run_dir: the folder of the run.
+      config_text: the content of its `config.json`, which is written again if somebody removes it.
       checkpoints: of the run.
       every: steps between checkpoints; None: there are none.
       first: the step whose checkpoint the run goes on from; 0: it begins.
@@ -150,11 +193,13 @@ class Saver:
     def __init__(
         self,
         run_dir: pathlib.Path,
+        config_text: str,
         checkpoints: jpipe.Checkpoints,
         every: int | None,
         first: int = 0,
     ):
-        self._run_dir, self._checkpoints, self._every = run_dir, checkpoints, every
+        self._run_dir, self._config_text = run_dir, config_text
+        self._checkpoints, self._every = checkpoints, every
         self._saving: int | None = None
         self._newest: int | None = first or None
         self._has_warned = False
@@ -165,6 +210,7 @@ class Saver:
 
     def __exit__(self, *exception: object) -> None:
         self._finish()
+        self._look_after()
 
     def saves(self, step: int, ends: bool) -> bool:
         """Whether there is a checkpoint after a step."""
@@ -174,6 +220,7 @@ class Saver:
         """Saves a checkpoint while training goes on."""
         self._finish()
         try:
+            self._keep_config()
             self._checkpoints.save(step, state, run={"log": log.position()})
             self._saving = step
         except OSError as error:
@@ -182,6 +229,7 @@ class Saver:
     def how_to_resume(self) -> str:
         """A sentence for a run that was stopped; empty without a checkpoint."""
         self._finish()
+        self._look_after()
         words = f" {self.problem}" if self.problem else ""
         if self._newest is not None:
             words += f" Go on after step {self._newest}: python train/train.py --resume {self._run_dir}."
@@ -198,6 +246,24 @@ class Saver:
             self._warn(error)
         else:
             self._newest, self.problem = step, ""
+
+    def _look_after(self) -> None:
+        """Notes if somebody has removed the newest checkpoint."""
+        if self._newest is None or not is_first():
+            return
+        if self._newest not in self._checkpoints.steps():
+            self.problem = (
+                f"the checkpoint of step {self._newest} was removed from `{self._run_dir}`, so the run cannot go on from "
+                "it."
+            )
+            self._newest = None
+
+    def _keep_config(self) -> None:
+        """Writes the options again if somebody has removed them: without them a checkpoint is of no use."""
+        file = self._run_dir / CONFIG
+        if is_first() and not file.exists():
+            self._run_dir.mkdir(parents=True, exist_ok=True)
+            file.write_text(self._config_text, encoding="utf-8")
 
     def _warn(self, error: OSError) -> None:
         self.problem = f"{error}."

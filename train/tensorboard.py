@@ -25,8 +25,9 @@ class EventFile:
     def __init__(self, directory: pathlib.Path, first_step: int = 1):
         # Not `SummaryWriter`: it writes in a thread, and a run that dies would lose the
         # records that the thread has not written.
+        goes_on = first_step > 1 or any(directory.glob("events.out.tfevents.*"))
         self._writer = EventsWriter(str(directory / "events"))
-        if first_step > 1:
+        if goes_on:
             start = SessionLog(status=SessionLog.START)
             event = Event(wall_time=time.time(), step=first_step, session_log=start)
             self._writer.write_event(event)

@@ -15,10 +15,12 @@ A run writes its files to a new folder `runs/NAME-TIME`: `config.json` with all 
     python train/train.py --config configs/gpt_1f1b.py --config.checkpoint.every=500
     python train/train.py --resume runs/NAME-TIME
     python train/train.py --resume runs/NAME-TIME --config.pipeline.num_stages=2
+    python train/train.py --resume-or-start runs/mine --config configs/gpt_1f1b.py --config.checkpoint.every=500
     python -m jpipe.launch -n 2 --devices 4 train/train.py --config configs/quickstart.py
 
 With checkpoints, a run that ended can go on from its newest one, in the same folder. Its
-stages, replicas, schedule and number of processes may change.
+stages, replicas, schedule and number of processes may change. `--resume-or-start` is for
+jobs that are started again and again: it goes on, or starts if there is no checkpoint yet.
 
 With several processes, the first one writes the folder of the run and prints the log.
 
@@ -28,6 +30,7 @@ if an option or a file is wrong; 3 if the run folder could not be written at the
 after Ctrl-C; 143 after SIGTERM.
 """
 
+import contextlib
 import functools
 import itertools
 import math
@@ -69,7 +72,7 @@ from train.devices import cache_compilations, check_devices, prepare_cpu
 from train.interrupt import Interrupt
 from train.log import Log, NonFiniteGradientsError, NonFiniteLossError
 from train.processes import is_first, leave
-from train.resume import Resumed, Saver, resumed_config
+from train.resume import CONFIG, Resumed, Saver, read_command
 from train.run_dir import shared_run_dir
 
 
@@ -87,6 +90,7 @@ class Run(NamedTuple):
       shards: what each device holds.
       messages: what devices send; empty if nothing of it is compressed.
       run_dir: the folder of the run.
+      config_text: the content of its `config.json`.
       checkpoints: those of the run.
       resumes: whether the run goes on from one of them.
     """
@@ -101,6 +105,7 @@ class Run(NamedTuple):
     shards: list[jpipe.ShardRecord]
     messages: list[jpipe.MessageRecord]
     run_dir: pathlib.Path
+    config_text: str
     checkpoints: jpipe.Checkpoints
     resumes: bool
 
@@ -110,25 +115,26 @@ def main(argv: list[str]) -> int:
     if not argv or "--help" in argv or "-h" in argv:
         return print_help(argv)
     start = time.perf_counter()
-    try:
-        run = prepare(argv)
-        if is_first():
-            print_head(run)
-        start_of, memory = compile_pipeline(run)
-    except (ValueError, OSError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 2
-    with Interrupt("train.py") as interrupt:
+    with contextlib.ExitStack() as until_end:
         try:
-            message = train(run, start_of, memory, interrupt, start)
-            code = 3 if message else 0
-        except (NonFiniteLossError, NonFiniteGradientsError) as error:
-            code, message = 1, f"{error} Training stopped. {remedy(run.config)} "
-        except KeyboardInterrupt as error:
-            # The signal may have come to another process.
-            code = interrupt.exit_code or 128 + signal.SIGTERM
-            message = f"{error} "
-        return finish(run, code, message, start) if is_first() else code
+            run = prepare(argv, until_end)
+            if is_first():
+                print_head(run)
+            start_of, memory = compile_pipeline(run)
+        except (ValueError, OSError) as error:
+            print(f"train.py: {error}", file=sys.stderr)
+            return 2
+        with Interrupt("train.py") as interrupt:
+            try:
+                message = train(run, start_of, memory, interrupt, start)
+                code = 3 if message else 0
+            except (NonFiniteLossError, NonFiniteGradientsError) as error:
+                code, message = 1, f"{error} Training stopped. {remedy(run.config)} "
+            except KeyboardInterrupt as error:
+                # The signal may have come to another process.
+                code = interrupt.exit_code or 128 + signal.SIGTERM
+                message = f"{error} "
+            return finish(run, code, message, start) if is_first() else code
 
 
 def own_rows(mesh: jax.sharding.Mesh, batch: Batch) -> Batch:
@@ -139,14 +145,19 @@ def own_rows(mesh: jax.sharding.Mesh, batch: Batch) -> Batch:
     return next(shares([batch], rows_of))
 
 
-def prepare(argv: list[str]) -> Run:
+def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
     """Reads the options, loads the data and builds the pipelines.
+
+    Args:
+      argv: the words of the command line.
+      until_end: holds the folder for this run until it ends.
 
     Raises:
       ValueError: if an option or a file is wrong, or devices are missing.
       OSError: if a file cannot be read or the run folder cannot be written.
     """
-    resumed_dir, name, config = resumed_config(argv)
+    command = read_command(argv)
+    name, config = command.name, command.config
     schedule = config.pipeline.table()
     warm_up_schedule = config.pipeline.warm_up_table(schedule)
     data = config.data.load()
@@ -159,7 +170,7 @@ def prepare(argv: list[str]) -> Run:
     resolved = {"name": name, **flags.to_json(config), "run_dir": None}
     text = flags.to_text(resolved)
     jpipe.distributed.check_same({"the configuration": text})
-    with shared_run_dir(config.run_dir, name, resumed_dir) as run_dir:
+    with shared_run_dir(command, until_end) as (run_dir, resumes):
         mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
         options = options_of_pipeline(config, mesh)
         batch = own_rows(mesh, batch)
@@ -192,8 +203,9 @@ def prepare(argv: list[str]) -> Run:
         pipe.shards(batch),
         pipe.messages(batch) if compresses else [],
         run_dir,
+        text,
         jpipe.Checkpoints(run_dir / "checkpoints", keep=config.checkpoint.keep),
-        resumes=resumed_dir is not None,
+        resumes,
     )
 
 
@@ -208,7 +220,7 @@ def draws(schedule: jpipe.Schedule) -> bool:
 
 def write_config(run_dir: pathlib.Path, text: str) -> None:
     """Writes `config.json`. Other options that a resumed run had before stay in `config-1.json` and so on."""
-    path = run_dir / "config.json"
+    path = run_dir / CONFIG
     if path.exists() and path.read_text(encoding="utf-8") != text:
         numbers = itertools.count(1)
         names = (run_dir / f"config-{number}.json" for number in numbers)
@@ -356,7 +368,13 @@ def train(
             start=start,
             resumed=resumed_log,
         ) as log,
-        Saver(run.run_dir, run.checkpoints, config.checkpoint.every, first) as saver,
+        Saver(
+            run.run_dir,
+            run.config_text,
+            run.checkpoints,
+            config.checkpoint.every,
+            first,
+        ) as saver,
     ):
         if not run.resumes:
             memory_record = {"step": 0, "memory_bytes": memory._asdict()}
@@ -551,7 +569,7 @@ def print_help(argv: list[str]) -> int:
     config, rest = None, [word for word in argv if word not in ("--help", "-h")]
     if rest:
         try:
-            _, _, config = resumed_config(rest)
+            config = read_command(rest).config
         except (ValueError, OSError) as error:
             print(f"train.py: {error}", file=sys.stderr)
             return 2

@@ -15,6 +15,7 @@ from helpers import file_size_limit, log_of
 
 import jpipe
 from train import train as script
+from train.run_dir import _locked
 from train.train import main
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -131,6 +132,69 @@ def test_an_asynchronous_run_goes_on_with_what_is_in_flight(tmp_path):
         assert main(["--resume", str(folder)]) == 0
         assert records(folder) == records(whole)
         np.testing.assert_equal(params(folder), params(whole))
+
+
+def test_one_command_starts_a_run_and_goes_on_with_it(whole, tmp_path, capsys):
+    """As a cluster gives it again and again: nothing yet; killed before its first checkpoint; and after it."""
+    folder = tmp_path / "run"
+    command = ["--resume-or-start", str(folder), *TINY]
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("checkpoints"))
+    (folder / "checkpoints" / "00000003.saving").mkdir(parents=True)
+    assert main(command) == 0
+    assert "resumed" not in capsys.readouterr().out
+    assert records(folder) == records(whole)
+    np.testing.assert_equal(params(folder), params(whole))
+    folder = folder.rename(tmp_path / "ended")
+    stopped_after(folder, 6, tmp_path / "run")
+    (tmp_path / "run" / "config.json").unlink()
+    assert main(command) == 2
+    assert "it is not the folder of a run" in capsys.readouterr().err
+    shutil.copy(folder / "config.json", tmp_path / "run")
+    assert main([*command, "--config.seed=3"]) == 2
+    assert "`seed` cannot change when a run is resumed" in capsys.readouterr().err
+    assert main(command) == 0
+    assert "resumed after step 6 of 9" in capsys.readouterr().out
+    assert records(tmp_path / "run") == records(whole)
+
+
+LOCKED = """
+import sys
+from train.run_dir import _locked
+with _locked(__import__("pathlib").Path(sys.argv[1])):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_runs_of_one_folder(whole, tmp_path, capsys):
+    """The second is refused, and changes nothing, until the first is gone, even if it was killed."""
+    folder = stopped_after(whole, 9, tmp_path / "run")
+    before = (folder / "log.jsonl").read_bytes()
+    first = subprocess.Popen(
+        [sys.executable, "-c", LOCKED, str(folder)],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert first.stdout.readline() == b"locked\n"
+        for words in (
+            ["--resume", str(folder)],
+            ["--resume-or-start", str(folder), *TINY],
+        ):
+            assert main(words) == 2
+            error = capsys.readouterr().err
+            assert error.count("\n") == 1
+            assert (
+                f"another run is at work in `{folder}`: process {first.pid} on" in error
+            )
+    finally:
+        first.kill()
+        first.wait()
+        first.stdin.close(), first.stdout.close()
+    assert (folder / "log.jsonl").read_bytes() == before
+    with _locked(folder):
+        pass
 
 
 @pytest.mark.exhaustive
@@ -262,6 +326,46 @@ def test_a_signal_in_an_evaluation_loses_no_step(whole, tmp_path, monkeypatch, c
     np.testing.assert_equal(params(folder), params(whole))
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_a_run_whose_folder_is_removed_leaves_what_it_can(
+    at_the_end, tmp_path, monkeypatch, capsys
+):
+    """With a later checkpoint all that resuming needs; else it says that there is none."""
+    evaluate, folder = script.evaluate, tmp_path / "run"
+    checkpoints = jpipe.Checkpoints(folder / "checkpoints")
+
+    def removing(*args):
+        newest = 9 if at_the_end else 3
+        while checkpoints.steps()[-1:] != [newest]:
+            time.sleep(0.01)
+        shutil.rmtree(folder)
+        return evaluate(*args)
+
+    words = options(f"run_dir={folder}")
+    if at_the_end:
+        words += options("eval_every=none", "eval_batches=none")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            script, "evaluate", removing if at_the_end else once(removing, evaluate)
+        )
+        code = main([*TINY, *words])
+    error = capsys.readouterr().err
+    if at_the_end:
+        assert code == 3
+        assert "the checkpoint of step 9 was removed" in error
+        assert not folder.exists()
+    else:
+        assert code == 0 and "the log" in error
+        assert main(["--resume", str(folder)]) == 0
+
+
+def once(first, then):
+    """A function that is another one from the second call on."""
+    functions = iter([first])
+    return lambda *args: next(functions, then)(*args)
+
+
 WRONG = [
     (["--resume"], "`--resume` needs the folder of a run"),
     (["--resume", "nowhere"], "there is no run `nowhere`"),
@@ -273,7 +377,11 @@ WRONG = [
     (["--resume", "RUN", "--config.optimizer.name=sgd"], "another optimizer"),
     (["--resume", "RUN", "--config.num_step=50"], "unknown option .*num_steps"),
     (["--resumed", "RUN"], "Did you mean '--resume'"),
-    (["--resume", "EMPTY"], "has no checkpoint to resume from"),
+    (["--resume", "EMPTY"], "has no checkpoint to resume from. .*--resume-or-start"),
+    (["--resume-or-start", "RUN"], "no configuration. Name a file"),
+    (["--resume-or-start", "RUN", "--resume", "RUN"], "Leave one of them out"),
+    (["--resume-or-start", "RUN", *TINY, "--config.checkpoint.every=none"], "no.*Add"),
+    (["--resume-or-start", "RUN", *TINY, "--config.run_dir=a"], "runs in its folder"),
     ([*TINY, "--config.checkpoint.every=0"], "`every` must be at least 1"),
     ([*TINY, "--config.checkpoint.keep=0"], "`keep` must be at least 1"),
 ]

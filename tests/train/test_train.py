@@ -137,6 +137,7 @@ def test_a_run_from_a_shell(tmp_path):
     names = {path.name for path in run_dir.iterdir()}
     (events,) = run_dir.glob("events.out.tfevents.*")
     assert names == {
+        ".lock",
         "config.json",
         "log.jsonl",
         "schedule.svg",
