@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jpipe._cells import IDLE, idle_cells
+from jpipe.foreign import shortened
 
 if TYPE_CHECKING:
     from jpipe.schedule import Schedule
 
 _LETTERS = {"F": "forward", "B": "backward", "W": "weight_grad", "U": "update"}
-_OPERATION = re.compile(r"([FB])(-?\d+)(?:@(-?\d+))?|([WU])(-?\d+)")
-_COLUMN = re.compile(r"(\d+)@(\d+)")
+# Numbers of 18 digits fit int64, and no table has as many of anything.
+_OPERATION = re.compile(
+    r"([FB])(-?\d{1,18})(?:@(-?\d{1,18}))?|([WU])(-?\d{1,18})", re.ASCII
+)
+_COLUMN = re.compile(r"(\d{1,18})@(\d{1,18})", re.ASCII)
 
 
 def to_text(schedule: "Schedule") -> str:
@@ -68,7 +72,7 @@ def parse(text: str) -> dict:
     if not all(columns):
         raise ValueError(
             f"line {number}: the header must name columns `stage@device`, such as "
-            f"`0@0 1@1`, got `{' '.join(header)}`."
+            f"`0@0 1@1`, got `{shortened(' '.join(header), 200)}`."
         )
     cells = idle_cells(len(rows), len(header))
     for t, (row, words) in enumerate(rows):
@@ -97,13 +101,13 @@ def _parse_cell(word: str, number: int, cells: dict, t: int, c: int) -> None:
         match = _OPERATION.fullmatch(operation)
         if match is None:
             raise ValueError(
-                f"line {number}: cannot read `{operation}`; a cell is `.` or any of "
+                f"line {number}: cannot read `{shortened(operation, 200)}`; a cell is `.` or any of "
                 "`F3`, `B1@-1`, `W0`, `U1` joined by commas."
             )
         field = _LETTERS[match[1] or match[4]]
         if cells[field][t, c] != IDLE:
             raise ValueError(
-                f"line {number}: `{word}` has two of `{operation[0]}`; a column runs "
+                f"line {number}: `{shortened(word, 200)}` has two of `{operation[0]}`; a column runs "
                 "each kind of operation at most once per tick."
             )
         cells[field][t, c] = _number(match[2] or match[5], operation, number)
@@ -147,9 +151,22 @@ def with_mark(schedule: "Schedule", message: str, tick: int | None, column: int)
             for c, cell in enumerate(row)
         ]
     labels = ["", *(f"tick {t}" for t in range(schedule.num_ticks))]
-    lines = _align([[label, *row] for label, row in zip(labels, rows, strict=True)])
-    lines[marked_row] += "  <-- here"
+    table = [[label, *row] for label, row in zip(labels, rows, strict=True)]
+    shown_rows = _around(marked_row, len(table))
+    shown_columns = _around(column + 1, len(table[0]))
+    lines = _align([[table[r][c] for c in shown_columns] for r in shown_rows])
+    lines[shown_rows.index(marked_row)] += "  <-- here"
     return "\n".join([f"schedule {schedule.name!r}, {where}: {message}", *lines])
+
+
+_MOST_SHOWN = 40
+"""Rows, and columns, of a table that an error message shows."""
+
+
+def _around(index: int, size: int) -> list[int]:
+    """The head of a table, and as much of it around an index as a message shows."""
+    start = max(1, min(index - _MOST_SHOWN // 2, size - _MOST_SHOWN))
+    return [0, *range(start, min(start + _MOST_SHOWN, size))]
 
 
 def _align(rows: list[list[str]]) -> list[str]:

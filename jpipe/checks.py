@@ -346,10 +346,14 @@ def batch_size(batch: Any) -> int:
             '`batch` must be a dict of arrays with an entry "inputs", which feeds layer '
             f"0, got {got}."
         )
+    if not jax.tree.leaves(batch["inputs"]):
+        raise ValueError(
+            f'`batch["inputs"]` must hold an array, which feeds layer 0, got {batch["inputs"]!r}.'
+        )
     sizes = {}
     for path, leaf in jax.tree.leaves_with_path(dict(batch)):
         name = f"batch{jax.tree_util.keystr(path)}"
-        if len(getattr(leaf, "shape", ())) == 0:
+        if not hasattr(leaf, "dtype") or len(getattr(leaf, "shape", ())) == 0:
             is_in_list = any(isinstance(k, jax.tree_util.SequenceKey) for k in path)
             remedy = " Convert lists with `np.asarray`." if is_in_list else ""
             raise ValueError(

@@ -31,6 +31,7 @@ the *lanes* in which the device runs several microbatches of the stage in one ti
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ from jpipe._cells import CELL_FIELDS, idle_cells
 from jpipe._cells import IDLE as IDLE
 from jpipe._schedule_facts import Facts as Facts
 from jpipe._schedule_rules import RULES
+from jpipe.foreign import shown
 from jpipe.warn import warn
 
 
@@ -615,10 +617,21 @@ def wrong_counts(**counts: int) -> str | None:
         integer = isinstance(count, int | np.integer) and not isinstance(count, bool)
         if not integer or count < 1:
             return (
-                f"`{name}` must be an integer of at least 1, got {count!r}: with none "
+                f"`{name}` must be an integer of at least 1, got {shown(count)}: with none "
                 "there is nothing to run. Pass 1 or more."
             )
+    num_cells = math.prod(map(int, counts.values()))
+    if num_cells > MOST_CELLS:
+        given = ", ".join(f"`{name}`={shown(n)}" for name, n in counts.items())
+        return (
+            f"{given} make a table of {shown(num_cells)} operations of each kind, and at most {MOST_CELLS:,} fit the "
+            "memory of a machine. Pass smaller numbers."
+        )
     return None
+
+
+MOST_CELLS = 2**26
+"""Operations of one kind in a table. Its arrays take at least 100 times as many bytes."""
 
 
 def check_counts(**counts: int) -> None:

@@ -3,6 +3,8 @@
 import math
 import re
 
+from jpipe.foreign import shown
+
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{binary}B": (1024 if binary else 1000) ** power
     for power, prefix in enumerate("KMGT", 1)
@@ -26,10 +28,10 @@ def parse_size(text: str) -> float:
         factor = _UNITS[unit if unit.endswith("B") or not unit else f"{unit}B"]
     except (TypeError, KeyError, ValueError):
         raise ValueError(
-            f"must be bytes such as 2GiB, 500MB or 1.25e9, got {text!r}."
+            f"must be bytes such as 2GiB, 500MB or 1.25e9, got {shown(text)}."
         ) from None
     if not 0 < number * factor < math.inf:
-        raise ValueError(f"must be above 0, got {text!r}.")
+        raise ValueError(f"must be above 0, got {shown(text)}.")
     return number * factor
 
 

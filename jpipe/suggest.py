@@ -2,10 +2,11 @@
 
 import difflib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 def did_you_mean(
-    word: str,
+    word: Any,
     known: Iterable[str],
     aliases: Mapping[str, str] | None = None,
     *,
@@ -16,7 +17,7 @@ def did_you_mean(
     Case and punctuation do not count: "1F1B" and "1f1b" are one word.
 
     Args:
-      word: the word that is not known.
+      word: the word that is not known; what is no text, or a long one, is near to nothing.
       known: the words that are.
       aliases: other usual names, each with the known word that it stands for.
       cutoff: the least similarity of a suggestion, from 0 (anything) to 1 (the same word).
@@ -32,10 +33,16 @@ def did_you_mean(
       >>> did_you_mean("x", ["ticks"])
       ''
     """
+    if not isinstance(word, str) or len(word) > _LONGEST:
+        return ""
     candidates = {_letters(alias): name for alias, name in (aliases or {}).items()}
     candidates |= {_letters(name): name for name in known}
     nearest = difflib.get_close_matches(_letters(word), candidates, n=1, cutoff=cutoff)
     return f" Did you mean {candidates[nearest[0]]!r}?" if nearest else ""
+
+
+_LONGEST = 200
+"""Letters of a word that may be a misspelt one."""
 
 
 def _letters(word: str) -> str:

@@ -289,6 +289,14 @@ WRONG_BATCHES = {
         {**batch_of(4), "name": np.array(["a"] * 4)},
         r"`batch\['name'\]` .*dtype",
     ),
+    "a view of memory": (
+        {"inputs": memoryview(np.zeros((4, 4), np.float32))},
+        r"`batch\['inputs'\]` must be an array .*got <memory",
+    ),
+    "nothing": (
+        {"inputs": None, "targets": batch_of(4)["targets"]},
+        r"""`batch\["inputs"\]` must hold an array, .*got None""",
+    ),
     "too wide": (
         {
             "inputs": np.zeros((4, 3), np.float32),

@@ -24,7 +24,9 @@ def test_the_nearest_word(word, suggestion):
     assert did_you_mean(word, KNOWN, ALIASES) == f" Did you mean {suggestion!r}?"
 
 
-@pytest.mark.parametrize("word", ["x", "", "--", "learning_rate"])
+@pytest.mark.parametrize(
+    "word", ["x", "", "--", "learning_rate", 3, None, "gpipe" * 99]
+)
 def test_no_word_is_near(word):
     assert did_you_mean(word, KNOWN, ALIASES) == ""
 

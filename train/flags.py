@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
+from jpipe.foreign import read_json
 from jpipe.suggest import did_you_mean
 
 _EXAMPLES = {int: "12", float: "3e-4", bool: "true or false", str: "text"}
@@ -136,7 +137,7 @@ def _load_python(path: str, config_class: type) -> Any:
         spec.loader.exec_module(module)
         if hasattr(module, "get_config"):
             config = module.get_config()
-    except Exception as error:  # the file may do anything
+    except (Exception, SystemExit) as error:  # the file may do anything
         raise ValueError(f"{_location(error, path)}: {_reason(error)}") from error
     if not hasattr(module, "get_config"):
         raise ValueError(
@@ -151,7 +152,7 @@ def _load_python(path: str, config_class: type) -> Any:
     return config
 
 
-def _location(error: Exception, path: str) -> str:
+def _location(error: BaseException, path: str) -> str:
     """The file, and the line in it that an error comes from."""
     absolute = os.path.abspath(path)  # as the import system names it
     frames = traceback.extract_tb(error.__traceback__)
@@ -161,7 +162,7 @@ def _location(error: Exception, path: str) -> str:
     return f"`{path}`, line {lines[-1]}" if lines else f"`{path}`"
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """An error in one line. A `ValueError` of a configuration needs no name."""
     text = error.msg if isinstance(error, SyntaxError) else str(error)
     text = " ".join(text.split())
@@ -170,10 +171,7 @@ def _reason(error: Exception) -> str:
 
 def _load_json(path: str, config_class: type) -> tuple[str, Any]:
     """The name and the configuration in a file that `to_json` made."""
-    try:
-        values = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:  # no JSON, or no UTF-8
-        raise ValueError(f"`{path}` is not JSON: {error}.") from error
+    values = read_json(path)
     if not isinstance(values, dict) or values.get("type") != config_class.__name__:
         raise ValueError(
             f"`{path}` must hold the options of a {config_class.__name__}, as training "

@@ -20,6 +20,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from jpipe.foreign import shortened
 from train import flags
 from train.plan import count, size
 
@@ -113,7 +114,7 @@ def main(argv: list[str]) -> int:
             raise ValueError("`--to-device` goes with `--to-host`: add it.")
         return show(args, ["--config", args.config, *overrides])
     except (ValueError, OSError, ImportError) as error:
-        print(f"memory.py: {error}", file=sys.stderr)
+        print(f"memory.py: {shortened(str(error))}", file=sys.stderr)
         return 2
 
 

@@ -39,6 +39,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from jpipe import solvers
+from jpipe.foreign import shortened
 from jpipe.sizes import parse_size
 from train import flags
 
@@ -178,7 +179,7 @@ def main(argv: list[str]) -> int:
             return plan_graph(args)
         return plan_model(args, ["--config", args.config, *overrides], argv)
     except (ValueError, OSError) as error:
-        print(f"plan.py: {error}", file=sys.stderr)
+        print(f"plan.py: {shortened(str(error))}", file=sys.stderr)
         return 2
 
 

@@ -11,12 +11,15 @@ training examples are made harder by random shifts and dropout, held-out ones ar
 
 import functools
 import io
-import json
 import math
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+
+from jpipe.foreign import parse, read_text, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,9 +51,9 @@ def read(run_dir: pathlib.Path) -> list[dict]:
             "`run folder`."
         )
     records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         try:
-            record = json.loads(line)
+            record = parse(line, path)
             record["step"]
         except (ValueError, KeyError, TypeError):
             raise ValueError(
@@ -305,7 +308,7 @@ def main(argv: list[str]) -> int:
         if path is None:
             raise ValueError(f"the log in `{argv[0]}` has nothing to draw yet.")
     except (ValueError, OSError) as error:
-        print(f"plot.py: {error}", file=sys.stderr)
+        print(f"plot.py: {shortened(str(error))}", file=sys.stderr)
         return 2
     print(path)
     return 0

@@ -26,6 +26,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from jpipe.foreign import shortened
 from train import flags
 from train.plan import count, size
 
@@ -96,7 +97,7 @@ def main(argv: list[str]) -> int:
             )
         return search_model(args, ["--config", args.config, *overrides])
     except (ValueError, OSError) as error:
-        print(f"search.py: {error}", file=sys.stderr)
+        print(f"search.py: {shortened(str(error))}", file=sys.stderr)
         return 2
 
 

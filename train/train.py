@@ -56,6 +56,7 @@ import numpy as np
 
 import jpipe
 from jpipe import draw
+from jpipe.foreign import shortened
 from models import Loss
 from train import flags, plot, report, stability
 from train.config import TrainConfig
@@ -122,7 +123,7 @@ def main(argv: list[str]) -> int:
                 print_head(run)
             start_of, memory = compile_pipeline(run)
         except (ValueError, OSError) as error:
-            print(f"train.py: {error}", file=sys.stderr)
+            print(f"train.py: {shortened(str(error))}", file=sys.stderr)
             return 2
         with Interrupt("train.py") as interrupt:
             try:
@@ -571,7 +572,7 @@ def print_help(argv: list[str]) -> int:
         try:
             config = read_command(rest).config
         except (ValueError, OSError) as error:
-            print(f"train.py: {error}", file=sys.stderr)
+            print(f"train.py: {shortened(str(error))}", file=sys.stderr)
             return 2
     print(f"{__doc__}\nOptions:\n{flags.usage(TrainConfig, config)}")
     return 0

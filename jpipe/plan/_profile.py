@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from jpipe.foreign import read_json
 from jpipe.layers.avals import num_bytes
 from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._profile_file import WrongField, decode, text_of
@@ -369,14 +370,9 @@ class Profile:
           OSError: if the file cannot be read.
         """
         try:
-            with open(path, encoding="utf-8") as file:
-                content = json.load(file)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"{path}:{error.lineno}: not JSON: {error.msg}. Delete the file to profile again."
-            ) from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not a text file ({error}).") from None
+            content = read_json(path)
+        except ValueError as error:
+            raise ValueError(f"{error} Delete the file to profile again.") from None
         return cls.from_json(content, path)
 
     @classmethod

@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jpipe.foreign import read_text
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules._search import SearchResult as SearchResult
 from jpipe.schedules._search import search as search
@@ -204,8 +205,9 @@ def read(path: str | os.PathLike[str]) -> Schedule:
       OSError: if the file cannot be read.
     """
     path = pathlib.Path(path)
+    text = read_text(path)
     try:
-        return Schedule.from_text(path.read_text(), name=path.stem).check()
+        return Schedule.from_text(text, name=path.stem).check()
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -4,9 +4,11 @@ import json
 import math
 import os
 import pathlib
+import sys
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
+from jpipe.foreign import read_json, shown
 from jpipe.soap.graph import Operator, OperatorGraph
 from jpipe.soap.machine import Machine
 from jpipe.soap.regions import read, volume
@@ -172,12 +174,20 @@ def signature(graph: OperatorGraph, operator: Operator) -> str:
 
 def _read(path: pathlib.Path) -> dict[str, tuple[float, float]]:
     try:
-        entries: Mapping = json.loads(path.read_text())
+        entries: Mapping = read_json(path)
         return {
-            str(key): (float(e["forward_seconds"]), float(e["backward_seconds"]))
+            str(key): (_seconds(e["forward_seconds"]), _seconds(e["backward_seconds"]))
             for key, e in entries.items()
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"`{path}` is no profile of operators ({type(error).__name__}: {error}). Remove it, and it is made anew."
         ) from None
+
+
+def _seconds(value: Any) -> float:
+    """A time of a file. Python's JSON has NaN and infinity too."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value <= sys.float_info.max:
+        raise ValueError(f"seconds must be a number of at least 0, got {shown(value)}")
+    return float(value)

@@ -1,7 +1,6 @@
 """The devices and links that a strategy is simulated on."""
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
@@ -9,6 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jpipe.foreign import parse, read_json, read_text
 from jpipe.suggest import did_you_mean
 
 _GB = 1e9
@@ -312,11 +312,10 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
             f"there is no machine {str(path)!r}: give a TOML or JSON file, or one of {', '.join(PRESETS)}."
             + did_you_mean(str(path), PRESETS)
         )
-    text = file.read_text()
-    try:
-        fields = json.loads(text) if file.suffix == ".json" else tomllib.loads(text)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"`{path}` cannot be read: {error}.") from None
+    if file.suffix == ".json":
+        fields = read_json(file)
+    else:
+        fields = parse(read_text(file), path, tomllib.loads, "TOML")
     if not isinstance(fields, Mapping):
         raise ValueError(f"`{path}` must hold the fields of a machine, got a list.")
     try:

@@ -7,9 +7,11 @@ import math
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from jpipe.foreign import read_json, shown
 from jpipe.soap.graph import PARAMETER, REDUCTION, Operator, OperatorGraph
 from jpipe.soap.regions import followed, plain, read_all
 from jpipe.suggest import did_you_mean
@@ -303,17 +305,23 @@ def from_records(
     """
     names = [each.name for each in graph.operators]
     given: dict[str, Mapping] = {}
+    if not isinstance(records, list | tuple):
+        raise ValueError(f"a strategy is a list, got {shown(records)}.")
     for each in records:
-        if set(each) != {"operator", "degrees", "devices"}:
+        if not isinstance(each, Mapping) or set(each) != _FIELDS:
             raise ValueError(
-                f"a strategy is a list of `operator`, `degrees` and `devices`, got {sorted(each)}."
+                f"a strategy is a list of `operator`, `degrees` and `devices`, got {shown(each)}."
             )
-        if each["operator"] not in names:
+        name = each["operator"]
+        if name not in names:
             raise ValueError(
-                f"the graph has no operator {each['operator']!r}."
-                + did_you_mean(each["operator"], names)
+                f"the graph has no operator {shown(name)}.{did_you_mean(name, names)}"
             )
-        given[each["operator"]] = each
+        if not isinstance(each["degrees"], Mapping):
+            raise ValueError(
+                f"operator {name!r}: degrees are by kind and number of the loop, got {shown(each['degrees'])}."
+            )
+        given[name] = each
     missing = [name for name in names if name not in given]
     if missing:
         raise ValueError(f"the strategy lacks operator {missing[0]!r}.")
@@ -323,12 +331,32 @@ def from_records(
         wanted = [f"{loop.kind}{i}" for i, loop in enumerate(operator.loops)]
         if set(each["degrees"]) != set(wanted):
             raise ValueError(
-                f"operator {operator.name!r} has the loops {', '.join(wanted)}, got {', '.join(each['degrees'])}."
+                f"operator {operator.name!r} has the loops {', '.join(wanted)}, got {shown(list(each['degrees']))}."
             )
-        degrees = tuple(int(each["degrees"][name]) for name in wanted)
-        strategy.append(Config(degrees, tuple(int(d) for d in each["devices"])))
+        degrees = [each["degrees"][name] for name in wanted]
+        strategy.append(
+            Config(
+                _whole_numbers(operator.name, "degrees", degrees),
+                _whole_numbers(operator.name, "devices", each["devices"]),
+            )
+        )
     check_strategy(graph, strategy, num_devices)
     return tuple(strategy)
+
+
+_FIELDS = {"operator", "degrees", "devices"}
+
+
+def _whole_numbers(operator: str, what: str, values: Any) -> tuple[int, ...]:
+    """The degrees or the devices of an operator, as a file has them."""
+    are_whole = isinstance(values, list | tuple) and all(
+        isinstance(each, int) and not isinstance(each, bool) for each in values
+    )
+    if not are_whole:
+        raise ValueError(
+            f"operator {operator!r}: {what} must be whole numbers, got {shown(values)}."
+        )
+    return tuple(values)
 
 
 def save_strategy(
@@ -351,15 +379,15 @@ def load_strategy(
       ValueError: if the file holds none, or it does not fit the graph or the devices.
       OSError: if the file cannot be read.
     """
+    content = read_json(path)
     try:
-        content = json.loads(pathlib.Path(path).read_text())
         records, made_for = content["strategy"], content["num_devices"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (KeyError, TypeError):
         raise ValueError(
             f"`{path}` holds no strategy: it must be JSON with `num_devices` and `strategy`."
         ) from None
     if made_for != num_devices:
         raise ValueError(
-            f"`{path}` is for {made_for} devices, got {num_devices}. Search again for {num_devices}."
+            f"`{path}` is for {shown(made_for)} devices, got {num_devices}. Search again for {num_devices}."
         )
     return from_records(graph, records, num_devices)

@@ -7,6 +7,7 @@ import os
 import re
 from typing import Any
 
+from jpipe.foreign import read_text
 from jpipe.solvers.graph import FORMAT, LIMITS, FaultyItem, Graph, Id, Node
 
 
@@ -34,12 +35,7 @@ def read_graph(path: str | os.PathLike, format: str = "jpipe") -> Graph:
         raise ValueError(
             f"`format` must be one of {', '.join(READERS)}, got {format!r}."
         )
-    with open(path, encoding="utf-8-sig") as file:
-        try:
-            text = file.read()
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}: not a text file ({error}).") from None
-    return READERS[format](str(path), text)
+    return READERS[format](str(path), read_text(path, "utf-8-sig"))
 
 
 def _graph(path, nodes, edges, **limits) -> Graph:

@@ -65,7 +65,7 @@ def test_a_machine_file(tmp_path):
         ("flops", "overlap = false\nflops", None),
         ("levels = [", "levels = [3,", r"`levels\[0\]` must have named fields"),
         ("levels = [", "levels = [", None),
-        ("flops = 1e13", "flops = = 3", "cannot be read"),
+        ("flops = 1e13", "flops = = 3", "is not TOML"),
     ],
 )
 def test_wrong_machine_files(tmp_path, old, new, words):

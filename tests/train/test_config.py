@@ -179,6 +179,7 @@ def test_no_configuration_is_named():
 @pytest.mark.parametrize(
     "content, message",
     [
+        ("raise SystemExit(3)", "some.py`, line 1: SystemExit: 3"),
         ("def get_config():\n  return 3", "must return a Options, got int"),
         ("x = 1", "must define `get_config()`"),
         ("x = 1\ndef get_config(:", "some.py`, line 2: SyntaxError: invalid syntax"),
