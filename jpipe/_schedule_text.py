@@ -18,11 +18,8 @@ if TYPE_CHECKING:
     from jpipe.schedule import Schedule
 
 _LETTERS = {"F": "forward", "B": "backward", "W": "weight_grad", "U": "update"}
-# Numbers of 18 digits fit int64, and no table has as many of anything.
-_OPERATION = re.compile(
-    r"([FB])(-?\d{1,18})(?:@(-?\d{1,18}))?|([WU])(-?\d{1,18})", re.ASCII
-)
-_COLUMN = re.compile(r"(\d{1,18})@(\d{1,18})", re.ASCII)
+_OPERATION = re.compile(r"([FB])(-?\d+)(?:@(-?\d+))?|([WU])(-?\d+)", re.ASCII)
+_COLUMN = re.compile(r"(\d+)@(\d+)", re.ASCII)
 
 
 def to_text(schedule: "Schedule") -> str:
