@@ -50,19 +50,17 @@ def sameness(value: Any) -> Hashable:
     kind = type(value)
     if kind in _PRINTED or isinstance(value, np.dtype):
         return _Parts(kind, repr(value))
-    if kind in (tuple, list):
+    is_plain = not getattr(value, "__dict__", None)
+    if kind is list or (isinstance(value, tuple) and is_plain):
         return _Parts(kind, tuple(map(sameness, value)))
-    if kind is dict or (_is_flax(kind) and isinstance(value, Mapping)):
+    is_of_flax = kind.__module__.startswith("flax.")
+    if kind is dict or (is_of_flax and isinstance(value, Mapping)):
         items = [(sameness(k), sameness(v)) for k, v in value.items()]
         return _Parts(kind, tuple(items))
-    if _is_flax(kind) and dataclasses.is_dataclass(value):
+    if kind.__module__.startswith("flax.nnx.") and dataclasses.is_dataclass(value):
+        # The graphs of modules, whose fields say all that a module is.
         values = [getattr(value, field.name) for field in dataclasses.fields(value)]
         return _Parts(kind, tuple(map(sameness, values)))
     if kind is jax.tree_util.PyTreeDef:
         return _Parts(kind, (sameness(value.node_data()), sameness(value.children())))
     return _Identity(value)
-
-
-def _is_flax(kind: type) -> bool:
-    """Whether a type is of the graphs of Flax NNX, whose fields say all that a module is."""
-    return kind.__module__.startswith("flax.nnx.")
