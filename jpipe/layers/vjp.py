@@ -116,6 +116,8 @@ def trace_forward(
         ys, vjp, aux = jax.vjp(
             of_differentiated, ps, [xs[i] for i in differentiated], has_aux=True
         )
+        # `jax.checkpoint` hands literals on as numbers.
+        ys, aux = ([jnp.asarray(value) for value in values] for values in (ys, aux))
         residuals, trees["vjp"] = jax.tree.flatten(as_numbers(vjp))
         trees["outputs"] = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in ys]
         return [*ys, *aux, *residuals]

@@ -131,6 +131,14 @@ def test_values_beside_an_activation_travel(name):
     assert_close(after, params, "float32")
 
 
+def test_a_number_travels_out_of_a_checkpoint():
+    make, use = PAIRS["a number of Python"]
+    policy = jax.checkpoint_policies.nothing_saveable
+    losses, before, _ = trained([FIRST, make, use, LAST], recompute=policy)
+    want, _ = plain(lambda p, x: LAST.apply(p[3], 2 * first(p[0], x)), before)
+    np.testing.assert_allclose(losses, want, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["a key", "no elements", "complex"])
 def test_they_also_travel_past_stages(name):
     make, use = PAIRS[name]
