@@ -17,7 +17,7 @@ from jpipe.layers.avals import is_inexact
 from jpipe.layers.layer import Layer
 from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.lower import mixes_minibatches
-from jpipe.mesh import DATA, FSDP, HOST_MEMORY, STAGE, memory_kinds
+from jpipe.mesh import DATA, FSDP, HOST_MEMORY, STAGE, automatic, memory_kinds
 from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import axes
 from jpipe.processes import check_processes
@@ -159,7 +159,7 @@ def check_ties(ties: Any) -> list:
 
 
 def check_mesh(mesh: Any, schedule: Schedule) -> Mesh:
-    """The mesh, if it has an axis "stage" of the schedule's number of devices."""
+    """The mesh, its axes automatic, if it has an axis "stage" of the schedule's number of devices."""
     if not isinstance(mesh, Mesh):
         raise ValueError(
             f"`mesh` must be a `jax.sharding.Mesh`, got {type(mesh).__name__}. Make it "
@@ -179,7 +179,7 @@ def check_mesh(mesh: Any, schedule: Schedule) -> Mesh:
             f"{sizes[STAGE]} devices."
         )
     check_processes(mesh)
-    return mesh
+    return automatic(mesh)
 
 
 def check_overlap(overlap: Any, mesh: Mesh) -> bool:
@@ -385,18 +385,22 @@ def check_not_traced(method: str, *trees: Any) -> None:
 
 
 def check_key(key: Any) -> jax.Array:
-    """The random key, typed."""
-    is_key = isinstance(key, jax.Array) and (
-        jnp.issubdtype(key.dtype, jax.dtypes.prng_key) or key.shape == (2,)
+    """The random key, typed, on the default device."""
+    is_typed = isinstance(key, jax.Array) and jnp.issubdtype(
+        key.dtype, jax.dtypes.prng_key
     )
-    if not is_key:
+    if not (isinstance(key, jax.Array) and key.shape == (() if is_typed else (2,))):
+        got = type(key).__name__
+        if isinstance(key, jax.Array | np.ndarray):
+            got = f"an array {key.dtype}{list(key.shape)}"
         raise ValueError(
             "`key` must be a key as `jax.random.key(seed)` makes it, got "
-            f"{key if isinstance(key, int) else type(key).__name__}."
+            f"{key if isinstance(key, int) else got}."
         )
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    return key
+    impl = jax.random.key_impl(key) if is_typed else None
+    # Its value counts, not the devices that it is on.
+    data = np.asarray(jax.random.key_data(key) if is_typed else key)
+    return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
 
 
 # -- Weights and states

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 STAGE, DATA, FSDP, MODEL = "stage", "data", "fsdp", "model"
 """Names of the axes of a mesh."""
@@ -38,6 +38,22 @@ def on_platform(platform: str) -> contextlib.AbstractContextManager:
         return jax.default_device(jax.local_devices(backend=platform)[0])
     except RuntimeError:
         return contextlib.nullcontext()
+
+
+def automatic(mesh: Mesh) -> Mesh:
+    """The mesh with axes of the type that the engine needs. `jax.make_mesh` makes them explicit."""
+    types = (AxisType.Auto,) * len(mesh.axis_names)
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=types)
+
+
+def with_automatic_axes(a: jax.Array) -> jax.Array:
+    """The array where it lies, without explicit axes, of which JAX wants to know how every result is split."""
+    on = a.sharding
+    if not isinstance(on, NamedSharding):
+        return a
+    assert isinstance(on.mesh, Mesh)
+    mesh = automatic(on.mesh)
+    return jax.device_put(a, NamedSharding(mesh, on.spec, memory_kind=on.memory_kind))
 
 
 def make_mesh(

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from jpipe import agreement, checks, costs, entry_points, portable, traffic
-from jpipe._watchdog import watched
+from jpipe.calls import outside_mesh, public
 from jpipe.compress import Compressor, StreamingPCA
 from jpipe.costs import Memory, ShardRecord, StageRecord
 from jpipe.engine.loss_scale import LossScale
@@ -77,8 +77,8 @@ class Pipeline:
         optimizer and activations in flight. None is "flops". The first state that the pipeline
         makes (or takes from an equal pipeline) fixes the cut.
       mesh: has an axis "stage" of as many devices as the schedule; see `jpipe.make_mesh`. None
-        makes it. Along an axis "data" the pipeline is replicated and each replica gets a share of
-        every minibatch. Other axes, such as "fsdp" and "model", are left to the compiler: weights are
+        makes it. Its axes may be of any type, such as the explicit ones of `jax.make_mesh`. Along an axis "data" the
+        pipeline is replicated and each replica gets a share of every minibatch. Other axes, such as "fsdp" and "model", are left to the compiler: weights are
         split over them as the model's annotations say, and so are their gradients, their optimizer
         state, and the stashed activations that follow from them. Names that stand for no axis of the
         mesh count as None, so a model runs on any mesh.
@@ -188,6 +188,7 @@ class Pipeline:
       4
     """
 
+    @outside_mesh
     def __init__(
         self,
         layers: Sequence,
@@ -391,7 +392,7 @@ class Pipeline:
 
     # -- States
 
-    @watched("init", _is_shared)
+    @public("init", _is_shared)
     def init(
         self,
         key: jax.Array,
@@ -464,7 +465,7 @@ class Pipeline:
                 "choose one microbatch per minibatch.",
             )
 
-    @watched("adopt", _is_shared)
+    @public("adopt", _is_shared)
     def adopt(self, state: PipelineState) -> PipelineState:
         """Takes over the state of another pipeline of the same layers and optimizer.
 
@@ -494,7 +495,7 @@ class Pipeline:
         self._fix_cut(program)
         return adopted
 
-    @watched("get_params", _is_shared)
+    @public("get_params", _is_shared)
     def get_params(self, state: PipelineState) -> list | None:
         """The newest weights: one nested dict per layer, by attribute names, of host arrays.
 
@@ -503,12 +504,12 @@ class Pipeline:
         """
         return portable.parameters(self._own(state))
 
-    @watched("get_mutable_state", _is_shared)
+    @public("get_mutable_state", _is_shared)
     def get_mutable_state(self, state: PipelineState) -> list | None:
         """The layers' mutable state, such as running statistics, in the form of `get_params`."""
         return portable.mutable_state(self._own(state))
 
-    @watched("with_params", _is_shared)
+    @public("with_params", _is_shared)
     def with_params(
         self, state: PipelineState, function: Callable[[Any, Any], Any]
     ) -> PipelineState:
@@ -533,6 +534,7 @@ class Pipeline:
 
     # -- Training
 
+    @outside_mesh
     def step(
         self, state: PipelineState, batch: Any
     ) -> tuple[PipelineState, dict[str, jax.Array]]:
@@ -578,7 +580,7 @@ class Pipeline:
         state = self._own(state)
         return state.program.step(state, batch)
 
-    @watched("flush", _flushes_together)
+    @public("flush", _flushes_together)
     def flush(self, state: PipelineState) -> tuple[PipelineState, dict[str, jax.Array]]:
         """Completes what is in flight, without new microbatches; nothing, in a synchronous schedule.
 
@@ -596,7 +598,7 @@ class Pipeline:
         state = self._own(state)
         return state.program.flush(state)
 
-    @watched("predict", _is_shared)
+    @public("predict", _is_shared)
     def predict(self, state: PipelineState, batch: Any) -> Any:
         """The last layer's outputs, forward only, through the pipeline, with every layer in evaluation mode.
 
@@ -614,7 +616,7 @@ class Pipeline:
         state = self._own(state)
         return state.program.predict(state, batch)
 
-    @watched("evaluate", _is_shared)
+    @public("evaluate", _is_shared)
     def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
         """The loss of the newest weights, with every layer in evaluation mode.
 
@@ -632,7 +634,7 @@ class Pipeline:
         state = self._own(state)
         return state.program.evaluate(state, batch)
 
-    @watched("plain_loss")
+    @public("plain_loss")
     def plain_loss(
         self, state: PipelineState, key: jax.Array | None = None
     ) -> Callable[[Sequence, Any], jax.Array]:
@@ -666,12 +668,12 @@ class Pipeline:
 
     # -- Costs
 
-    @watched("partition")
+    @public("partition")
     def partition(self, batch: Any) -> list[StageRecord]:
         """How the layers are cut: one record per stage, for minibatches shaped like `batch`."""
         return costs.partition(self._program(batch))
 
-    @watched("shards")
+    @public("shards")
     def shards(self, batch: Any) -> list[ShardRecord]:
         """What each device holds, and over which axes of the mesh it is split: one record per use.
 
@@ -679,7 +681,7 @@ class Pipeline:
         """
         return costs.shards(self._program(batch))
 
-    @watched("messages")
+    @public("messages")
     def messages(self, batch: Any) -> list[MessageRecord]:
         """What devices send: one record for each message between stages, and for the replicas of each stage.
 
@@ -687,12 +689,12 @@ class Pipeline:
         """
         return traffic.messages(self._program(batch))
 
-    @watched("memory")
+    @public("memory")
     def memory(self, batch: Any) -> Memory:
         """Bytes per device for minibatches shaped like `batch`. Compiles the step if it has not been."""
         return costs.memory(self._program(batch))
 
-    @watched("memory_timeline")
+    @public("memory_timeline")
     def memory_timeline(
         self, batch: Any, *, device: int = 0, profile: "Profile | None" = None
     ) -> Timeline:
@@ -715,7 +717,7 @@ class Pipeline:
         """
         return pipeline_timeline(self._program(batch), device, profile)
 
-    @watched("profile")
+    @public("profile")
     def profile(
         self,
         batch: Any,
@@ -756,12 +758,12 @@ class Pipeline:
             devices=devices,
         )
 
-    @watched("lower")
+    @public("lower")
     def lower(self, batch: Any) -> jax.stages.Lowered:
         """The step for minibatches shaped like `batch`, traced and lowered but not compiled."""
         return self._program(batch).lower()
 
-    @watched("compile")
+    @public("compile")
     def compile(self, batch: Any) -> jax.stages.Compiled:
         """The compiled step for minibatches shaped like `batch`: its memory, its cost, its text."""
         return self.lower(batch).compile()

@@ -178,8 +178,6 @@ def assemble(rows: Rows, a: Any, sharding: NamedSharding) -> jax.Array:
       sharding: how the first axis is split.
     """
     if is_global(a):
-        if a.sharding.is_equivalent_to(sharding, a.ndim):
-            return a
         return jax.device_put(a, sharding)
     a = np.asarray(a, jax.dtypes.canonicalize_dtype(a.dtype))
     shape = (rows.whole(a.shape[0]), *a.shape[1:])

@@ -23,11 +23,12 @@ from jpipe.checks import batch_size, check_stages
 from jpipe.engine.engine import Engine
 from jpipe.engine.layout import batch_spec
 from jpipe.layers.avals import check_nans, shapes_text
+from jpipe.layers.equations import off_mesh
 from jpipe.layers.loss import mean_of_sums
 from jpipe.layers.numbers import from_numbers
 from jpipe.layers.trace import Traced
 from jpipe.lowering.versions import has_one_row
-from jpipe.mesh import DATA
+from jpipe.mesh import DATA, with_automatic_axes
 from jpipe.optim import check_hooks
 from jpipe.optim.identity import identity
 from jpipe.processes import assemble, gather, is_global, own_rows, sampled_checksum
@@ -398,16 +399,20 @@ class Program:
         return jax.device_put(batch, sharding)
 
     def _on_mesh(self, batch: Any) -> Any:
-        """The batch, with arrays that are committed to other devices moved to those of the mesh."""
-        devices = set(self.settings.mesh.devices.flat)
-        everywhere = NamedSharding(self.settings.mesh, PartitionSpec())
+        """The batch, with arrays that lie elsewhere moved to all devices of the mesh."""
+        mesh = self.settings.mesh
+        everywhere = NamedSharding(mesh, PartitionSpec())
 
-        def on_mesh(a):
+        def on_mesh(a: Any) -> Any:
             if self.settings.rows is not None:
                 return assemble(self.settings.rows, a, everywhere)
-            if not isinstance(a, jax.Array) or not a.committed:
+            if not isinstance(a, jax.Array):
                 return a
-            return a if a.devices() == devices else jax.device_put(a, everywhere)
+            own = getattr(a.sharding, "mesh", None)
+            if own is None and not a.committed:  # JAX moves it
+                return a
+            is_here = own == mesh and a.sharding.memory_kind == everywhere.memory_kind
+            return a if is_here else jax.device_put(a, everywhere)
 
         return jax.tree.map(on_mesh, batch)
 
@@ -448,6 +453,7 @@ class Program:
         if padded > size:
 
             def pad(a: Any) -> np.ndarray:
+                a = np.asarray(a)
                 last = a[-1:] if size else np.zeros((1, *a.shape[1:]), a.dtype)
                 return np.concatenate([a, np.repeat(last, padded - size, axis=0)])
 
@@ -482,6 +488,7 @@ class Program:
         if not padding:
             return self._place(batch)
         sharding = NamedSharding(self.settings.mesh, batch_spec(self.settings.mesh))
+        batch = jax.tree.map(with_automatic_axes, batch)
 
         def pad(a: jax.Array) -> jax.Array:
             copies = jnp.broadcast_to(a[-1:], (padding, *a.shape[1:]))
@@ -627,7 +634,8 @@ class Program:
         reported = {n: jnp.zeros((), a.dtype) for n, a in self.traced.reported.items()}
         key = self._counters(state)["key"][0]
         try:
-            loss, aux = self.settings.loss.terms(outputs, batch, reported, key).mean()
+            mean = off_mesh(lambda *args: self.settings.loss.terms(*args).mean())
+            loss, aux = mean(outputs, batch, reported, key)
         except Exception as error:
             raise ValueError(
                 f"`loss` cannot take outputs of {shapes_text(outputs)} and a batch of "

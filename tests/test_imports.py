@@ -38,7 +38,7 @@ LEVELS = [
     {"stages", "soap", "plain"},
     {"engine", "traffic"},
     {"state"},
-    {"checks"},
+    {"checks", "calls"},
     {"settings"},
     {"program"},
     {"locations"},

@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 
 import jpipe
 from jpipe import agreement, portable
-from jpipe._watchdog import watched
+from jpipe.calls import public
 from jpipe.checkpoints import _arrays, _layout
 from jpipe.checkpoints._manifest import (
     DamagedCheckpointError,
@@ -121,7 +121,7 @@ class Checkpoints:
 
     # -- Saving
 
-    @watched("save a checkpoint", lambda self, step, state, *_, **__: _is_shared(state))
+    @public("save a checkpoint", lambda self, step, state, *_, **__: _is_shared(state))
     def save(self, step: int, state: PipelineState, run: Any = None) -> None:
         """Saves a state; returns as soon as training may go on with it, also by a donating step.
 
@@ -182,7 +182,7 @@ class Checkpoints:
         )
         self._damaged.clear()
 
-    @watched("wait for a checkpoint")
+    @public("wait for a checkpoint")
     def wait(self) -> None:
         """Waits until the last save is whole.
 
@@ -203,7 +203,7 @@ class Checkpoints:
         """The steps that can be restored, in order: whole ones, whose files have their sizes."""
         return [step for step in steps_in(self.directory) if self._seems_whole(step)]
 
-    @watched("restore a checkpoint", lambda *_, **__: True)
+    @public("restore a checkpoint", lambda *_, **__: True)
     def restore(self, pipe: Pipeline, batch: Any, step: int | None = None) -> Restored:
         """Restores a state for a pipeline.
 

@@ -14,6 +14,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jpipe.layers import convolution
 from jpipe.layers.constraint import NO_MESH, constrain, constrain_p, without_mesh
@@ -329,7 +330,7 @@ class _Inliner(NamedTuple):
             if id(constant) not in self.variable_of:
                 own = jex.Var(_aval_without_mesh(v))
                 self.variable_of[id(constant)] = own
-                self.constants[own] = constant
+                self.constants[own] = _value_without_mesh(constant)
             env[v] = self.variable_of[id(constant)]
         return env
 
@@ -370,16 +371,16 @@ def _is_slow_convolution(eqn: Any) -> bool:
 def _rewritten(eqn: Any) -> Any:
     """An equation whose jaxprs, such as the body of a loop, have no slow convolution and no mesh."""
 
-    def changes(jaxpr: Any) -> bool:
-        return _is_on_mesh(jaxpr) or any(
+    def changes(closed: jex.ClosedJaxpr) -> bool:
+        return is_on_mesh(closed) or any(
             _is_slow_convolution(e) or any(map(changes, _jaxprs_of(e)))
-            for e in jaxpr.eqns
+            for e in closed.jaxpr.eqns
         )
 
     def rewritten(value: Any) -> Any:
         if type(value) is tuple:  # of branches; a named tuple is another parameter
             return tuple(map(rewritten, value))
-        if not isinstance(value, jex.ClosedJaxpr) or not changes(value.jaxpr):
+        if not isinstance(value, jex.ClosedJaxpr) or not changes(value):
             return value
         equations = Equations.of(value)
         avals = [_without_sharding(v.aval) for v in equations.inputs]
@@ -389,10 +390,39 @@ def _rewritten(eqn: Any) -> Any:
     return eqn.replace(params=params) if any(map(changes, _jaxprs_of(eqn))) else eqn
 
 
-def _is_on_mesh(jaxpr: Any) -> bool:
-    """Whether a jaxpr was traced on a mesh."""
+def _value_without_mesh(constant: Any) -> Any:
+    """A constant by its value, if it lies on a mesh: it would tie the equations to the mesh."""
+    if not _lies_on_mesh(constant):
+        return constant
+    if jnp.issubdtype(constant.dtype, jax.dtypes.prng_key):
+        data = jnp.asarray(np.asarray(jax.random.key_data(constant)))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(constant))
+    return np.asarray(constant)
+
+
+def _lies_on_mesh(value: Any) -> bool:
+    return isinstance(value, jax.Array) and isinstance(value.sharding, NamedSharding)
+
+
+def off_mesh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is not differentiated, without the mesh on which arrays lie that it takes from its surroundings."""
+
+    def call(*args: Any) -> Any:
+        avals = jax.tree.map(lambda a: _without_sharding(jax.typeof(a)), args)
+        closed, results = jax.make_jaxpr(function, return_shape=True)(*avals)
+        if not is_on_mesh(closed):
+            return function(*args)
+        values = Equations.of(closed)(*jax.tree.leaves(args))
+        return jax.tree.structure(results).unflatten(values)
+
+    return call
+
+
+def is_on_mesh(closed: jex.ClosedJaxpr) -> bool:
+    """Whether a jaxpr was traced on a mesh, or with constants that lie on one."""
+    jaxpr = closed.jaxpr
     results = itertools.chain(jaxpr.invars, *(e.outvars for e in jaxpr.eqns))
-    return any(map(_has_mesh, results))
+    return any(map(_has_mesh, results)) or any(map(_lies_on_mesh, closed.consts))
 
 
 def _has_mesh(atom: Any) -> bool:
@@ -418,7 +448,7 @@ def _jaxprs_of(eqn: Any) -> list:
     values = [
         v for p in eqn.params.values() for v in (p if isinstance(p, tuple) else (p,))
     ]
-    return [v.jaxpr for v in values if isinstance(v, jex.ClosedJaxpr)]
+    return [v for v in values if isinstance(v, jex.ClosedJaxpr)]
 
 
 # -- Dependence

@@ -26,7 +26,7 @@ import numpy as np
 
 from jpipe.layers.avals import is_inexact, shapes_text
 from jpipe.layers.backward import LayerProgram, trace_layer
-from jpipe.layers.equations import Equations
+from jpipe.layers.equations import Equations, off_mesh
 from jpipe.layers.numbers import from_numbers
 from jpipe.layers.quick_jit import quick_options
 from jpipe.layers.reported_terms import split_terms
@@ -420,7 +420,7 @@ def _disagreement(whole: LossValue, first: LossValue, second: LossValue) -> str 
 def _compiled(loss: Loss) -> Callable[..., LossValue]:
     """The loss, compiled once for all pipelines that use it; quickly, because it runs a few times only."""
     options = quick_options(jax.default_backend())
-    return jax.jit(loss.__call__, compiler_options=options)
+    return jax.jit(off_mesh(loss.__call__), compiler_options=options)
 
 
 def _without_weight(part: slice, masked: int, values: np.ndarray) -> np.ndarray:
@@ -461,7 +461,7 @@ def _draw(
     if isinstance(values, jax.ShapeDtypeStruct) or not values.shape[0]:
         rows = _random(rng, shape, dtype)
     else:
-        rows = np.resize(np.asarray(values[: shape[0]]).astype(dtype), shape)
+        rows = np.resize(np.asarray(values)[: shape[0]].astype(dtype), shape)
     is_number = jnp.issubdtype(dtype, jnp.inexact)
     if masked is None or (is_number and not np.isin(rows, (0, 1)).all()):
         return rows

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jaxlib
 
-from jpipe.layers.equations import Equations
+from jpipe.layers.equations import Equations, is_on_mesh
 
 _HAS_OLDER_EMITTERS = jaxlib.version.__version_info__ < (0, 11)
 """Whether XLA for CPUs can still emit kernels without MLIR."""
@@ -61,10 +61,13 @@ def shared_jit(platform: str) -> Callable[[Callable, Any], Any]:
         with jax.default_device(None):
             traced = jax.jit(flat).trace(*leaves)
         # A compiled program is that of one device.
-        program = Equations.of(traced.jaxpr).text(), jax.config.jax_default_device
+        equations = Equations.of(traced.jaxpr)
+        program = equations.text(), jax.config.jax_default_device
         if program not in compiled:
             size = sum(aval.size for aval in traced.jaxpr.out_avals)
             options = quick_options(platform, size)
+            if is_on_mesh(traced.jaxpr):
+                traced = jax.jit(equations.__call__).trace(*leaves)
             compiled[program] = traced.lower().compile(compiler_options=options)
         return trees[0].unflatten(compiled[program](*leaves))
 

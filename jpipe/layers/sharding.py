@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe.layers.axis_rules import AxisRules, axes_of_dims
 from jpipe.layers.backward import LayerProgram
@@ -205,8 +205,6 @@ def stash_specs(
     """
     if not program.stash:
         return []
-    auto = (AxisType.Auto,) * len(mesh.axis_names)
-    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=auto)
 
     def split(a: Any, spec: tuple) -> jax.ShapeDtypeStruct:
         sharding = NamedSharding(mesh, PartitionSpec(*spec))

@@ -11,7 +11,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe._watchdog import watched
+from jpipe.calls import public
 from jpipe.layers.layer import InitApply
 from jpipe.mesh import make_mesh
 from jpipe.pipeline import Pipeline
@@ -20,7 +20,7 @@ from jpipe.schedules import gpipe
 from jpipe.solvers import Machine
 
 
-@watched("measure the machine")
+@public("measure the machine")
 def measure_machine(
     num_devices: int,
     *,

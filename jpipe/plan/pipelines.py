@@ -63,7 +63,7 @@ def profile_pipeline(
     def first_rows(a: Any, want: jax.ShapeDtypeStruct) -> Any:
         if isinstance(a, jax.ShapeDtypeStruct) or is_global(a):
             return want
-        return np.asarray(a[: want.shape[0]], want.dtype)
+        return np.asarray(a)[: want.shape[0]].astype(want.dtype)
 
     if settings.rows is not None and jax.process_index() > 0:
         return Profile.from_json(json.loads(from_first(None)), "process 0")

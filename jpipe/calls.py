@@ -1,0 +1,65 @@
+"""What every public call does, whatever its arguments."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jpipe._watchdog import watched
+from jpipe.state import PipelineState
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_NO_MESH = Mesh(np.empty((), object), ())
+
+
+def public(
+    name: str, together: Callable[..., bool] = lambda *_, **__: False
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: a call of the function is a long phase, as of `watched`, outside of the user's mesh."""
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        return watched(name, together)(outside_mesh(function))
+
+    return decorate
+
+
+def outside_mesh(function: Callable[P, R]) -> Callable[P, R]:
+    """A decorator: the function runs outside of the mesh that the user has set with `jax.set_mesh`.
+
+    JAX refuses to compute with arrays on other devices, or with axes of other types, than those of the mesh that is set.
+    The arrays that the function returns are copied to the user's mesh, whole on each device, so that the user can compute
+    with them. States stay where they are.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if jax.sharding.get_abstract_mesh().empty:
+            return function(*args, **kwargs)
+        try:
+            mesh = jax.sharding.get_mesh()
+        except ValueError:  # inside of a transformation, which the function refuses
+            return function(*args, **kwargs)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        with jax.set_mesh(_NO_MESH):
+            return jax.tree.map(
+                lambda a: _placed(a, everywhere),
+                function(*args, **kwargs),
+                is_leaf=lambda a: isinstance(a, PipelineState),
+            )
+
+    return call
+
+
+def _placed(a: Any, sharding: NamedSharding) -> Any:
+    """An array with a sharding; anything else, and what this process cannot copy, as it is."""
+    if not isinstance(a, jax.Array):
+        return a
+    reachable = a.is_fully_addressable and sharding.is_fully_addressable
+    if not reachable and a.sharding.device_set != sharding.device_set:
+        return a
+    return jax.device_put(a, sharding)
