@@ -671,14 +671,13 @@ def each_row(
       source: indices of the leading axes where a row is read; None: `lead`, where it is written.
     """
     row = [1] * (len(lead) + 1) + list(array.shape[len(lead) + 1 :])
-    zeros = [jnp.int32(0)] * (array.ndim - len(lead) - 1)
 
     def turn(i: jax.Array, array: jax.Array) -> jax.Array:
-        start = [*(lead if source is None else source), i, *zeros]
+        start = index(array, [*(lead if source is None else source), i])
         old = lax.dynamic_slice(array, start, row, allow_negative_indices=False)
         new = change(jax.device_put(old, jax.memory.Space.Device))
         new = jax.device_put(new, jax.memory.Space.Host)
-        return _updated(array, new, [*lead, i, *zeros])
+        return _updated(array, new, index(array, [*lead, i]))
 
     return lax.fori_loop(0, array.shape[len(lead)], turn, array)
 
@@ -766,5 +765,13 @@ def _start(
     array: jax.Array, place: Place, lead: Sequence, i: jax.Array | int
 ) -> list[jax.Array]:
     """The first index along every axis of leaf i at `place`. No index is negative."""
-    rest = array.ndim - len(lead) - 1
-    return [jnp.asarray(j, jnp.int32) for j in (*lead, place.start(i), *[0] * rest)]
+    return index(array, [*lead, place.start(i)])
+
+
+def index(array: jax.Array, leading: Sequence) -> list[jax.Array]:
+    """An index along every axis, 0 along the last ones.
+
+    XLA takes indices of one dtype, and a loop counts in another one if JAX has 64-bit types.
+    """
+    rest = [0] * (array.ndim - len(leading))
+    return [jnp.asarray(i, jnp.int32) for i in (*leading, *rest)]

@@ -367,7 +367,7 @@ def _emptied_by_rows(
             zeros = jax.device_put(zeros, jax.memory.Space.Host)
 
         def row(i: jax.Array, array: jax.Array) -> jax.Array:
-            start = [column, i, *[jnp.int32(0)] * (array.ndim - 2)]
+            start = packing.index(array, [column, i])
             return lax.dynamic_update_slice(
                 array, zeros, start, allow_negative_indices=False
             )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jpipe import packing
 from jpipe.engine.arrays import Packed
 from jpipe.engine.context import Device
 from jpipe.engine.guard import guarded
@@ -104,8 +105,7 @@ def _sum(
     lead = device.lead(group, ring.chunk)
 
     def start_of(block: _Rows) -> list[jax.Array]:
-        zeros = [jnp.int32(0)] * (arrays[block.array].ndim - 2)
-        return [*lead(block.array), jnp.int32(block.start), *zeros]
+        return packing.index(arrays[block.array], [*lead(block.array), block.start])
 
     values = [
         lax.dynamic_slice(

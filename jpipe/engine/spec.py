@@ -152,7 +152,7 @@ class PassSpec:
         """The gradients, in groups that are compressed alike; `[]` if none are compressed."""
         if self.updates is None or self.compress_gradients is None:
             return []
-        return gradient_groups(self.updates.programs, self.stages.parameters)
+        return gradient_groups(self.updates.programs, self.stages.accumulators)
 
     def first_gradient_compression(self) -> dict[str, Any]:
         """What compression of gradients keeps, on one device before training; `{}` without."""

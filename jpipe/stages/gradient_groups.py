@@ -39,11 +39,12 @@ def gradient_groups(
 
     Args:
       updates: the updates.
-      packing: of the weights, and so of the gradients.
+      packing: of the gradients.
     """
     found: dict[tuple, tuple[Place, list[list[int]]]] = {}
     for u, update in enumerate(updates):
-        for (place, row), *_ in update.parameters:
+        for place, row in update.gradients:
+            assert isinstance(place, Place)  # factors are not exchanged
             key = place.array, place.shape
             _, starts = found.setdefault(key, (place, [[] for _ in updates]))
             starts[u].append(int(place.start(row)))

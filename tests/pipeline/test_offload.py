@@ -59,11 +59,14 @@ def linear(table, offload, data=1, **options):
     )
 
 
+TOP_K = {"compress_gradients": jpipe.compress.TopK(0.5)}
 CASES = [
     ("one_f_one_b", 4, 8, Offload(1.0, 3), {}),
     ("gpipe", 2, 8, Offload(0.5, 2), {"data": 2}),
     pytest.param("pipedream", 4, 4, Offload(1.0, 2), {}, marks=LONG),
     ("interleaved", 4, 4, Offload(weights=1.0, gradients=1.0), {}),
+    pytest.param("gpipe", 2, 8, Offload(weights=0.5), {"data": 2, **TOP_K}, marks=LONG),
+    ("gpipe/1-2", 2, 8, Offload(weights=1.0), TOP_K),
     pytest.param("zero_bubble_v", 8, 8, Offload(1.0, 7), {}, marks=LONG),
     pytest.param("one_f_one_b/unit", 4, 8, Offload(0.7, 3), {}, marks=LONG),
     pytest.param("interleaved", 4, 4, Offload(0.3, 3), {}, marks=LONG),
@@ -142,6 +145,19 @@ def test_numbers_are_those_without_offload(
     # A state moves into a pipeline with offload, back, and in again.
     state = offloaded.adopt(plain.adopt(offloaded.adopt(flushed)))
     assert on_host(state).keys() == found.keys()
+
+
+@pytest.mark.parametrize(
+    "name, offload, options",
+    [
+        ("gpipe", Offload(1.0, weights=1.0, gradients=1.0), {"data": 2}),
+        pytest.param("pipedream", Offload(1.0, weights=1.0), {}, marks=LONG),
+        pytest.param("pipedream_2bw", Offload(1.0, weights=1.0), {}, marks=LONG),
+    ],
+)
+def test_with_64_bit_types(name, offload, options):
+    with jax.enable_x64(True):
+        test_numbers_are_those_without_offload(name, 2, 4, offload, options)
 
 
 class Block(nnx.Module):
