@@ -240,6 +240,45 @@ def _locations_of_state(program: Program, s: int) -> dict[str, Location]:
     }
 
 
+def places_of_leaf(program: Program, path: str) -> list[tuple[str, Block]]:
+    """Name of an array of the optimizer's state, and block in it, of every copy of a leaf that stages and replicas have.
+
+    `Locations` has one copy, which is enough to read.
+
+    Args:
+      program: of the state.
+      path: of the leaf, which belongs to no weight.
+    """
+    engine, stages = program.engine, program.stages
+    assert engine.updates is not None
+    rows = engine.array_rows["optimizer_state"]
+    num_states = engine.layout.num_replicas if engine.shares_updates else 1
+    found = []
+    for s, copies in enumerate(engine.lowered.copies):
+        paths = list(optimizer_paths(program, tuple(stages.layers_of(s))))
+        if path not in paths:
+            continue
+        for piece in update_of(program, s).state[paths.index(path)]:
+            for share in range(len(copies) * num_states):
+                if piece.share in (None, share):
+                    (d, chunk), replica = (
+                        copies[share // num_states],
+                        share % num_states,
+                    )
+                    lead = _lead(rows, piece.place, d, chunk, replica)
+                    block = _block(lead, piece.place, piece.view, piece.index)
+                    found.append((piece.place.array, block))
+    for number, unit in enumerate(stages.vocabulary.units):
+        update, _ = engine.updates.of_units[number]
+        paths = list(optimizer_paths(program, tuple(unit.places)))
+        if path in paths:
+            (piece,) = update.state[paths.index(path)]
+            for row in range(num_states * rows.num_devices):
+                block = _block((row,), piece.place, piece.view, piece.index)
+                found.append((piece.place.array, block))
+    return found
+
+
 def _locate_unit(
     program: Program, number: int, unit: Unit, newest: int, found: Locations
 ) -> dict[str, Location]:

@@ -6,10 +6,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jpipe import agreement, checks, costs, entry_points, portable, traffic
+from jpipe import (
+    agreement,
+    checks,
+    costs,
+    entry_points,
+    hyperparams,
+    portable,
+    traffic,
+)
 from jpipe.calls import outside_mesh, public
 from jpipe.compress import Compressor, StreamingPCA
 from jpipe.costs import Memory, ShardRecord, StageRecord
@@ -471,7 +480,9 @@ class Pipeline:
 
         Schedule, stages, boundaries, mesh and recompute may differ; the minibatch stays as it is. The
         new state continues with the weights, the optimizer's state, the mutable state, the random
-        key and, if it moves in both pipelines, the loss scale.
+        key and, if it moves in both pipelines, the loss scale. An injected hyperparameter
+        (`optax.inject_hyperparams`) continues too, unless the two pipelines begin with different values: then
+        it has the value that this one begins with.
 
         Args:
           state: of the other pipeline; not donated.
@@ -492,6 +503,7 @@ class Pipeline:
         source = portable.to_portable(state, portable.layers_here(program))
         adopted = portable.from_portable(program, source)
         adopted = portable.with_compression_of(adopted, state)
+        adopted = hyperparams.begun_anew(adopted, state.program.first_hyperparams)
         self._fix_cut(program)
         return adopted
 
@@ -531,6 +543,49 @@ class Pipeline:
         """
         checks.check_not_traced("with_params", state)
         return portable.with_params(self._own(state), function)
+
+    @public("get_hyperparams")
+    def get_hyperparams(self, state: PipelineState) -> dict[str, np.ndarray]:
+        """The numbers that `optax.inject_hyperparams` keeps in the optimizer's state, by name, such as "learning_rate".
+
+        A name that several transforms have stands as its path in the state of the optimizer. Of a schedule it is the value of
+        the last update. Every process must call it.
+        """
+        return hyperparams.values(self._own(state))
+
+    @public("with_hyperparams")
+    def with_hyperparams(self, state: PipelineState, **values: Any) -> PipelineState:
+        """A state with other injected hyperparameters, from the next update on.
+
+        The optimizer must keep them in its state: `optax.inject_hyperparams(optax.adam)(learning_rate=1e-3)`. Nothing else
+        changes, and nothing is compiled again. Every process must call it.
+
+        Args:
+          state: the training state, also with microbatches in flight. The returned one shares arrays with it, so use the
+            returned one from here on.
+          **values: numbers by the names of `get_hyperparams`, for example `learning_rate=1e-4`.
+
+        Returns:
+          A `PipelineState`.
+
+        Raises:
+          ValueError: if there is no such name, a schedule computes the value, or the value does not fit.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, jpipe, optax
+          >>> pipe = jpipe.Pipeline(
+          ...     [jpipe.InitApply(lambda key, x: jnp.ones(()), lambda w, x: w * x)],
+          ...     loss=lambda outputs, batch: jnp.mean(outputs),
+          ...     optimizer=optax.inject_hyperparams(optax.sgd)(learning_rate=0.5),
+          ...     schedule=jpipe.schedules.gpipe(num_stages=1, num_microbatches=1),
+          ... )
+          >>> state = pipe.init(jax.random.key(0), {"inputs": jnp.ones(2)})
+          >>> state = pipe.with_hyperparams(state, learning_rate=0.25)
+          >>> float(pipe.get_hyperparams(state)["learning_rate"])
+          0.25
+        """
+        checks.check_not_traced("with_hyperparams", state)
+        return hyperparams.with_values(self._own(state), values)
 
     # -- Training
 

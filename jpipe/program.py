@@ -34,7 +34,8 @@ from jpipe.optim.identity import identity
 from jpipe.processes import assemble, gather, is_global, own_rows, sampled_checksum
 from jpipe.schedules import forward_only
 from jpipe.settings import Settings, shapes_key
-from jpipe.stages.optimizer import make_updates
+from jpipe.stages.hyperparams import first_values
+from jpipe.stages.optimizer import make_updates, seen_by_optimizer
 from jpipe.state import PipelineState
 
 
@@ -212,8 +213,19 @@ class Program:
                 for layer in stages.vocabulary.layers
             ],
             "forward_params or backward_params": sorted(self.settings.hooks),
-            "optimizer": (update_texts, updates.program_of_stage),
+            "optimizer": (
+                update_texts,
+                updates.program_of_stage,
+                {path: a.tolist() for path, a in self.first_hyperparams.items()},
+            ),
         }
+
+    @functools.cached_property
+    def first_hyperparams(self) -> Mapping[str, np.ndarray]:
+        """Path in the optimizer's state -> what an injected hyperparameter begins with."""
+        layers = [layer.parameters for layer in self.stages.layers]
+        seen = seen_by_optimizer(self.stages, range(len(layers)), layers)
+        return first_values(self.settings.optimizer, seen)
 
     def __eq__(self, other: Any) -> bool:
         if self is other:

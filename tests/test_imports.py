@@ -42,7 +42,7 @@ LEVELS = [
     {"settings"},
     {"program"},
     {"locations"},
-    {"portable", "costs", "agreement"},
+    {"portable", "costs", "agreement", "hyperparams"},
     {"fit", "memory"},
     {"pipeline"},
     {"reference", "plan", "checkpoints", "distributed"},

@@ -29,7 +29,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 import jpipe
-from jpipe import agreement, portable
+from jpipe import agreement, hyperparams, portable
 from jpipe.calls import public
 from jpipe.checkpoints import _arrays, _layout
 from jpipe.checkpoints._manifest import (
@@ -385,7 +385,7 @@ def _restored(
         if _layout.has_compression(layout) or _layout.has_compression(mine):
             portable.warn_of_new_compression()
     pipe._fix_cut(program)
-    return state
+    return hyperparams.begun_anew(state, _layout.first_hyperparams(layout))
 
 
 # -- Writing

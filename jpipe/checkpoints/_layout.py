@@ -67,6 +67,7 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         "shard_optimizer": settings.shard_optimizer,
         "in_flight": in_flight,
         "optimizer": program.optimizer_identity,
+        "hyperparams": {n: a.tolist() for n, a in program.first_hyperparams.items()},
         "arrays": {n: [str(a.dtype), list(a.shape)] for n, a in shapes.items()},
         "params": [_tree_to_json(tree) for tree in found.params],
         "mutable_state": [_tree_to_json(tree) for tree in found.mutable_state],
@@ -113,7 +114,7 @@ def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
 
     With nothing in flight the schedule does not count. The optimizer is compared by `portable.check_same_optimizer`.
     """
-    ignored = ("optimizer", *(() if saved["in_flight"] else _SCHEDULE))
+    ignored = ("optimizer", "hyperparams", *(() if saved["in_flight"] else _SCHEDULE))
     # Only tables with copies have "copies", and only pipelines with compressors name them.
     keys = dict.fromkeys([*mine, "copies", *_COMPRESSORS])
     different = [k for k in keys if k not in ignored and mine.get(k) != saved.get(k)]
@@ -121,6 +122,12 @@ def differences(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     return [
         f"{k} {mine.get(k)!r} instead of {saved.get(k)!r}" for k in in_words
     ] or different
+
+
+def first_hyperparams(layout: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """What the injected hyperparameters of a saved training began with, as of `Program.first_hyperparams`."""
+    saved = layout.get("hyperparams", {})  # old checkpoints do not say it
+    return {path: np.asarray(value) for path, value in saved.items()}
 
 
 def has_compression(layout: Mapping[str, Any]) -> bool:

@@ -1,0 +1,85 @@
+"""The numbers that `optax.inject_hyperparams` keeps in the state of an optimizer: their names, and what they begin with."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from jpipe.layers.equations import Equations, contains
+
+_PATH = re.compile(r"(?P<owner>.*)\.hyperparams\['(?P<name>[^']*)'\]")
+
+
+class Hyperparam(NamedTuple):
+    """One injected hyperparameter.
+
+    Attributes:
+      name: what the user calls it: its name, or its path if several have this name.
+      path: in the optimizer's state.
+      is_scheduled: whether a function of the count of updates computes it.
+    """
+
+    name: str
+    path: str
+    is_scheduled: bool
+
+
+def hyperparams(paths: Sequence[str]) -> list[Hyperparam]:
+    """The injected hyperparameters among the leaves of an optimizer's state.
+
+    Args:
+      paths: of the leaves, as `jax.tree_util.keystr` writes them.
+
+    Example:
+      >>> hyperparams([".count", ".hyperparams['learning_rate']", ".inner_state[0].mu"])
+      [Hyperparam(name='learning_rate', path=".hyperparams['learning_rate']", is_scheduled=False)]
+    """
+    matches = [match for match in map(_PATH.fullmatch, paths) if match]
+    names = [match["name"] for match in matches]
+
+    def is_scheduled(match: re.Match) -> bool:
+        states = f"{match['owner']}.hyperparams_states['{match['name']}']"
+        return any(path.startswith(states) for path in paths)
+
+    return [
+        Hyperparam(
+            match["name"] if names.count(match["name"]) == 1 else match.string,
+            match.string,
+            is_scheduled(match),
+        )
+        for match in matches
+    ]
+
+
+def first_values(
+    optimizer: optax.GradientTransformation, parameters: Any
+) -> Mapping[str, np.ndarray]:
+    """Path -> what a hyperparameter begins with, of those that are not scheduled.
+
+    Args:
+      optimizer: the optimizer.
+      parameters: abstract, what its `init` takes.
+    """
+    leaves, tree = jax.tree.flatten(parameters)
+    shapes = jax.tree.leaves_with_path(jax.eval_shape(optimizer.init, parameters))
+    paths = [jax.tree_util.keystr(path) for path, _ in shapes]
+    wanted = [h.path for h in hyperparams(paths) if not h.is_scheduled]
+    if not wanted:
+        return {}
+
+    def init(*leaves: jax.Array) -> list:
+        return jax.tree.leaves(optimizer.init(tree.unflatten(leaves)))
+
+    program = Equations.trace(init, *leaves)
+    found = {}
+    for path in wanted:
+        output = [program.outputs[paths.index(path)]]
+        of_one = program.slice(program.inputs, output)
+        if any(contains(of_one.read(), v) for v in program.inputs):
+            continue  # it depends on the weights
+        (value,) = of_one.slice((), output)()
+        found[path] = np.asarray(value)
+    return found
