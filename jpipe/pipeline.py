@@ -475,17 +475,24 @@ class Pipeline:
             )
 
     @public("adopt", _is_shared)
-    def adopt(self, state: PipelineState) -> PipelineState:
-        """Takes over the state of another pipeline of the same layers and optimizer.
+    def adopt(
+        self, state: PipelineState, batch: Any = None, *, optimizer: str = "same"
+    ) -> PipelineState:
+        """Takes over the state of another pipeline of the same layers and optimizer, or its own for another shape of batches.
 
-        Schedule, stages, boundaries, mesh and recompute may differ; the minibatch stays as it is. The
+        Schedule, stages, boundaries, mesh and recompute may differ, and with `batch` the minibatch. The
         new state continues with the weights, the optimizer's state, the mutable state, the random
         key and, if it moves in both pipelines, the loss scale. An injected hyperparameter
         (`optax.inject_hyperparams`) continues too, unless the two pipelines begin with different values: then
         it has the value that this one begins with.
 
         Args:
-          state: of the other pipeline; not donated.
+          state: of the other pipeline, or of this one; not donated.
+          batch: a minibatch, or abstract arrays shaped like one, if minibatches have another number of rows or another length from
+            here on. None: they stay as they are.
+          optimizer: what an optimizer whose state differs is: an error ("same"), or "matching": what has the same place, shape
+            and dtype in the state of both continues, and all else is as before training. So a mask, a schedule or a transform
+            may change in the middle of a training.
 
         Returns:
           A `PipelineState` of this pipeline.
@@ -495,13 +502,22 @@ class Pipeline:
             the minibatch cannot be cut into microbatches here.
         """
         checks.check_state(state)
+        if optimizer not in ("same", "matching"):
+            raise ValueError(
+                f'`optimizer` of `adopt` must be "same" or "matching", got {optimizer!r}.'
+            )
         portable.check_nothing_in_flight(state)
-        minibatch = portable.minibatch_of(state)
-        microbatch = self._settings.microbatch(minibatch, whole=True)
+        if batch is None:
+            minibatch = portable.minibatch_of(state)
+            microbatch = self._settings.microbatch(minibatch, whole=True)
+        else:
+            microbatch = self._settings.microbatch(batch)
         program = self._program_of(microbatch, state.program.engine.key_impl)
         agreement.check_program(program)
         source = portable.to_portable(state, portable.layers_here(program))
-        adopted = portable.from_portable(program, source)
+        adopted = portable.from_portable(
+            program, source, matching=optimizer == "matching"
+        )
         adopted = portable.with_compression_of(adopted, state)
         adopted = hyperparams.begun_anew(adopted, state.program.first_hyperparams)
         self._fix_cut(program)
@@ -630,7 +646,7 @@ class Pipeline:
             raise ValueError(
                 f"`state` was made for microbatches of {shapes_text(wanted)}, got a batch whose "
                 f"microbatches are {shapes_text(microbatch)}. Keep the shape of the batch, or "
-                "make a state for it by `init(key, batch, params=pipe.get_params(state))`."
+                "go on with this one: `state = pipe.adopt(state, batch)`."
             )
         state = self._own(state)
         return state.program.step(state, batch)

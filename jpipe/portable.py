@@ -138,8 +138,16 @@ def check_nothing_in_flight(state: PipelineState) -> None:
         )
 
 
-def from_portable(program: Program, source: Portable) -> PipelineState:
+def from_portable(
+    program: Program, source: Portable, *, matching: bool = False
+) -> PipelineState:
     """A state of `program` that continues the training of `source`.
+
+    Args:
+      program: of the state.
+      source: the training.
+      matching: whether leaves of the optimizer's state that `source` does not have, or has in another shape or dtype, begin
+        anew, and those that only `source` has are dropped. If not, both are errors.
 
     Raises:
       ValueError: if the layers or the optimizer differ, or one stage would hold layers whose stages
@@ -154,13 +162,14 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
         (read - kept, "this pipeline keeps {}, which the state has not"),
         (kept - read, "the state has {}, which this pipeline does not keep"),
     ):
-        if paths:
+        if paths and not matching:
             raise ValueError(
                 "`state` comes from a pipeline with another optimizer: "
-                f"{text.format(min(paths))}. Give both pipelines the same Optax chain, or "
-                "start the optimizer anew with `init(key, batch, params=...)`."
+                f"{text.format(min(paths))}. Give both pipelines the same Optax chain; keep what fits, with "
+                '`adopt(state, optimizer="matching")`; or start the optimizer anew with `init(key, batch, params=...)`.'
             )
-    check_same_optimizer(program, source.optimizer)
+    if not matching:
+        check_same_optimizer(program, source.optimizer)
 
     def leaf_of(
         layers: Sequence[int], path: str, want: jax.ShapeDtypeStruct
@@ -193,6 +202,8 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
             )
         return leaf
 
+    init_one = shared_jit(program.settings.platform)
+
     def of_layers(layers: Sequence[int]) -> tuple:
         weights, mutable = (
             [
@@ -201,10 +212,19 @@ def from_portable(program: Program, source: Portable) -> PipelineState:
             ]
             for trees in (source.params, source.mutable_state)
         )
+        paths = wanted[tuple(layers)]
+        anew = {p for p, a in paths.items() if matching and not _has(source, p, a)}
+        first: Sequence = [None] * len(paths)
+        if anew:
+            seen = seen_by_optimizer(stages, layers, weights)
+            first = jax.tree.leaves(init_one(program.settings.optimizer.init, seen))
         return (
             weights,
             mutable,
-            [leaf_of(layers, *item) for item in wanted[tuple(layers)].items()],
+            [
+                value if path in anew else leaf_of(layers, path, like)
+                for (path, like), value in zip(paths.items(), first, strict=True)
+            ],
         )
 
     loss_scale = None
@@ -231,6 +251,12 @@ def check_same_optimizer(program: Program, other: Mapping[str, Any] | None) -> N
             "other meanings. Give both pipelines the same Optax chain, or start the optimizer anew with "
             "`init(key, batch, params=...)`."
         )
+
+
+def _has(source: Portable, path: str, like: jax.ShapeDtypeStruct) -> bool:
+    """Whether a training has a leaf of the optimizer's state like another one."""
+    found = [leaves[path] for leaves in source.optimizer_state if path in leaves]
+    return any((a.shape, a.dtype) == (like.shape, like.dtype) for a in found)
 
 
 def with_params(

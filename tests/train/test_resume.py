@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import numpy as np
 import pytest
 from helpers import file_size_limit, log_of
@@ -204,6 +205,26 @@ def test_a_longer_run_goes_on_where_the_first_ended(whole, tmp_path):
     assert main(["--resume", str(folder), *words]) == 0
     assert [line["step"] for line in records(folder)][-2:] == [11, 11]
     assert jpipe.Checkpoints(folder / "checkpoints").steps() == [6, 9, 11]
+
+
+@pytest.mark.exhaustive
+def test_another_learning_rate_counts_from_the_next_step_on(whole, tmp_path):
+    folder = stopped_after(whole, 6, tmp_path / "run")
+    before = params(folder)
+    assert (
+        main(["--resume", str(folder), *options("optimizer.learning_rate=1e-20")]) == 0
+    )
+    for a, b in zip(
+        jax.tree.leaves(params(folder)), jax.tree.leaves(before), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-12)
+    assert log_of(folder)[-1]["step"] == 9
+    (old,) = folder.glob("config-*.json")
+    rates = [
+        json.loads(p.read_text())["optimizer"]["learning_rate"]
+        for p in (old, folder / "config.json")
+    ]
+    assert rates[0] > rates[1] == 1e-20
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""Injected hyperparameters that change in the middle of a training: the plain model's numbers with the same changes."""
+"""What changes in the middle of a training: hyperparameters, masks, schedules, and the shape of batches."""
 
 import jax
 import jax.numpy as jnp
@@ -141,3 +141,59 @@ def test_a_state_of_another_first_value_is_not_taken_for_ones_own():
         ValueError, match="another pipeline, which differs in `optimizer`"
     ):
         pipeline(SGD(learning_rate=0.25)).step(state, BATCH)
+
+
+def trained_layers(*trained):
+    """SGD with momentum on some layers; the others stay."""
+
+    def labels(params):
+        return [
+            tree and jax.tree.map(lambda _, i=i: str(i in trained), tree)
+            for i, tree in enumerate(params)
+        ]
+
+    sgd = optax.sgd(1.0, momentum=0.5)
+    return optax.multi_transform({"True": sgd, "False": optax.set_to_zero()}, labels)
+
+
+def test_a_mask_changes():
+    """Momentum 1.5 of the layer that goes on, and 1 of the layer that begins."""
+    state = (pipe := pipeline(trained_layers(0))).init(KEY, BATCH)
+    state, _ = pipe.step(state, BATCH)
+    other = pipeline(trained_layers(0, 1))
+    with pytest.raises(ValueError, match=r"keep what fits, .*optimizer=.matching."):
+        other.adopt(state)
+    state = other.adopt(state, optimizer="matching")
+    state, _ = other.step(state, BATCH)
+    np.testing.assert_array_equal(weights(other, state)[:, 0], [-2.5, -1.0])
+    back = pipe.adopt(state, optimizer="matching")
+    back, _ = pipe.step(back, BATCH)
+    np.testing.assert_array_equal(weights(pipe, back)[:, 0], [-4.25, -1.0])
+    with refused('must be "same" or "matching", got True'):
+        pipe.adopt(back, optimizer=True)
+
+
+def test_a_schedule_changes():
+    """One schedule follows another at the same count; in the place of a number it begins at 0."""
+    state = (pipe := pipeline(optax.sgd(lambda count: 1.0 + count))).init(KEY, BATCH)
+    state, _ = pipe.step(state, BATCH)
+    other = pipeline(optax.sgd(lambda count: 10.0 * count))
+    state, _ = other.step(other.adopt(state), BATCH)
+    np.testing.assert_array_equal(weights(other, state), -11.0)
+    constant = pipeline(optax.sgd(0.5))
+    state, _ = constant.step(constant.adopt(state, optimizer="matching"), BATCH)
+    state, _ = other.step(other.adopt(state, optimizer="matching"), BATCH)
+    np.testing.assert_array_equal(weights(other, state), -11.5)
+
+
+def test_batches_of_another_shape_go_on_with_the_same_state():
+    pipe = pipeline(optax.sgd(1.0, momentum=0.5))
+    state = pipe.init(KEY, BATCH)
+    state, _ = pipe.step(state, BATCH)
+    longer = {"inputs": np.ones((4, 2), np.float32)}
+    with pytest.raises(ValueError, match=r"go on with this one: `state = pipe.adopt"):
+        pipe.step(state, longer)
+    state, _ = pipe.step(pipe.adopt(state, longer), longer)
+    np.testing.assert_array_equal(weights(pipe, state), -2.5)
+    state, _ = pipe.step(pipe.adopt(state, BATCH), BATCH)
+    np.testing.assert_array_equal(weights(pipe, state), -4.25)
