@@ -560,7 +560,7 @@ class Pipeline:
         checks.check_not_traced("with_params", state)
         return portable.with_params(self._own(state), function)
 
-    @public("get_hyperparams")
+    @public("get_hyperparams", _is_shared)
     def get_hyperparams(self, state: PipelineState) -> dict[str, np.ndarray]:
         """The numbers that `optax.inject_hyperparams` keeps in the optimizer's state, by name, such as "learning_rate".
 
@@ -569,7 +569,7 @@ class Pipeline:
         """
         return hyperparams.values(self._own(state))
 
-    @public("with_hyperparams")
+    @public("with_hyperparams", _is_shared)
     def with_hyperparams(self, state: PipelineState, **values: Any) -> PipelineState:
         """A state with other injected hyperparameters, from the next update on.
 
