@@ -15,6 +15,7 @@ import pytest
 # directory. Tests, and scripts that tests start, do not.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
 
+import chex  # noqa: E402
 import jax  # noqa: E402
 
 import jpipe  # noqa: E402
@@ -34,11 +35,14 @@ for _flag, _value in _WANTED.items():
 os.environ["XLA_FLAGS"] = _FLAGS.strip()
 
 if "xla_force_host_platform_device_count" not in _FLAGS:
-    jax.config.update("jax_num_cpu_devices", 8)  # it would override the user's number
+    chex.set_n_cpu_devices(8)  # it would replace the user's number
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # `main` of the training script calls it too, which is too late once a test has used a device.
 jpipe.distributed.initialize()
+# JAX reads the flags here. Programs that tests start choose the number of their devices themselves.
+jax.devices()
+os.environ["XLA_FLAGS"] = _FLAGS.strip()
 # Strict dtype promotion would be good too, but Optax's Adam does not run under it:
 # its bias correction raises a Python float to an int32 power.
 

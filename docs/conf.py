@@ -57,6 +57,19 @@ pygments_dark_style = "monokai"
 autodoc_default_options = {"members": True, "member-order": "bysource"}
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
+# Sphinx would write out what they stand for.
+autodoc_type_aliases = {
+    name: name
+    for name in (
+        "NumericTree",
+        "chex.Array",
+        "chex.ArrayTree",
+        "chex.Numeric",
+        "optax.Params",
+        "optax.ScalarOrSchedule",
+        "optax.Schedule",
+    )
+}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 napoleon_custom_sections = ["References"]
@@ -152,6 +165,14 @@ def restore_docstring(app, what, name, obj, options, lines):
         lines[:] = _AS_WRITTEN.pop(name)
 
 
+def name_types(app, what, name, obj, options, signature, returned):
+    """Sphinx names an alias in a union by the class of its placeholder."""
+    return tuple(
+        part and re.sub(r"TypeAliasForwardRef\('([\w.]+)'\)", r"\1", part)
+        for part in (signature, returned)
+    )
+
+
 # Files outside docs/ that a page includes.
 _PAGE_OF = {
     ROOT / "CHANGELOG.md": DOCS / "changelog.md",
@@ -195,4 +216,5 @@ def setup(app):
     # Before Napoleon, which reads the sections.
     app.connect("autodoc-process-docstring", format_docstring, priority=100)
     app.connect("autodoc-process-docstring", restore_docstring, priority=900)
+    app.connect("autodoc-process-signature", name_types)
     return {"parallel_read_safe": True}

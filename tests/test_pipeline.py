@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +15,8 @@ from helpers import assert_close, refused
 from jax.sharding import AxisType, Mesh
 
 import jpipe
-from jpipe.schedules import forward_only, gpipe, one_f_one_b
+from jpipe.program import Program
+from jpipe.schedules import forward_only, gpipe, one_f_one_b, pipemare
 
 LINEAR = functools.partial(nnx.Linear, 4, 4)
 KEY = jax.random.key(0)
@@ -628,3 +630,16 @@ def test_equal_layers_are_traced_once():
     kernel = pipe.get_params(state)[0]["kernel"]
     outputs = pipe.predict(state, {"inputs": np.eye(4, dtype=np.float32)[:4]})
     np.testing.assert_allclose(outputs, 144 * np.asarray(kernel), rtol=1e-6)
+
+
+@pytest.mark.parametrize("schedule", [one_f_one_b, pipemare])
+def test_a_step_is_traced_once(schedule, monkeypatch):
+    chex.clear_trace_counter()
+    run_step = chex.assert_max_traces(Program._run_step, n=1)
+    monkeypatch.setattr(Program, "_run_step", run_step)
+    pipe = make(schedule=schedule(2, 2))
+    state = pipe.init(KEY, batch_of(4))
+    for seed in range(3):
+        state, _ = pipe.step(state, jax.tree.map(jnp.asarray, batch_of(4, seed)))
+        state, _ = pipe.step(state, batch_of(4, seed))
+    chex.assert_tree_all_finite(pipe.get_params(state))

@@ -3,6 +3,7 @@
 On a machine with only a CPU, the CPU is split into several devices.
 """
 
+import contextlib
 import os
 import pathlib
 
@@ -22,7 +23,7 @@ def prepare_cpu(num_devices: int) -> None:
     The user chooses a number by the option `jax_num_cpu_devices`, in `jax.config` or as
     JAX_NUM_CPU_DEVICES, or by `xla_force_host_platform_device_count` in XLA_FLAGS.
 
-    Call this before JAX runs anything. Other kinds of devices are not changed.
+    Call this before JAX runs anything, else nothing is split. Other kinds of devices are not changed.
 
     Args:
       num_devices: the number of devices.
@@ -30,7 +31,9 @@ def prepare_cpu(num_devices: int) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     in_flags = "xla_force_host_platform_device_count" in flags
     if not in_flags and jax.config.jax_num_cpu_devices < 0:
-        jax.config.update("jax_num_cpu_devices", num_devices)
+        # Once JAX has run something it keeps its devices; `check_devices` says if they are too few.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", num_devices)
     for flag, seconds in _TIMEOUT_SECONDS.items():
         if flag not in flags:
             flags += f" --{flag}={seconds}"

@@ -1,7 +1,10 @@
 """Basis rotation: Adam in the eigenbasis of the gradient's covariances, for late gradients."""
 
+from __future__ import annotations
+
 from typing import Any, Literal, NamedTuple, get_args
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -33,16 +36,16 @@ class ScaleByBasisRotationState(NamedTuple):
     The first moment is in the basis of the weights, the second in the rotated one.
     """
 
-    count: jax.Array
+    count: chex.Array
     mu: optax.Updates
     nu: optax.Updates
     basis: Any
 
 
 def scale_by_basis_rotation(
-    b1: float = 0.9,
-    b2: float = 0.999,
-    eps: float = 1e-8,
+    b1: chex.Numeric = 0.9,
+    b2: chex.Numeric = 0.999,
+    eps: chex.Numeric = 1e-8,
     frequency: int = 10,
     source: Source = "second_moment",
     sides: Sides = "both",
@@ -134,7 +137,7 @@ def scale_by_basis_rotation(
 
         def of_weight(g, m, v, basis):
             matrix = _as_matrix(g)
-            momentum = b1 * _as_matrix(m) + (1 - b1) * matrix
+            momentum = jnp.asarray(b1 * _as_matrix(m) + (1 - b1) * matrix)
             basis = _next_basis(basis, matrix, momentum, b2, changes)
             rotated = _rotate(basis, matrix)
             second = b2 * _as_matrix(v) + (1 - b2) * rotated**2
@@ -181,7 +184,11 @@ def _as_matrix(weight: jax.Array) -> jax.Array:
 
 
 def _next_basis(
-    basis: Basis, gradient: jax.Array, momentum: jax.Array, b2: Any, changes: jax.Array
+    basis: Basis,
+    gradient: jax.Array,
+    momentum: jax.Array,
+    b2: chex.Numeric,
+    changes: jax.Array,
 ) -> Basis:
     """The basis after the gradient's covariances, and with a step of the power iteration if it changes."""
     vectors, moments = [], []

@@ -1,7 +1,10 @@
 """Clipping by the norm of the whole model's gradient."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -15,7 +18,9 @@ class ClipByGlobalNormState(NamedTuple):
     declaration = Declaration("clip_by_global_norm", ("global_norm",))
 
 
-def clip_by_global_norm(max_norm: float) -> optax.GradientTransformationExtraArgs:
+def clip_by_global_norm(
+    max_norm: chex.Numeric,
+) -> optax.GradientTransformationExtraArgs:
     """Scales all gradients down so that their norm over all stages is at most `max_norm`.
 
     `optax.clip_by_global_norm` takes the norm of the gradients that it sees. On a stage of

@@ -1,7 +1,10 @@
 """Delay compensation: moves a late gradient to the newest weights by an estimate of the curvature."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,7 +21,9 @@ class CompensateDelayState(NamedTuple):
 
 
 def compensate_delay(
-    strength: float, decay: float | None = 0.95, eps: float = 1e-7
+    strength: chex.Numeric,
+    decay: chex.Numeric | None = 0.95,
+    eps: chex.Numeric = 1e-7,
 ) -> optax.GradientTransformationExtraArgs:
     """DC-ASGD: a first-order Taylor step from the weights of the gradient to the newest ones.
 

@@ -1,13 +1,17 @@
 """T2 of PipeMare: corrects a backward that reads newer weights than its forward did."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
 
+from typing import NamedTuple
+
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
 from jpipe.optim.declarations import Declaration, reads_state
 from jpipe.optim.delays import (
+    NumericTree,
     as_float,
     check_delay,
     find_states,
@@ -30,7 +34,7 @@ class CorrectDiscrepancyState(NamedTuple):
 
 
 def correct_discrepancy(
-    decay: float | None = None, delay: Any = None
+    decay: chex.Numeric | None = None, delay: NumericTree | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """PipeMare's T2, discrepancy correction: keeps the velocity of the weights.
 
@@ -110,7 +114,9 @@ def correct_discrepancy(
 
 
 @reads_state(CorrectDiscrepancyState)
-def corrected_params(params: Any, optimizer_state: Any, delay: Any) -> Any:
+def corrected_params(
+    params: chex.ArrayTree, optimizer_state: chex.ArrayTree, delay: NumericTree
+) -> chex.ArrayTree:
     """Estimates the weights of `delay` updates ago: `params - delay * velocity`.
 
     It is the hook for the backward of a pipeline that keeps one weight version:
@@ -139,7 +145,7 @@ def corrected_params(params: Any, optimizer_state: Any, delay: Any) -> Any:
     return move(params, [state.velocity for state in states], distance)
 
 
-def _discrepancy(delay: Any, extra_args: dict) -> Any:
+def _discrepancy(delay: NumericTree | None, extra_args: dict) -> NumericTree:
     """Updates between the weights of the forward and those of the backward."""
     if delay is None:
         forward, backward = extra_args.get("delay"), extra_args.get("backward_delay")

@@ -1,12 +1,18 @@
 """Delays of transforms: one number for all weights, or a tree with a number for each."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+
+NumericTree: TypeAlias = (
+    chex.Numeric | Iterable["NumericTree"] | Mapping[Any, "NumericTree"]
+)
+"""One number, or a tree with a number for every weight or for a whole branch."""
 
 
 def is_wrong(value: Any, is_right: Callable) -> bool:

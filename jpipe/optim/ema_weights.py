@@ -1,7 +1,10 @@
 """Averages of the weights, for evaluation."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
 
+from typing import NamedTuple
+
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,10 +16,10 @@ class EmaWeightsState(NamedTuple):
     """A decayed sum of the weights, like them but at least float32, and the sum of its coefficients, `[]`."""
 
     average: optax.Params
-    total: jax.Array
+    total: chex.Array
 
 
-def ema_weights(decay: float) -> optax.GradientTransformationExtraArgs:
+def ema_weights(decay: chex.Numeric) -> optax.GradientTransformationExtraArgs:
     """Keeps an exponential moving average of the weights.
 
         a <- d a + (1 - d) w,    total <- d total + 1 - d,    average = a / total
@@ -84,7 +87,9 @@ def ema_weights(decay: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def averaged_params(params: Any, optimizer_state: Any) -> Any:
+def averaged_params(
+    params: chex.ArrayTree, optimizer_state: chex.ArrayTree
+) -> chex.ArrayTree:
     """The average that `ema_weights` keeps.
 
     `pipe.with_params(state, averaged_params)` is the state of a pipeline with these

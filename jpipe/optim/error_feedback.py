@@ -1,25 +1,35 @@
 """Error feedback: makes up for an update that a late gradient has made wrong."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
 
+from typing import NamedTuple
+
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
 from jpipe.optim.declarations import Declaration
-from jpipe.optim.delays import as_float, check_delay, delay_of, is_wrong, spread
+from jpipe.optim.delays import (
+    NumericTree,
+    as_float,
+    check_delay,
+    delay_of,
+    is_wrong,
+    spread,
+)
 
 
 class ErrorFeedbackState(NamedTuple):
     """Number of updates so far, int32, and the last update, in the weights' shapes and dtypes."""
 
-    count: jax.Array
+    count: chex.Array
     last: optax.Updates
     declaration = Declaration("error_feedback", ("delay",))
 
 
 def error_feedback(
-    strength: float = 1.0, delay: Any = None
+    strength: chex.Numeric = 1.0, delay: NumericTree | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """Adds what the last update should have been and was not.
 

@@ -1,7 +1,10 @@
 """Weights of low precision, with a copy in float32 that is updated."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -10,8 +13,8 @@ import optax
 class MasterWeightsState(NamedTuple):
     """The copy of the weights in float32, and the state of the optimizer that updates it."""
 
-    weights: Any
-    inner: Any
+    weights: optax.Params
+    inner: optax.OptState
 
 
 def master_weights(
@@ -49,16 +52,19 @@ def master_weights(
     """
     optimizer = optax.with_extra_args_support(optimizer)
 
-    def as_float32(tree: Any) -> Any:
+    def as_float32(tree: chex.ArrayTree) -> chex.ArrayTree:
         return jax.tree.map(lambda a: a.astype(jnp.float32), tree)
 
-    def init(params: Any) -> MasterWeightsState:
+    def init(params: optax.Params) -> MasterWeightsState:
         weights = as_float32(params)
         return MasterWeightsState(weights, optimizer.init(weights))
 
     def update(
-        updates: Any, state: MasterWeightsState, params: Any = None, **extra: Any
-    ) -> tuple[Any, MasterWeightsState]:
+        updates: optax.Updates,
+        state: MasterWeightsState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, MasterWeightsState]:
         if params is None:
             raise ValueError(
                 "`master_weights` needs the weights: call `update(gradients, state, params)`."

@@ -1,8 +1,11 @@
 """Adam with Nesterov's momentum, which tolerates late gradients if the momentum is high."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,17 +16,17 @@ from jpipe.optim.delays import is_wrong
 class ScaleByNadamState(NamedTuple):
     """Number of updates, product of all mu so far, and both moments like the weights."""
 
-    count: jax.Array
-    mu_product: jax.Array
+    count: chex.Array
+    mu_product: chex.Array
     mu: optax.Updates
     nu: optax.Updates
 
 
 def scale_by_nadam(
-    b1: float = 0.99,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    momentum_decay: float = 4e-3,
+    b1: chex.Numeric = 0.99,
+    b2: chex.Numeric = 0.999,
+    eps: chex.Numeric = 1e-8,
+    momentum_decay: chex.Numeric = 4e-3,
 ) -> optax.GradientTransformationExtraArgs:
     """NAdam with a momentum that warms up: a remedy for late gradients.
 
@@ -110,11 +113,11 @@ def scale_by_nadam(
 
 def nadamw(
     learning_rate: optax.ScalarOrSchedule,
-    b1: float = 0.99,
-    b2: float = 0.999,
-    eps: float = 1e-8,
-    momentum_decay: float = 4e-3,
-    weight_decay: float = 1e-4,
+    b1: chex.Numeric = 0.99,
+    b2: chex.Numeric = 0.999,
+    eps: chex.Numeric = 1e-8,
+    momentum_decay: chex.Numeric = 4e-3,
+    weight_decay: chex.Numeric = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """`scale_by_nadam` with decoupled weight decay: the optimizer of asynchronous Nesterov.

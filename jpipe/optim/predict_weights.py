@@ -1,21 +1,24 @@
 """Weight prediction: a forward with an estimate of the weights that it will update."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
 from jpipe.optim.declarations import Declaration, reads_state
-from jpipe.optim.delays import as_float, check_delay, find_states, move
+from jpipe.optim.delays import NumericTree, as_float, check_delay, find_states, move
 
 
 class PredictWeightsState(NamedTuple):
     """The last movement of the weights, in their shapes and dtypes, and the number of updates, int32, or None."""
 
     movement: optax.Updates
-    count: jax.Array | None = None
+    count: chex.Array | None = None
     declaration = Declaration(
         "predict_weights",
         hook="forward",
@@ -85,11 +88,11 @@ def predict_weights(
 
 @reads_state(PredictWeightsState)
 def predicted_params(
-    params: Any,
-    optimizer_state: Any,
-    delay: Any,
-    horizon: Callable[[jax.Array], Any] | float | None = None,
-) -> Any:
+    params: chex.ArrayTree,
+    optimizer_state: chex.ArrayTree,
+    delay: NumericTree,
+    horizon: Callable[[chex.Array], chex.Numeric] | chex.Numeric | None = None,
+) -> chex.ArrayTree:
     """Estimates the weights in `delay` updates: `params + s * movement`.
 
     It is the hook for the forward of an asynchronous pipeline:
@@ -135,7 +138,9 @@ def predicted_params(
     return move(params, [state.movement for state in states], distance)
 
 
-def horizon_of(delay: Any, horizon: Callable | float | None) -> Any:
+def horizon_of(
+    delay: NumericTree, horizon: Callable | chex.Numeric | None
+) -> NumericTree:
     """The number of updates to look ahead: `horizon`, or the delay if that is None."""
     check_delay(delay)
     if horizon is None:

@@ -1,24 +1,34 @@
 """T1 of PipeMare: a smaller learning rate where gradients are late."""
 
-from typing import Any, NamedTuple
+from __future__ import annotations
 
+from typing import NamedTuple
+
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
 from jpipe.optim.declarations import Declaration
-from jpipe.optim.delays import as_float, check_delay, delay_of, is_wrong, spread
+from jpipe.optim.delays import (
+    NumericTree,
+    as_float,
+    check_delay,
+    delay_of,
+    is_wrong,
+    spread,
+)
 
 
 class ScaleByDelayState(NamedTuple):
     """Number of updates so far, int32."""
 
-    count: jax.Array
+    count: chex.Array
     declaration = Declaration("scale_by_delay", ("delay",))
 
 
 def scale_by_delay(
-    annealing_steps: int | float, delay: Any = None
+    annealing_steps: chex.Numeric, delay: NumericTree | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """PipeMare's T1, learning-rate rescheduling: divides updates by a power of their delay.
 

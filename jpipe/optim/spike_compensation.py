@@ -1,14 +1,18 @@
 """Spike compensation: momentum that applies a late gradient several times at once."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
 import jax
 import jax.numpy as jnp
 import optax
 
 from jpipe.optim.declarations import Declaration, reads_state
 from jpipe.optim.delays import (
+    NumericTree,
     as_float,
     check_delay,
     delay_of,
@@ -23,13 +27,13 @@ from jpipe.optim.predict_weights import horizon_of
 class SpikeCompensationState(NamedTuple):
     """Number of updates so far, int32, and the momentum, in the weights' shapes and dtypes."""
 
-    count: jax.Array
+    count: chex.Array
     velocity: optax.Updates
     declaration = Declaration("spike_compensation", ("delay",))
 
 
 def spike_compensation(
-    momentum: float, delay: Any = None
+    momentum: chex.Numeric, delay: NumericTree | None = None
 ) -> optax.GradientTransformationExtraArgs:
     """SGD with momentum for gradients that are `delay` updates late.
 
@@ -99,13 +103,13 @@ def spike_compensation(
 
 @reads_state(SpikeCompensationState)
 def velocity_predicted_params(
-    params: Any,
-    optimizer_state: Any,
-    delay: Any,
+    params: chex.ArrayTree,
+    optimizer_state: chex.ArrayTree,
+    delay: NumericTree,
     *,
-    learning_rate: float | Callable[[jax.Array], Any],
-    horizon: Callable[[jax.Array], Any] | float | None = None,
-) -> Any:
+    learning_rate: optax.ScalarOrSchedule,
+    horizon: Callable[[chex.Array], chex.Numeric] | chex.Numeric | None = None,
+) -> chex.ArrayTree:
     """Linear weight prediction from momentum v: `params - T * eta * v`.
 
     It is a hook for the forward, `Pipeline(forward_params=...)`, and reads the momentum of

@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,7 +79,7 @@ def test_two_stages_compute_what_is_emulated(name):
                 averaged = pipe.with_params(state, optim.averaged_params)
                 results[-1] = results[-1], pipe.get_params(averaged)
     assert_close(*results, "float64")
-    assert all(np.isfinite(a).all() for a in jax.tree.leaves(results))
+    chex.assert_tree_all_finite(results)
 
 
 @pytest.mark.exhaustive
@@ -93,7 +94,7 @@ def test_runs_at_a_stage_for_each_layer(name):
         with jax.enable_x64(True):
             pipe, state = trained(schedule, 6, **METHODS[name]())
         results.append(jax.tree.leaves(pipe.get_params(state)))
-    assert all(np.isfinite(a).all() for a in results[0])
+    chex.assert_tree_all_finite(results[0])
     assert any(np.abs(a - b).max() > 1e-4 for a, b in zip(*results, strict=True))
 
 

@@ -3,6 +3,7 @@
 import functools
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -287,7 +288,7 @@ def test_evaluation_sends_what_training_sends():
     kept = jax.tree.map(np.asarray, state.message_compression)
     for rows in (8, 13):
         outputs = threshold.predict(state, {"inputs": x[:1].repeat(rows, axis=0)})
-        assert outputs.shape == (rows, DIM)
+        chex.assert_shape(outputs, (rows, DIM))
     jax.tree.map(np.testing.assert_array_equal, state.message_compression, kept)
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 
+import chex
 import jax
 import numpy as np
 import optax
@@ -293,7 +294,7 @@ def test_a_gradient_that_is_not_finite_on_one_copy_is_skipped_on_all(schedule):
     skipped += np.asarray(metrics["skipped_updates"])
     assert skipped.tolist() == [1, 1]
     assert_copies_equal(state, table)
-    assert all(np.isfinite(a).all() for a in jax.tree.leaves(pipe.get_params(state)))
+    chex.assert_tree_all_finite(pipe.get_params(state))
     if table.synchronous:
         assert float(metrics["loss_scale"]) == 2.0**9
 
