@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from jpipe.compress import Factors
+from jpipe.layers.avals import shapes_text
 from jpipe.layers.equations import Equations
 from jpipe.layers.products import ProductForm
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS
@@ -106,14 +107,17 @@ def flat_update(
             **extra(gradients, *args[-num_extra:]),
         }
         updates, state = optimizer.update(gradients, state, parameters, **more)
+        forms.append(_form(state))
         updated = optax.apply_updates(parameters, updates)
         return [*jax.tree.leaves(updated), *jax.tree.leaves(state)]
 
     def paths(tree: Any) -> list[str]:
         return [jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(tree)]
 
+    forms: list[dict[str, str]] = []
     try:
         state = jax.eval_shape(optimizer.init, tree)
+        forms.append(_form(state))
         state_leaves, state_tree = jax.tree.flatten(state)
         num_state = len(state_leaves)
         extra_avals = [arg.aval(norm_dtype) for arg in EXTRA_ARGS]
@@ -140,6 +144,7 @@ def flat_update(
             "None for layers of other stages. Give masks and labels as functions of such a list. An optimizer that needs "
             "more than that, such as the loss, cannot be used."
         ) from error
+    _check_form(*forms[:2])
     effects = sorted(str(effect) for effect in flat.update.effects())
     if effects:
         raise ValueError(
@@ -148,6 +153,26 @@ def flat_update(
             "`jax.debug.print` and callbacks there, and print the metrics that `step` returns."
         )
     return flat
+
+
+def _form(state: Any) -> dict[str, str]:
+    """The path of every array of a state, with its dtype and shape."""
+    return {
+        jax.tree_util.keystr(path): shapes_text(jax.typeof(leaf))
+        for path, leaf in jax.tree.leaves_with_path(state)
+    }
+
+
+def _check_form(before: Mapping[str, str], after: Mapping[str, str]) -> None:
+    """Raises if an update leaves other arrays in the state than `init` has made."""
+    for path in (*before, *after):
+        was, becomes = (form.get(path, "nothing") for form in (before, after))
+        if was != becomes:
+            raise ValueError(
+                f"`optimizer` changes the form of its state: {path} is {was} after `init`, and {becomes} after an update. A "
+                "pipeline keeps the arrays that `init` makes, in their shapes and dtypes. Let `init` make the state as the "
+                "update leaves it."
+            )
 
 
 def _without_unread(

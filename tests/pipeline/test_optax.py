@@ -256,6 +256,17 @@ def test_average_of_weights():
 
 APART = "`optimizer` lets the update of one layer depend on others"
 MORE = r"(?s)`optimizer` cannot update .*It is called as"
+FORM = r"changes the form of its state: {} after `init`, and {} after an update"
+
+
+def counting(first, step):
+    """Adds `step` to a number that begins with `first`."""
+    return optax.GradientTransformation(
+        lambda params: {"count": first()},
+        lambda updates, state, params: (updates, {"count": state["count"] + step()}),
+    )
+
+
 REFUSED = {
     "clip_by_global_norm": (lambda: optax.clip_by_global_norm(1.0), APART),
     "apply_if_finite": (lambda: optax.apply_if_finite(optax.sgd(0.1), 3), APART),
@@ -279,6 +290,18 @@ REFUSED = {
     "reduce_on_plateau": (optax.contrib.reduce_on_plateau, MORE),
     "momo": (optax.contrib.momo, MORE),
     "galore": (lambda: optax.contrib.galore(0.1, rank=2), MORE),
+    "state of another dtype": (
+        lambda: counting(lambda: 0, lambda: 0.5),
+        FORM.format(r"\['count'\] is int64\[\]", r"float64\[\]"),
+    ),
+    "state of another shape": (
+        lambda: counting(lambda: jnp.zeros(1), lambda: jnp.ones(2)),
+        FORM.format(r"\['count'\] is float64\[1\]", r"float64\[2\]"),
+    ),
+    "monitor": (
+        lambda: optax.monitor({"first": lambda updates: jax.tree.leaves(updates)[0]}),
+        FORM.format(r".*\['first'\] is nothing", r"float64\[5\]"),
+    ),
     "mask as a tree": (
         lambda: optax.adamw(0.1, mask=matrices(plain_model("float64")[1])),
         MORE,
