@@ -17,7 +17,7 @@ from jpipe.layers.factories import (
     not_callable_problem,
 )
 from jpipe.layers.flax_linen import from_linen
-from jpipe.layers.flax_nnx import NotAModuleError, abstract_module, from_nnx
+from jpipe.layers.flax_nnx import NotAModuleError, abstract_parts, from_nnx
 from jpipe.layers.functions import from_function, from_pair
 from jpipe.layers.layer import Function, InitApply, Layer, Linen, Skip
 from jpipe.layers.report import ReportWeights, with_reported_weights
@@ -150,7 +150,7 @@ def _as_layer(layer: Any, index: int, num_inputs: int = 1) -> Layer:
     if isinstance(layer, Linen):
         return from_linen(layer, index)
     if isinstance(layer, nnx.Module):
-        return from_nnx(layer, None, index)
+        return from_nnx(nnx.split(layer), None, index)
     if not callable(layer):
         raise ValueError(f"layer {index} {not_callable_problem(layer)}")
     if is_factory(layer):
@@ -169,11 +169,11 @@ def _from_factory(make: Callable[..., Any], index: int) -> Layer:
     if problem is not None:
         raise ValueError(f"layer {index}: {problem}")
     try:
-        module, leaves = abstract_module(make)
+        parts, leaves = abstract_parts(make)
     except NotAModuleError as error:
         raise ValueError(f"layer {index}: {error}") from None
     except Exception as error:
         raise ValueError(
             f"layer {index} could not be built by `factory(rngs=...)`: {error}"
         ) from error
-    return from_nnx(module, leaves, index)
+    return from_nnx(parts, leaves, index)

@@ -40,10 +40,16 @@ def make_module(make: Callable[..., Any], key: jax.Array) -> nnx.Module:
     return module
 
 
-def abstract_module(
+Parts = tuple[nnx.GraphDef, nnx.State]
+"""A module as `nnx.split` returns it."""
+
+
+def abstract_parts(
     make: Callable[..., Any],
-) -> tuple[nnx.Module, Callable[[jax.Array], list]]:
-    """What a factory makes: the abstract module, and a function from a random key to the leaves of its `nnx.State`.
+) -> tuple[Parts, Callable[[jax.Array], list]]:
+    """What a factory makes: the parts of the abstract module, and a function from a random key to the leaves of its `nnx.State`.
+
+    An abstract module cannot be split: of the values inside of a pytree, Flax takes only arrays out.
 
     It contains a jitted function: JAX traces the factory here, and uses this trace again where weights are made.
 
@@ -66,7 +72,7 @@ def abstract_module(
 
     avals = jax.eval_shape(leaves, jax.eval_shape(jax.random.key, 0))
     graph, tree = forms[0]
-    return nnx.merge(graph, tree.unflatten(avals)), leaves
+    return (graph, tree.unflatten(avals)), leaves
 
 
 def as_parameters(values: Any) -> Any:
@@ -109,17 +115,18 @@ def _as_dicts(values: Any, role: str) -> Any:
 
 
 def from_nnx(
-    module: nnx.Module, leaves: Callable[[jax.Array], list] | None, index: int
+    parts: Parts, leaves: Callable[[jax.Array], list] | None, index: int
 ) -> Layer:
     """The `Layer` of an NNX module.
 
     Args:
-      module: the module; an abstract one if `leaves` is given.
+      parts: of the module; abstract ones if `leaves` is given.
       leaves: makes the leaves of the module's `nnx.State` from a random key; None: the module holds them.
       index: the layer's position, for messages.
     """
+    module = nnx.merge(*parts)
     name = type(module).__name__
-    variables = _Variables(module, name, index)
+    variables = _Variables(parts, name, index)
 
     def called(
         parameters: Any, state: Any, key: jax.Array, args: tuple
@@ -201,8 +208,8 @@ class _Variables:
       role_of: path of each variable -> "parameters", "state" or "random", in Flax's order.
     """
 
-    def __init__(self, module: nnx.Module, name: str, index: int) -> None:
-        self.graph, self._whole = nnx.split(module)
+    def __init__(self, parts: Parts, name: str, index: int) -> None:
+        self.graph, self._whole = parts
         self.leaves, self._tree = jax.tree.flatten(self._whole)
         variables = [(tuple(path), v) for path, v in nnx.to_flat_state(self._whole)]
         if len(variables) != len(self.leaves):

@@ -207,6 +207,25 @@ class Power(nnx.Module):
         return x * self.last[...][None]
 
 
+class Scales(nnx.Module):
+    """Keeps arrays in a dict, as `nnx.WeightNorm` does, and not in variables."""
+
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(4, 4, rngs=rngs)
+        self.scales = nnx.data({"kernel": jnp.ones(4)})
+
+    def __call__(self, x):
+        return self.linear(x) * self.scales["kernel"].reshape(1, 4)
+
+
+def test_arrays_in_a_dict_are_state():
+    layers = as_layers([Scales, Scales(rngs=nnx.Rngs(0))])
+    for layer in layers:
+        assert layer.state == {
+            "scales": {"kernel": jax.ShapeDtypeStruct((4,), jnp.float32)}
+        }
+
+
 def test_other_state_moves_in_every_microbatch():
     pipe = pipeline(2, 2, [Power, Power])
     batch = {k: np.ones((4, 2), np.float32) for k in ("inputs", "targets")}
