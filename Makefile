@@ -7,6 +7,7 @@
 #   make test-all       also longer tests and more cases, about 40 minutes
 #   make test-slow      the tests that take minutes each, all other cases, every printed command: hours
 #   make test-wheel     builds the package, installs it in an empty environment, runs the README
+#   make test-zoo-new   a sample of the zoo with Python 3.12 and the newest JAX, Flax and Optax
 #   make gpu-compiler   the compiler for H100s; with it the tests also compile steps for GPUs
 #   make check          formatting, likely mistakes, types
 #   make types          types alone
@@ -18,13 +19,17 @@ PYTHON ?= python3
 CONFIG ?= configs/quickstart.py
 ARGS ?=
 
+# The newest JAX and Flax need it.
+NEW_PYTHON ?= $(firstword $(wildcard $(HOME)/.pyenv/versions/3.12*/bin/python3.12) python3.12)
+
 BIN := .venv/bin
 STAMP := .venv/requirements.stamp
+NEW := .venv-new
 DOCS_STAMP := .venv/docs.stamp
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 
-.PHONY: train test test-all test-slow test-wheel gpu-compiler check types docs format clean
+.PHONY: train test test-all test-slow test-wheel test-zoo-new gpu-compiler check types docs format clean
 
 train: $(STAMP)
 	$(BIN)/python train/train.py --config $(CONFIG) $(ARGS)
@@ -40,6 +45,20 @@ test-slow: $(STAMP)
 
 test-wheel: $(STAMP)
 	$(BIN)/python -m pytest tests/test_wheel.py $(ARGS)
+
+test-zoo-new:
+	@if $(NEW_PYTHON) -c '' 2>/dev/null; then $(MAKE) --no-print-directory $(NEW)/requirements.stamp test-zoo-in-new; \
+	else echo "test-zoo-new: skipped, there is no $(NEW_PYTHON): make test-zoo-new NEW_PYTHON=..."; fi
+
+.PHONY: test-zoo-in-new
+test-zoo-in-new:
+	@$(NEW)/bin/python -c 'import sys, flax, jax, optax; print("Python", sys.version.split()[0], *(f"{m.__name__} {m.__version__}" for m in (jax, flax, optax)))'
+	$(NEW)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow and not exhaustive" tests/zoo $(ARGS)
+
+$(NEW)/requirements.stamp: pyproject.toml
+	test -x $(NEW)/bin/python || $(NEW_PYTHON) -m venv $(NEW)
+	$(NEW)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager --editable ".[test]"
+	@touch $@
 
 gpu-compiler: benchmarks/gpu_env/requirements.stamp
 
@@ -73,5 +92,5 @@ $(DOCS_STAMP): $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build dist docs/_build *.egg-info
+	rm -rf .venv $(NEW) .pytest_cache .ruff_cache .mypy_cache build dist docs/_build *.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
