@@ -23,6 +23,7 @@ class Example:
       keeps_shape: whether outputs have the shape of inputs, so that two of the layers follow each other.
       train, evaluate: further arguments of a Linen module's call.
       is_batch_norm: whether its state is statistics of rows.
+      rate: the learning rate.
       complex: whether it takes complex numbers.
       refused: what the pipeline says if it does not take the layer.
     """
@@ -34,6 +35,7 @@ class Example:
     train: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     evaluate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_batch_norm: bool = False
+    rate: float = 0.5
     complex: bool = False
     refused: str | None = None
 
@@ -68,6 +70,11 @@ def dtypes(dtype) -> dict[str, Any]:
     return dict(dtype=dtype, param_dtype=dtype)
 
 
+def recurrent(dtype) -> dict[str, Any]:
+    """Orthogonal weights cannot be made in low precision."""
+    return dict(dtype=dtype, param_dtype=jnp.promote_types(dtype, jnp.float32))
+
+
 def of_nnx(name: str, *arguments: Any, **options: Any) -> Callable[[Any], Any]:
     """`make` of a class of NNX that takes its dtypes and `rngs`."""
     return lambda dtype: functools.partial(
@@ -93,8 +100,10 @@ class Unpacked(nnx.Module):
 
 
 def nnx_cell(name: str) -> Callable[[Any], Any]:
-    make = of_nnx(name, DIM, DIM)
-    return lambda dtype: functools.partial(Unpacked, make(dtype))
+    cell = getattr(nnx, name)
+    return lambda dtype: functools.partial(
+        Unpacked, functools.partial(cell, DIM, DIM, **recurrent(dtype))
+    )
 
 
 class UnpackedLinen(linen.Module):
@@ -105,8 +114,8 @@ class UnpackedLinen(linen.Module):
 
 
 def linen_cell(name: str, **options: Any) -> Callable[[Any], Any]:
-    make = of_linen(name, DIM, **options)
-    return lambda dtype: UnpackedLinen(make(dtype))
+    cell = getattr(linen, name)
+    return lambda dtype: UnpackedLinen(cell(DIM, **recurrent(dtype), **options))
 
 
 CARRY = ((DIM,), (DIM,))
@@ -115,13 +124,13 @@ SEQUENCE = (3, DIM)
 
 
 def nnx_rnn(dtype, *, rngs):
-    return nnx.RNN(nnx.SimpleCell(DIM, DIM, **dtypes(dtype), rngs=rngs))
+    return nnx.RNN(nnx.SimpleCell(DIM, DIM, **recurrent(dtype), rngs=rngs))
 
 
 def nnx_bidirectional(dtype, *, rngs):
     return nnx.Bidirectional(
-        nnx.RNN(nnx.GRUCell(DIM, DIM, **dtypes(dtype), rngs=rngs)),
-        nnx.RNN(nnx.GRUCell(DIM, DIM, **dtypes(dtype), rngs=rngs)),
+        nnx.RNN(nnx.GRUCell(DIM, DIM, **recurrent(dtype), rngs=rngs)),
+        nnx.RNN(nnx.GRUCell(DIM, DIM, **recurrent(dtype), rngs=rngs)),
         merge_fn=lambda a, b: a + b,
     )
 
@@ -209,7 +218,7 @@ EXAMPLES: dict[str, Example] = {
         of_nnx("Embed", 7, DIM), (), num_tokens=7, keeps_shape=False, complex=True
     ),
     "nnx.GRUCell": Example(nnx_cell("GRUCell"), CARRY),
-    "nnx.GroupNorm": Example(of_nnx("GroupNorm", DIM, num_groups=2)),
+    "nnx.GroupNorm": Example(of_nnx("GroupNorm", DIM, num_groups=2), SEQUENCE),
     "nnx.InstanceNorm": Example(of_nnx("InstanceNorm", DIM), SEQUENCE),
     "nnx.LSTMCell": Example(nnx_cell("LSTMCell"), TWO_CARRIES),
     "nnx.LayerNorm": Example(of_nnx("LayerNorm", DIM)),
@@ -219,8 +228,8 @@ EXAMPLES: dict[str, Example] = {
         (2, DIM),
         complex=True,
     ),
-    "nnx.LoRA": Example(partial(nnx_lora), complex=True),
-    "nnx.LoRALinear": Example(partial(nnx_lora_linear), complex=True),
+    "nnx.LoRA": Example(partial(nnx_lora), rate=0.1, complex=True),
+    "nnx.LoRALinear": Example(partial(nnx_lora_linear), rate=0.1, complex=True),
     "nnx.MultiHeadAttention": Example(
         of_nnx("MultiHeadAttention", 2, DIM, decode=False), SEQUENCE
     ),
@@ -244,8 +253,8 @@ EXAMPLES: dict[str, Example] = {
     ),
     "linen.Bidirectional": Example(
         lambda dtype: linen.Bidirectional(
-            linen.RNN(linen.GRUCell(DIM, **dtypes(dtype))),
-            linen.RNN(linen.GRUCell(DIM, **dtypes(dtype))),
+            linen.RNN(linen.GRUCell(DIM, **recurrent(dtype))),
+            linen.RNN(linen.GRUCell(DIM, **recurrent(dtype))),
             merge_fn=lambda a, b: a + b,
         ),
         SEQUENCE,
@@ -277,7 +286,7 @@ EXAMPLES: dict[str, Example] = {
     "linen.Fp8DotGeneralOp": fp8("Fp8DotGeneralOp"),
     "linen.Fp8Einsum": Example(lambda dtype: Fp8Product(), refused=FP8),
     "linen.GRUCell": Example(linen_cell("GRUCell"), CARRY),
-    "linen.GroupNorm": Example(of_linen("GroupNorm", 2)),
+    "linen.GroupNorm": Example(of_linen("GroupNorm", 2), SEQUENCE),
     "linen.InstanceNorm": Example(of_linen("InstanceNorm"), SEQUENCE),
     "linen.LSTMCell": Example(linen_cell("LSTMCell"), TWO_CARRIES),
     "linen.LayerNorm": Example(of_linen("LayerNorm")),
@@ -291,7 +300,7 @@ EXAMPLES: dict[str, Example] = {
     "linen.PReLU": Example(lambda dtype: linen.PReLU(dtype, 0.1)),
     "linen.RMSNorm": Example(of_linen("RMSNorm")),
     "linen.RNN": Example(
-        lambda dtype: linen.RNN(linen.SimpleCell(DIM, **dtypes(dtype))), SEQUENCE
+        lambda dtype: linen.RNN(linen.SimpleCell(DIM, **recurrent(dtype))), SEQUENCE
     ),
     "linen.SelfAttention": Example(of_linen("SelfAttention", 2), SEQUENCE),
     "linen.Sequential": Example(

@@ -17,7 +17,6 @@ import jpipe
 
 KEY = jax.random.key(3)
 S, N, ROWS, STEPS = 2, 2, 4, 3
-OPTIMIZER = optax.sgd(0.5)
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "complex64": 1e-5}
 """For each dtype a part of the largest magnitude of an array."""
 
@@ -153,7 +152,10 @@ def run(pipe, state, data, after_each_step=lambda i, state, metrics: None):
 def layer_pipeline(name: str, table: str, dtype: str) -> jpipe.Pipeline:
     layers, _, _ = model(name, jnp.dtype(dtype))
     return jpipe.Pipeline(
-        layers, loss=squared_error, optimizer=OPTIMIZER, schedule=TABLES[table][0]
+        layers,
+        loss=squared_error,
+        optimizer=optax.sgd(EXAMPLES[name].rate),
+        schedule=TABLES[table][0],
     )
 
 
@@ -183,14 +185,22 @@ def check_layer(name: str, table: str, dtype: str):
 
     microbatches = in_microbatches(data)
     trained = plain.train(
-        flax, [0, 1], params, mutable, squared_error, OPTIMIZER, microbatches, N, delay
+        flax,
+        [0, 1],
+        params,
+        mutable,
+        squared_error,
+        pipe.optimizer,
+        microbatches,
+        N,
+        delay,
     )
     for i, (before, after) in enumerate(zip(params, trained.params[-1], strict=True)):
         moved = [
             np.abs(a - b).max() / np.abs(a).max()
             for a, b in zip(*map(jax.tree.leaves, (after, before)), strict=True)
         ]
-        assert not moved or max(moved) > 10 * TOLERANCE[dtype], f"layer {i} stays"
+        assert not moved or max(moved) > 3 * TOLERANCE[dtype], f"layer {i} stays"
 
     def compare_evaluation(state, params, mutable, when):
         outputs = evaluated(params, mutable, data[0]["inputs"])
@@ -290,7 +300,7 @@ def check_optimizer(name: str, table: str, dtype: str):
         delay,
     )
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), trained.params[-1], params)
-    assert max(jax.tree.leaves(moved)) > 10 * TOLERANCE[dtype], "the weights stay"
+    assert max(jax.tree.leaves(moved)) > 3 * TOLERANCE[dtype], "the weights stay"
     after = []
     state, loss = run(
         pipe, state, data, lambda i, state, _: after.append(pipe.get_params(state))
