@@ -124,7 +124,7 @@ SEQUENCE = (3, DIM)
 
 
 def nnx_rnn(dtype, *, rngs):
-    return nnx.RNN(nnx.SimpleCell(DIM, DIM, **recurrent(dtype), rngs=rngs))
+    return nnx.RNN(nnx.GRUCell(DIM, DIM, **recurrent(dtype), rngs=rngs))
 
 
 def nnx_bidirectional(dtype, *, rngs):
@@ -300,7 +300,7 @@ EXAMPLES: dict[str, Example] = {
     "linen.PReLU": Example(lambda dtype: linen.PReLU(dtype, 0.1)),
     "linen.RMSNorm": Example(of_linen("RMSNorm")),
     "linen.RNN": Example(
-        lambda dtype: linen.RNN(linen.SimpleCell(DIM, **recurrent(dtype))), SEQUENCE
+        lambda dtype: linen.RNN(linen.GRUCell(DIM, **recurrent(dtype))), SEQUENCE
     ),
     "linen.SelfAttention": Example(of_linen("SelfAttention", 2), SEQUENCE),
     "linen.Sequential": Example(
