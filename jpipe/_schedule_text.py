@@ -118,9 +118,8 @@ def _number(digits: str, word: str, number: int) -> int:
     most = np.iinfo(np.int32).max
     size = digits.lstrip("-").lstrip("0") or "0"
     if len(size) > len(str(most)) or int(size) > most:
-        shown = word if len(word) <= 40 else f"{word[:40]}..."
         raise ValueError(
-            f"line {number}: `{shown}` has a number outside of -{most} .. {most}, which a table cannot hold. Number stages, "
+            f"line {number}: `{shortened(word, 200)}` has a number outside of -{most} .. {most}, which a table cannot hold. Number stages, "
             "devices, microbatches and versions from 0, or from the round as in `B-1`."
         )
     return -int(size) if digits.startswith("-") else int(size)

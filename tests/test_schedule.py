@@ -799,7 +799,7 @@ def test_numbers_below_a_large_one_are_not_made(header):
         ("0@0\nF0\nW0@1\n", "line 3: cannot read `W0@1`"),
         ("0@0\nF0,F1\n", "line 2: `F0,F1` has two of `F`"),
         ("0@0 1@3000000000\nF0 .\n", "line 1: `1@3000000000` has a number outside"),
-        (f"{'9' * 5000}@0\nF0\n", "line 1: `9{40}...` has a number outside"),
+        (f"{'9' * 5000}@0\nF0\n", "line 1: `9+ .* 9+@0` has a number outside"),
         ("0@0\nF0\nB99999999999999999999\n", "line 3: `B9+` has a number outside"),
         ("0@0\nF0@-9999999999\n", "line 2: `F0@-9+` has a number outside of -2147"),
         ("0@0\nF-2147483648\n", "line 2: .* which a table cannot hold. Number"),
