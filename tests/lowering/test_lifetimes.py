@@ -1,10 +1,12 @@
 """What a step keeps for later steps is there when it is read, in every asynchronous table, and is not kept longer."""
 
+import functools
 import itertools
 
 import numpy as np
 import pytest
 from families import schedule_named
+from random_tables import random_asynchronous_table
 
 from jpipe.lowering.lower import kept_minibatches, kept_weights
 from jpipe.lowering.norms import norm_table
@@ -12,14 +14,12 @@ from jpipe.lowering.versions import version_rows
 from jpipe.schedule import IDLE
 from jpipe.schedules import emulated, refusal
 
-EVERY_BUILDER = pytest.mark.parametrize(
-    "name,ticks",
-    [
-        (name, ticks)
-        for name in ("pipedream", "pipedream_2bw", "pipemare")
-        for ticks in ("unit", "paired")
-    ],
-)
+BUILDERS = [
+    (name, ticks)
+    for name in ("pipedream", "pipedream_2bw", "pipemare")
+    for ticks in ("unit", "paired")
+]
+EVERY_BUILDER = pytest.mark.parametrize("name,ticks", BUILDERS)
 
 
 def tables(name, ticks):
@@ -44,10 +44,15 @@ def check_kept(table, cells, num_kept):
     assert num_kept == 1 or num_lost(table, cells, num_kept - 1) > 0
 
 
-@EVERY_BUILDER
-def test_minibatches_and_their_weights(name, ticks):
+@pytest.mark.parametrize(
+    "every",
+    [functools.partial(tables, *builder) for builder in BUILDERS]
+    + [lambda: map(random_asynchronous_table, range(200))],
+    ids=[*map("/".join, BUILDERS), "random"],
+)
+def test_minibatches_and_their_weights(every):
     outlive = 0
-    for table in tables(name, ticks):
+    for table in every():
         last = table.stage == table.num_stages - 1
         ends = last | (table.stage == 0)
         both = np.concatenate([table.forward[:, ends], table.backward[:, ends]])

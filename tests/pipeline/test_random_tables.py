@@ -1,4 +1,4 @@
-"""Legal tables drawn at random train the plain model: ties over stages, clipping and masked losses included."""
+"""Legal tables drawn at random train the plain model, or what the table says: with ties, clipping and masked losses."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,10 @@ import optax
 import pytest
 from flax import nnx
 from helpers import with_nan_buffers
-from random_tables import random_table
+from random_tables import random_asynchronous_table, random_table
 
 import jpipe
+from jpipe.reference import Reference
 
 DIM = 3
 
@@ -36,6 +37,17 @@ def loss(outputs, batch):
     return (losses * batch["mask"]).sum(), batch["mask"].sum()
 
 
+def batches_of(rng, count, N):
+    return [
+        {
+            "inputs": rng.normal(size=(2 * N, DIM)),
+            "targets": rng.normal(size=(2 * N, DIM)),
+            "mask": rng.integers(0, 3, 2 * N) + 0.5,
+        }
+        for _ in range(count)
+    ]
+
+
 def plain(weights, batch):
     """The loss of the tied model: the first and the last layer share their kernel."""
     x = batch["inputs"]
@@ -51,15 +63,7 @@ def plain(weights, batch):
 def test_a_random_table_trains_the_plain_model(seed):
     table = random_table(seed)
     S, N = table.num_stages, table.num_microbatches
-    rng = np.random.default_rng(seed)
-    batches = [
-        {
-            "inputs": rng.normal(size=(2 * N, DIM)),
-            "targets": rng.normal(size=(2 * N, DIM)),
-            "mask": rng.integers(0, 3, 2 * N) + 0.5,
-        }
-        for _ in range(3)
-    ]
+    batches = batches_of(np.random.default_rng(seed), 3, N)
     clip, rest = 0.05, optax.sgd(0.5, momentum=0.5)
     with jax.enable_x64(True):
         pipe = jpipe.Pipeline(
@@ -88,3 +92,36 @@ def test_a_random_table_trains_the_plain_model(seed):
             kernel = b.get("kernel", weights[0]["kernel"])
             np.testing.assert_allclose(a["kernel"], kernel, rtol=1e-9)
             np.testing.assert_allclose(a["bias"], b["bias"], rtol=1e-9)
+
+
+ASYNCHRONOUS = [s for s in range(40) if random_asynchronous_table(s).num_stages > 1]
+
+
+@pytest.mark.parametrize("seed", ASYNCHRONOUS[:16])
+@pytest.mark.sampled(8)
+def test_a_random_asynchronous_table_does_what_it_says(seed):
+    """Walked in Python, with everything kept for ever, it gives the same weights."""
+    table = random_asynchronous_table(seed)
+    S, N = table.num_stages, table.num_microbatches
+    rng = np.random.default_rng(seed)
+    rounds = 3 + int(table.weight_grad_ticks().max()) // table.num_ticks
+    batches = batches_of(rng, rounds, N)
+    with jax.enable_x64(True):
+        arguments = dict(loss=loss, optimizer=optax.sgd(0.1, momentum=0.5))
+        pipe = jpipe.Pipeline([Layer] * S, schedule=table, **arguments)
+        state = pipe.init(jax.random.key(seed), batches[0])
+        reference = Reference(
+            [Layer] * S, schedule=table, params=pipe.get_params(state), **arguments
+        )
+        state = with_nan_buffers(state, all_but="squared_norm")
+        for batch in batches:
+            state, metrics = pipe.step(state, batch)
+            value = reference.step(batch)
+            wanted = np.nan if value is None else value
+            np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-9)
+            assert not np.asarray(metrics["skipped_updates"]).any()
+        assert max(version for _, version in reference.weights) > 0
+        got, want = pipe.get_params(state), reference.get_params()
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-9), got, want
+        )
