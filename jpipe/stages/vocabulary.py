@@ -511,6 +511,21 @@ def check_table(
             f"layer {found.layers[0].index} is split over all stages, and `schedule` runs stages with copies, got "
             f"{schedule.name!r}. Choose a schedule without copies, or {remedy}."
         )
+    for layer, cells, stage, words in (
+        (found.embedding, schedule.backward_ticks(), 0, "backward of the first"),
+        (found.head, schedule.forward_ticks(), -1, "forward of the last"),
+    ):
+        if layer is None or schedule.drains:
+            continue
+        # A gradient that is added before the update of the minibatch before would be a part of that update.
+        updated = int(schedule.update_ticks()[schedule.column_of_stage[stage]])
+        first = int(schedule.by_stage(cells)[0, stage]) + schedule.num_ticks
+        if first <= updated:
+            raise ValueError(
+                f"layer {layer.index} is split over all stages, which add up its gradient in the {words} stage, and in "
+                f"{schedule.name!r} this stage begins the next minibatch {updated - first} ticks before it has updated with "
+                f'the last one. Choose another schedule, for asynchronous ones with `ticks="unit"`, or {remedy}.'
+            )
     if found.head is None:
         return
     last = schedule.by_stage(schedule.forward_versions())[:, -1]

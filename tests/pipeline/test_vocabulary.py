@@ -447,6 +447,13 @@ def test_tables_that_cannot_run_the_head():
     copies = jpipe.schedules.gpipe(2, N, replicas=(2, 1))
     with refused("without copies"):
         pipeline(layers_of(), copies).init(KEY, batches(1)[0])
+    # The forward of the next minibatch is in the tick of the update, and before it.
+    for paired in (
+        jpipe.schedules.pipedream(2, 2, ticks="paired"),
+        jpipe.schedules.pipedream_2bw(2, N, ticks="paired"),
+    ):
+        with refused("the forward of the last stage, and .* 0 ticks before it has upd"):
+            pipeline(layers_of(), paired).init(KEY, batches(1)[0])
     with refused("`forward_params` changes the weights of the last stage"):
         pipeline(
             layers_of(),
