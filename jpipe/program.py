@@ -280,10 +280,8 @@ class Program:
     def step(self, state: PipelineState, batch: Any) -> tuple[PipelineState, dict]:
         """One pass over the table, with a minibatch that enters."""
         check_nans(state.parameters, "the state's parameters")
-        limit, together = (
-            None if self._stepped else _watchdog.LONG,
-            self.settings.rows is not None,
-        )
+        limit = None if self._stepped else _watchdog.LONG
+        together = self.settings.rows is not None
         with _watchdog.Phase("step", limit, together, self._given(batch)):
             outputs = self._call(self._step, state, self._place(dict(batch)))
         self._stepped = True

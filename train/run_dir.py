@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 import os
 import pathlib
 import socket
@@ -156,6 +157,16 @@ def shared_run_dir(
     with new_run_dir(command, until_end) as run_dir:
         jpipe.distributed.broadcast([str(run_dir.path), run_dir.resumes])
         yield run_dir
+
+
+def write_config(run_dir: pathlib.Path, text: str) -> None:
+    """Writes `config.json`. Other options that a resumed run had before stay in `config-1.json` and so on."""
+    path = run_dir / CONFIG
+    if path.exists() and path.read_text(encoding="utf-8") != text:
+        numbers = itertools.count(1)
+        names = (run_dir / f"config-{number}.json" for number in numbers)
+        path.rename(next(name for name in names if not name.exists()))
+    path.write_text(text, encoding="utf-8")
 
 
 def _new_path(name: str) -> pathlib.Path:

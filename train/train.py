@@ -73,8 +73,8 @@ from train.devices import cache_compilations, check_devices, prepare_cpu
 from train.interrupt import Interrupt
 from train.log import Log, NonFiniteGradientsError, NonFiniteLossError
 from train.processes import is_first, leave
-from train.resume import CONFIG, Resumed, Saver, read_command
-from train.run_dir import shared_run_dir
+from train.resume import Resumed, Saver, read_command
+from train.run_dir import shared_run_dir, write_config
 
 
 class Run(NamedTuple):
@@ -217,16 +217,6 @@ def draws(schedule: jpipe.Schedule) -> bool:
     """Whether the table is drawn. Of one device, or of more stages than lines, there is nothing to see."""
     one_device = schedule.num_devices == 1 < schedule.num_stages
     return not one_device and schedule.num_stages <= MOST_STAGES_DRAWN
-
-
-def write_config(run_dir: pathlib.Path, text: str) -> None:
-    """Writes `config.json`. Other options that a resumed run had before stay in `config-1.json` and so on."""
-    path = run_dir / CONFIG
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        numbers = itertools.count(1)
-        names = (run_dir / f"config-{number}.json" for number in numbers)
-        path.rename(next(name for name in names if not name.exists()))
-    path.write_text(text, encoding="utf-8")
 
 
 def options_of_pipeline(config: TrainConfig, mesh: jax.sharding.Mesh) -> dict[str, Any]:

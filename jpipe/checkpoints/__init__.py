@@ -40,7 +40,7 @@ from jpipe.checkpoints._manifest import (
     leave_checksums,
     take_checksums,
 )
-from jpipe.checkpoints._quiet import without_tracebacks_of_threads
+from jpipe.checkpoints._quiet import reason, without_tracebacks_of_threads
 from jpipe.checkpoints._weights_file import load_params, save_params
 from jpipe.checks import check_state
 from jpipe.pipeline import Pipeline
@@ -71,6 +71,15 @@ class Restored(NamedTuple):
     state: PipelineState
     step: int
     run: Any
+
+
+def _saves_together(checkpoints: "Checkpoints", *args: Any, **kwargs: Any) -> bool:
+    """Whether all processes must make a call of `save`, because the mesh of the state has devices of all of them."""
+    given = [*args, *kwargs.values()]
+    return any(
+        isinstance(state, PipelineState) and state.program.settings.rows is not None
+        for state in given
+    )
 
 
 class Checkpoints:
@@ -121,7 +130,7 @@ class Checkpoints:
 
     # -- Saving
 
-    @public("save a checkpoint", lambda self, step, state, *_, **__: _is_shared(state))
+    @public("save a checkpoint", _saves_together)
     def save(self, step: int, state: PipelineState, run: Any = None) -> None:
         """Saves a state; returns as soon as training may go on with it, also by a donating step.
 
@@ -326,11 +335,6 @@ def steps_in(directory: pathlib.Path) -> list[int]:
     return sorted(int(name) for name in names if re.fullmatch(r"\d{8,}", name))
 
 
-def _is_shared(state: Any) -> bool:
-    """Whether all processes must save a state, because its mesh has devices of all of them."""
-    return isinstance(state, PipelineState) and state.program.settings.rows is not None
-
-
 def _check_processes(mesh: Mesh) -> None:
     """Raises ValueError for the mesh of a state that has no devices of some process."""
     if len(processes_of(mesh)) < jax.process_count():
@@ -430,7 +434,7 @@ class _Writing:
         self._thread.join()
         if self._error is not None:
             raise OSError(
-                f"cannot save step {self._manifest.step} to `{self._directory}`: {_reason(self._error)}"
+                f"cannot save step {self._manifest.step} to `{self._directory}`: {reason(self._error)}"
             ) from self._error
 
     def _finish(self) -> None:
@@ -475,13 +479,6 @@ class _Writing:
         steps = steps_in(self._directory)
         old = steps[: -self._keep] if self._keep else []
         return [folder_of(self._directory, step) for step in old]
-
-
-def _reason(error: BaseException) -> str:
-    """Why a save failed, in one line: what the operating system said, if TensorStore passes it on."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    number = re.search(r"os_error_code='(\d+)'", text)
-    return os.strerror(int(number[1])) if number else text
 
 
 def _sync(folder: pathlib.Path) -> None:

@@ -6,6 +6,8 @@ the first has failed: more than 200 lines for a disk that is full. What others l
 
 import contextlib
 import logging
+import os
+import re
 import sys
 import threading
 import time
@@ -38,6 +40,13 @@ def without_tracebacks_of_threads() -> Iterator[None]:
         with _lock:
             _num_saves -= 1
             _ended = time.monotonic()
+
+
+def reason(error: BaseException) -> str:
+    """Why a save failed, in one line: what the operating system said, if TensorStore passes it on."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    number = re.search(r"os_error_code='(\d+)'", text)
+    return os.strerror(int(number[1])) if number else text
 
 
 def _is_news(record: logging.LogRecord) -> bool:
