@@ -4,6 +4,7 @@ Every reader of a text, JSON or TOML file goes through this module. So a file of
 or with a number of five thousand digits is a `ValueError` that names the file, as a forgotten comma is.
 """
 
+import ast
 import json
 import os
 import pathlib
@@ -66,6 +67,19 @@ def read_json(path: str | os.PathLike) -> Any:
       OSError: if it cannot be read.
     """
     return parse(read_text(path), path)
+
+
+def literal(text: str) -> Any:
+    """The value of a Python literal, or the text itself if it is none.
+
+    Example:
+      >>> literal("(1, 2)"), literal("paired")
+      ((1, 2), 'paired')
+    """
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+        return text  # the last two are what brackets or signs without end cause
 
 
 def shown(value: Any) -> str:

@@ -1,19 +1,25 @@
 """Files that others wrote: every reader refuses what it cannot read in one way."""
 
 import functools
+import pathlib
 
 import jax.numpy as jnp
 import pytest
 import soap_graphs
 
-from jpipe import schedules, soap
-from jpipe.foreign import shortened, shown
+from jpipe import compress, schedules, soap
+from jpipe.foreign import literal, shortened, shown
 from jpipe.plan import Profile
 from jpipe.schedule import Schedule
+from jpipe.sizes import parse_size
 from jpipe.solvers import read_graph
 from train import flags, plot
 from train.config import TrainConfig
 
+QUICKSTART = [
+    "--config",
+    str(pathlib.Path(__file__).parents[1] / "configs/quickstart.py"),
+]
 READERS = {
     "table.txt": schedules.read,
     "graph.json": read_graph,
@@ -119,6 +125,34 @@ def test_a_message_shows_a_part_of_a_large_table():
     message, head, *rows = str(caught.value).splitlines()
     assert len(rows) == 40 and max(map(len, rows)) < 400
     assert "[B58]" in next(row for row in rows if row.endswith("<-- here"))
+
+
+LONG = "x" * 10**6
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: compress.parse(LONG),
+        lambda: compress.parse(f"quantize:{LONG}=3"),
+        lambda: compress.parse(f"quantize:bits={LONG}"),
+        lambda: schedules.get(LONG),
+        lambda: parse_size(LONG),
+        lambda: flags.parse([LONG], TrainConfig),
+        lambda: flags.parse([*QUICKSTART, f"--config.{LONG}=3"], TrainConfig),
+        lambda: flags.parse([*QUICKSTART, f"--config.seed={LONG}"], TrainConfig),
+        lambda: flags.parse([*QUICKSTART, f"--config.model={LONG}"], TrainConfig),
+    ],
+)
+def test_options_of_a_megabyte_are_not_repeated(ask):
+    with pytest.raises(ValueError) as caught:
+        ask()
+    assert len(str(caught.value)) < 3000
+
+
+@pytest.mark.parametrize("text", ["-" * 100_000 + "1", "[" * 100_000, "{[]: 1}", "a b"])
+def test_what_is_no_literal_is_text(text):
+    assert literal(text) == text
 
 
 def test_what_messages_show():

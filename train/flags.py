@@ -26,7 +26,7 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
-from jpipe.foreign import read_json
+from jpipe.foreign import literal, read_json, shortened, shown
 from jpipe.suggest import did_you_mean
 
 _EXAMPLES = {int: "12", float: "3e-4", bool: "true or false", str: "text"}
@@ -60,7 +60,7 @@ def parse(
             known = ["--config", "--help", *others, *_flags(config_class)]
             guess = did_you_mean(flag, known) or did_you_mean(f"--config.{flag}", known)
             raise ValueError(
-                f"unknown argument `{word}`.{guess} Options are written "
+                f"unknown argument `{shortened(word, 200)}`.{guess} Options are written "
                 "`--config FILE` and `--config.FIELD=VALUE`; `--help` lists them."
             )
         if not equals:
@@ -199,7 +199,9 @@ def _from_json(value: Any, hint: Any, where: str) -> Any:
         names = [section.__name__ for section in sections]
         kind = fields.pop("type", None)
         if kind not in names:
-            raise ValueError(f"`{prefix}type` must be {_either(names)}, got {kind!r}.")
+            raise ValueError(
+                f"`{prefix}type` must be {_either(names)}, got {shown(kind)}."
+            )
         section = sections[names.index(kind)]
         hints = typing.get_type_hints(section)
         for name in fields:
@@ -215,7 +217,7 @@ def _from_json(value: Any, hint: Any, where: str) -> Any:
         }
         return section(**values)
     if not _fits(value, hint):
-        raise ValueError(f"`{where}` must be {_name(hint)}, got {value!r}.")
+        raise ValueError(f"`{where}` must be {_name(hint)}, got {shown(value)}.")
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -271,14 +273,14 @@ def override(
             if moved:
                 guess = f" Did you mean `{moved[0]}`?"
             raise ValueError(
-                f"unknown option `{here}`.{guess}"
+                f"unknown option `{shortened(here, 200)}`.{guess}"
                 f"{_listing(f' {type(config).__name__} has: ', hints)}"
             )
         old, hint = getattr(config, name), hints[name]
         if isinstance(value, dict):
             chosen = value.pop("", None)
             if isinstance(old, dict):
-                changes[name] = old | {k: _literal(v) for k, v in value.items()}
+                changes[name] = old | {k: literal(v) for k, v in value.items()}
                 continue
             if not dataclasses.is_dataclass(old):
                 raise ValueError(
@@ -381,13 +383,13 @@ def _read(text: str, hint: Any, flag: str) -> Any:
     choices = _dataclasses(hint)
     if len(choices) == 1:
         raise ValueError(
-            f"`{flag}` is a section, got {text!r}. Set its fields: `{flag}.FIELD=VALUE`."
+            f"`{flag}` is a section, got {shown(text)}. Set its fields: `{flag}.FIELD=VALUE`."
         )
     if choices:
         names = [choice.__name__ for choice in choices]
         if text not in names:
             raise ValueError(
-                f"`{flag}` must be {_either(names)}, got {text!r}."
+                f"`{flag}` must be {_either(names)}, got {shown(text)}."
                 f"{did_you_mean(text, names)}"
             )
         return choices[names.index(text)]()
@@ -400,7 +402,7 @@ def _read(text: str, hint: Any, flag: str) -> Any:
         allowed = typing.get_args(hint)
         if text not in allowed:
             raise ValueError(
-                f"`{flag}` must be {_either(allowed)}, got {text!r}."
+                f"`{flag}` must be {_either(allowed)}, got {shown(text)}."
                 f"{did_you_mean(text, allowed)}"
             )
         return text
@@ -411,12 +413,12 @@ def _read(text: str, hint: Any, flag: str) -> Any:
             return tuple(item(word) for word in words if word)
         except ValueError:
             raise ValueError(
-                f"`{flag}` must be {_name(hint)}, got {text!r}. "
+                f"`{flag}` must be {_name(hint)}, got {shown(text)}. "
                 f"Write it like `{flag}=3,6,9`."
             ) from None
     if typing.get_origin(hint) is dict:
         raise ValueError(
-            f"`{flag}` takes one entry per option: `{flag}.KEY=VALUE`, got {text!r}."
+            f"`{flag}` takes one entry per option: `{flag}.KEY=VALUE`, got {shown(text)}."
         )
     try:
         if hint is bool:
@@ -424,16 +426,9 @@ def _read(text: str, hint: Any, flag: str) -> Any:
         return hint(text)
     except (KeyError, ValueError):
         raise ValueError(
-            f"`{flag}` must be {_name(hint)}, got {text!r}. "
+            f"`{flag}` must be {_name(hint)}, got {shown(text)}. "
             f"Write it like `{flag}={_EXAMPLES[hint]}`."
         ) from None
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text)
-    except (SyntaxError, ValueError):
-        return text
 
 
 def _dataclasses(hint: Any) -> list[type]:

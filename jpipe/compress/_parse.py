@@ -10,6 +10,7 @@ from jpipe.compress._quantize import Quantize
 from jpipe.compress._streaming_pca import StreamingPCA
 from jpipe.compress._threshold import Threshold
 from jpipe.compress._topk import TopK
+from jpipe.foreign import shown
 from jpipe.suggest import did_you_mean
 
 COMPRESSORS: dict[str, type[Compressor]] = {
@@ -41,12 +42,12 @@ def parse(text: str) -> Compressor:
     """
     if not isinstance(text, str):
         raise ValueError(
-            f"a compressor is named by a text such as 'powersgd:rank=4', got {text!r}."
+            f"a compressor is named by a text such as 'powersgd:rank=4', got {shown(text)}."
         )
     name, _, options = text.partition(":")
     if name not in COMPRESSORS:
         raise ValueError(
-            f"there is no compressor {name!r}.{did_you_mean(name, COMPRESSORS)} Choose one of {', '.join(COMPRESSORS)}."
+            f"there is no compressor {shown(name)}.{did_you_mean(name, COMPRESSORS)} Choose one of {', '.join(COMPRESSORS)}."
         )
     compressor = COMPRESSORS[name]
     fields = {f.name: f for f in dataclasses.fields(compressor)}  # type: ignore[arg-type]
@@ -56,11 +57,13 @@ def parse(text: str) -> Compressor:
         key, equals, value = option.partition("=")
         if key not in fields or not equals:
             raise ValueError(
-                f"{name} has no option {option!r}.{did_you_mean(key, fields)} Write `{name}:option=value,...`; the "
+                f"{name} has no option {shown(option)}.{did_you_mean(key, fields)} Write `{name}:option=value,...`; the "
                 f"options are {', '.join(fields)}."
             )
         if key in values:
-            raise ValueError(f"{name} has `{key}` twice in {text!r}. Leave one out.")
+            raise ValueError(
+                f"{name} has `{key}` twice in {shown(text)}. Leave one out."
+            )
         values[key] = _value(name, key, value, hints[key])
     missing = [
         key
@@ -79,7 +82,7 @@ def _value(name: str, key: str, text: str, kind: typing.Any) -> typing.Any:
     if kind is bool:
         if text in ("true", "false"):
             return text == "true"
-        raise ValueError(f"`{key}` of {name} must be true or false, got {text!r}.")
+        raise ValueError(f"`{key}` of {name} must be true or false, got {shown(text)}.")
     if kind not in (int, float):
         return text
     try:
@@ -87,5 +90,5 @@ def _value(name: str, key: str, text: str, kind: typing.Any) -> typing.Any:
     except ValueError:
         number = "whole number" if kind is int else "number"
         raise ValueError(
-            f"`{key}` of {name} must be a {number}, got {text!r}."
+            f"`{key}` of {name} must be a {number}, got {shown(text)}."
         ) from None

@@ -1,7 +1,6 @@
 """The command line of `python -m jpipe.draw`."""
 
 import argparse
-import ast
 import json
 import os
 import pathlib
@@ -15,6 +14,7 @@ from jpipe import schedules
 from jpipe.draw._export import summary, trace
 from jpipe.draw._figure import SUFFIXES, save
 from jpipe.draw._text import text
+from jpipe.foreign import literal, shown
 from jpipe.schedule import Schedule
 from jpipe.simulate import simulate
 
@@ -30,11 +30,8 @@ def _option(word: str) -> tuple[str, Any]:
     """Parses `key=value`. A value that is no Python literal is a string."""
     key, equals, value = word.partition("=")
     if not (key and equals):
-        raise argparse.ArgumentTypeError(f"must be key=value, got {word!r}")
-    try:
-        return key, ast.literal_eval(value)
-    except (SyntaxError, ValueError):
-        return key, value
+        raise argparse.ArgumentTypeError(f"must be key=value, got {shown(word)}")
+    return key, literal(value)
 
 
 def _parser() -> _Parser:

@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jpipe.foreign import read_text
+from jpipe.foreign import read_text, shown
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules._search import SearchResult as SearchResult
 from jpipe.schedules._search import search as search
@@ -186,7 +186,7 @@ def check_options(name: str, options: Any) -> None:
     for option in options:
         if option not in known:
             raise ValueError(
-                f"{name} has no option {option!r}.{did_you_mean(option, known)} "
+                f"{name} has no option {shown(option)}.{did_you_mean(option, known)} "
                 f"It takes: {', '.join(known) or 'none'}."
             )
 
@@ -217,7 +217,9 @@ def _entry(name: str) -> _Builder:
     if entry is not None:
         return entry
     hint = did_you_mean(name, _BUILDERS, _ALIASES)
-    raise ValueError(f"unknown schedule {name!r}.{hint} Known: {', '.join(names())}.")
+    raise ValueError(
+        f"unknown schedule {shown(name)}.{hint} Known: {', '.join(names())}."
+    )
 
 
 def __getattr__(name: str) -> Any:
@@ -227,4 +229,4 @@ def __getattr__(name: str) -> Any:
             DeprecationWarning,
         )
         return SearchResult
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise AttributeError(f"module {__name__!r} has no attribute {shown(name)}")
