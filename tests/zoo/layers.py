@@ -199,7 +199,7 @@ def fp8(name: str) -> Example:
     )
 
 
-EXAMPLES: dict[str, Example] = {
+ALL_EXAMPLES: dict[str, Example] = {
     "nnx.BatchNorm": Example(
         of_nnx("BatchNorm", DIM, momentum=0.9), is_batch_norm=True
     ),
@@ -237,6 +237,9 @@ EXAMPLES: dict[str, Example] = {
     "nnx.PReLU": Example(lambda dtype: lambda rngs: nnx.PReLU(0.1, **dtypes(dtype))),
     "nnx.RMSNorm": Example(of_nnx("RMSNorm", DIM)),
     "nnx.RNN": Example(partial(nnx_rnn), SEQUENCE),
+    "nnx.RoPE": Example(  # from Flax 0.12.12 on
+        lambda dtype: lambda rngs: nnx.RoPE(embedding_size=DIM, max_seq_len=3), SEQUENCE
+    ),
     "nnx.Sequential": Example(partial(nnx_sequential), complex=True),
     "nnx.SimpleCell": Example(nnx_cell("SimpleCell"), CARRY),
     "nnx.SpectralNorm": Example(
@@ -327,4 +330,6 @@ EXAMPLES: dict[str, Example] = {
         )
     ),
 }
-"""Of every class of `CLASSES` but `NO_LAYERS`."""
+"""Of every class of every release but `NO_LAYERS`."""
+
+EXAMPLES = {name: e for name, e in ALL_EXAMPLES.items() if name in CLASSES}

@@ -14,17 +14,17 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from zoo import layers, optimizers  # noqa: E402
 
 PARTS = {
-    "flax.nnx": ("nnx.", layers, layers.NO_LAYERS),
-    "flax.linen": ("linen.", layers, layers.NO_LAYERS),
-    "optax": ("optax.", optimizers, {}),
-    "optax.contrib": ("contrib.", optimizers, {}),
+    "flax.nnx": ("nnx.", layers.ALL_EXAMPLES),
+    "flax.linen": ("linen.", layers.ALL_EXAMPLES),
+    "optax": ("optax.", optimizers.EXAMPLES),
+    "optax.contrib": ("contrib.", optimizers.EXAMPLES),
 }
 
 
 def counts(part: str) -> tuple[int, int]:
     """Of a library: how many names do what they do without a pipeline, and how many are refused."""
-    prefix, zoo, _ = PARTS[part]
-    examples = [e for name, e in zoo.EXAMPLES.items() if name.startswith(prefix)]
+    prefix, all_examples = PARTS[part]
+    examples = [e for name, e in all_examples.items() if name.startswith(prefix)]
     refused = sum(e.refused is not None for e in examples)
     return len(examples) - refused, refused
 
@@ -34,15 +34,14 @@ def rows() -> Iterator[str]:
     for part in PARTS:
         equal, refused = counts(part)
         yield f"{part:16}{equal:5}  {refused:7}"
-    for zoo, others in ((layers, layers.NO_LAYERS), (optimizers, {})):
-        reasons: dict[str, list[str]] = {}
-        for name, example in zoo.EXAMPLES.items():
-            if example.refused:
-                reasons.setdefault(example.refused, []).append(name)
-        for reason, names in reasons.items():
-            yield f"refused, {reason!r}: {', '.join(names)}"
-        for name, reason in others.items():
-            yield f"not compared: {name}, {reason}"
+    reasons: dict[str, list[str]] = {}
+    for name, example in {**layers.ALL_EXAMPLES, **optimizers.EXAMPLES}.items():
+        if example.refused:
+            reasons.setdefault(example.refused, []).append(name)
+    for reason, names in reasons.items():
+        yield f"refused, {reason!r}: {', '.join(names)}"
+    for name, reason in layers.NO_LAYERS.items():
+        yield f"not compared: {name}, {reason}"
 
 
 if __name__ == "__main__":
