@@ -17,6 +17,7 @@ from jpipe.settings import Settings
 from jpipe.solvers import min_max
 from jpipe.stages.accumulators import flat_places
 from jpipe.stages.update_groups import Piece
+from jpipe.vocabulary import VocabularyError
 
 PARAMETERS = ("parameters", "read_parameters")
 """The groups of arrays that hold weights."""
@@ -265,7 +266,7 @@ def inner_layers(settings: Settings, traced: Traced, microbatch: Any) -> range:
     found = settings.vocabulary(traced, microbatch, None)
     inner, num_stages = found.inner(len(traced.layers)), settings.schedule.num_stages
     if found.layers and len(inner) < num_stages:
-        raise ValueError(
+        raise VocabularyError(
             f"{num_stages} stages need at least as many layers beside those that all stages run together, got "
             f"{len(inner)}. Choose a schedule with fewer stages, or leave out the rule that splits the "
             "vocabulary over `stage`."

@@ -37,6 +37,7 @@ from jpipe.settings import Settings, shapes_key
 from jpipe.stages.hyperparams import first_values
 from jpipe.stages.optimizer import make_updates, seen_by_optimizer
 from jpipe.state import PipelineState
+from jpipe.vocabulary import VocabularyError
 
 
 class Program:
@@ -135,7 +136,7 @@ class Program:
         given = {"compress_gradients": compressor, "accumulate_gradients": accumulate}
         for argument, value in given.items():
             if value is not None and units:
-                raise ValueError(
+                raise VocabularyError(
                     f"`{argument}` compresses gradients of stages, and all stages run the "
                     f"{' and the '.join(unit.name for unit in units)} together, because of an axis rule with "
                     f'"stage". Leave the rule or `{argument}` out.'

@@ -34,7 +34,18 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-__all__ = ["SplitLogits", "argmax", "cross_entropy", "logits", "lookup"]
+__all__ = [
+    "SplitLogits",
+    "VocabularyError",
+    "argmax",
+    "cross_entropy",
+    "logits",
+    "lookup",
+]
+
+
+class VocabularyError(ValueError):
+    """Layers cannot be split over all stages in this pipeline; leave the rule with "stage" out of its `axis_rules`."""
 
 
 @dataclasses.dataclass

@@ -6,10 +6,12 @@ options of a model are in `models/`, those of a data set in `train/mnist.py`,
 `train/text.py` and `train/pairs.py`.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import warnings
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import jax
@@ -291,6 +293,18 @@ class MeshConfig:
     def sizes(self) -> dict[str, int]:
         """Axis -> number of devices, for `jpipe.make_mesh`."""
         return {"data": self.data, "fsdp": self.fsdp, "model": self.model}
+
+    @contextlib.contextmanager
+    def names_rules(self) -> Iterator[None]:
+        """A context in which errors about layers that all stages share name the option that gives each to one stage."""
+        try:
+            yield
+        except jpipe.vocabulary.VocabularyError as error:
+            rules = [n for n, to in self.rules.items() if "stage" in (_axes(to) or ())]
+            words = " ".join(f"--config.mesh.rules.{name}=none" for name in rules)
+            raise ValueError(
+                f"{error} In this script leave it out by `{words}`."
+            ) from error
 
     def gradient_compressor(self) -> Any:
         """`compress_gradients` of `jpipe.Pipeline`.

@@ -139,7 +139,9 @@ def show(args: argparse.Namespace, words: list[str]) -> int:
     cache_compilations(config.compilation_cache)
     mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
     options = options_of_pipeline(config, mesh)
-    pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
+    with config.mesh.names_rules():
+        pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
+        pipe.partition(batch)
     profile = pipe.profile(batch) if args.profile else None
     timeline = pipe.memory_timeline(batch, device=args.device, profile=profile)
     print(timeline.text(args.top))

@@ -175,8 +175,9 @@ def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
         mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
         options = options_of_pipeline(config, mesh)
         batch = own_rows(mesh, batch)
-        pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
-        partition = pipe.partition(batch)
+        with config.mesh.names_rules():
+            pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
+            partition = pipe.partition(batch)
         warm_up = None
         if warm_up_schedule is not None:
             options["boundaries"] = [record.layers[0] for record in partition[1:]]

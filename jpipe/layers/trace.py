@@ -53,7 +53,7 @@ class Traced:
       skips: name -> (layer that stashes it, layer that pops it, abstract leaves).
       specs: per layer kind, how its parameters are split over automatic axes of the mesh, in the
         form of `packing.Leaf`.
-      stash_specs: per layer kind, how its stash is split, which the compiler decides.
+      find_stash_specs: compiles the layers on the first call, and returns `stash_specs`.
       values: how the values that layers pass on are split.
       splits: how a strategy splits each layer; `()` without a strategy.
     """
@@ -70,7 +70,7 @@ class Traced:
     output_tree: Any
     skips: Mapping[str, tuple[int, int, tuple]]
     specs: Sequence[tuple[tuple, ...]]
-    stash_specs: Sequence[Sequence[tuple]]
+    find_stash_specs: Callable[[], Sequence[Sequence[tuple]]]
     values: ValueSplit
     splits: Sequence["LayerSplit"] = ()
 
@@ -78,6 +78,11 @@ class Traced:
         """The layers for a table that does not split backwards: see `LayerProgram.with_one_stash`."""
         kinds = [kind.with_one_stash() for kind in self.layer_kinds]
         return dataclasses.replace(self, layer_kinds=kinds)
+
+    @property
+    def stash_specs(self) -> Sequence[Sequence[tuple]]:
+        """Per layer kind, how its stash is split, which the compiler decides."""
+        return self.find_stash_specs()
 
     def of_microbatch(self, aval: jax.ShapeDtypeStruct) -> Leaf:
         """A leaf that is split as what layers pass on, such as a leaf of a message."""
@@ -168,6 +173,16 @@ def trace_layers(
             )
     sizes = {} if automatic is None else automatic.shape
     values = ValueSplit.of(tracer.layer_kinds, num_rows, sizes)
+
+    @functools.cache
+    def find_stash_specs() -> list:
+        return [
+            [()] * len(kind.stash)
+            if loss is None or automatic is None or mesh is None
+            else stash_specs(kind, spec, values, mesh)
+            for kind, spec in zip(tracer.layer_kinds, tracer.specs, strict=True)
+        ]
+
     return Traced(
         tracer.layers,
         tracer.layer_kinds,
@@ -181,12 +196,7 @@ def trace_layers(
         jax.tree.structure(outputs),
         tracer.skips,
         tracer.specs,
-        [
-            [()] * len(kind.stash)
-            if loss is None or automatic is None or mesh is None
-            else stash_specs(kind, spec, values, mesh)
-            for kind, spec in zip(tracer.layer_kinds, tracer.specs, strict=True)
-        ],
+        find_stash_specs,
         values,
         splits,
     )

@@ -54,6 +54,7 @@ from jpipe.stages.vector_blocks import (
     is_elementwise,
 )
 from jpipe.stages.vocabulary import Unit
+from jpipe.vocabulary import VocabularyError
 
 __all__ = [
     "EXTRA_ARGS",
@@ -556,7 +557,7 @@ def _check_elementwise(name: str, parts: Sequence[PackedPart]) -> None:
     for part in parts:
         sizes = {math.prod(p.shape) for leaf in part.leaves for p, _ in leaf.copies}
         if sizes != {1} and not is_elementwise(part):
-            raise ValueError(
+            raise VocabularyError(
                 f"`optimizer` does not update the {name} element by element, and every device updates a part of it, "
                 'because a parameter names the axis "stage". Choose an optimizer such as Adam for these layers, or '
                 "leave the axis out of the parameter's partition."

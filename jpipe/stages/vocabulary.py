@@ -121,7 +121,7 @@ class VocabularyLayer:
             else:
                 outputs = self.layer.evaluate(values, self.layer.state, args)
         if not splitting.used:
-            raise ValueError(
+            raise vocabulary.VocabularyError(
                 f'layer {self.index} ({self.layer.name}) splits a parameter over the axis "{STAGE}" and gives no part of '
                 "it to `jpipe.vocabulary.lookup` or `jpipe.vocabulary.logits`. Use one of them, or leave the axis out of "
                 "the parameter's partition."
@@ -316,7 +316,7 @@ def find(
         return NO_VOCABULARY
     if traced.values.sizes:
         names = ", ".join(map(repr, traced.values.sizes))
-        raise ValueError(
+        raise vocabulary.VocabularyError(
             f'layer {min(found)} names the axis "{STAGE}", and the mesh has axes that the compiler splits ({names}). '
             f'Both at once are not supported: leave "{STAGE}" out of the parameter\'s partition, or choose a mesh '
             f"without {names}."
@@ -358,7 +358,7 @@ def _parted(
             if any(_is_over_stages(name, rules) for name in names)
         ]
         if len(dims) > 1 or (dims and dims[0] >= len(aval.shape)):
-            raise ValueError(
+            raise vocabulary.VocabularyError(
                 f"layer {index} ({layer.name}): a parameter of shape {list(aval.shape)} cannot be split as {spec}. Name "
                 f'"{STAGE}" for one of its dims.'
             )
@@ -380,7 +380,7 @@ def _check_layer(
     name = f'layer {index} ({layer.name}) names the axis "{STAGE}"'
     remedy = "leave the axis out of the parameter's partition"
     if index not in (0, num_layers - 1):
-        raise ValueError(
+        raise vocabulary.VocabularyError(
             f"{name}, and only the first and the last layer can be split over it, got layer {index} of {num_layers}: "
             f"{remedy}."
         )
@@ -391,14 +391,14 @@ def _check_layer(
     }
     for problem, is_there in problems.items():
         if is_there:
-            raise ValueError(
+            raise vocabulary.VocabularyError(
                 f"{name} and {problem}, which all stages cannot share. Move that into a layer of its own, or {remedy}."
             )
     sizes: dict[int, int] = {}
     for leaf in leaves:
         size = leaf.aval.shape[leaf.dim] if leaf.is_split else None
         if size is not None and sizes.setdefault(leaf.num_rows, size) != size:
-            raise ValueError(
+            raise vocabulary.VocabularyError(
                 f"{name} for vocabularies of {sizes[leaf.num_rows]} and {size} tokens, whose parts have equally many rows "
                 f"({leaf.num_rows}) and cannot be told apart. Pad one vocabulary to the size of the other."
             )
@@ -417,7 +417,7 @@ def _check_no_report(
     run = run_layer(layer, found.compute_dtype)
     *_, names = jax.eval_shape(run, layer.parameters, layer.state, key, (inputs,))
     if names := sorted(set(names) & set(reported)):
-        raise ValueError(
+        raise vocabulary.VocabularyError(
             f'layer {found.index} ({layer.name}) names the axis "{STAGE}" and reports {names[0]!r}, and each device has a '
             "part of its parameters only. Report in a layer between the first and the last, or leave the axis out of the "
             "parameter's partition."
@@ -459,7 +459,7 @@ def _units(
             (found[i].leaves[j].is_split, found[i].leaves[j].dim) for i, j in inside
         }
         if len(inside) < len(tie) or len(ways) > 1:
-            raise ValueError(
+            raise vocabulary.VocabularyError(
                 f"tied parameters of layers {', '.join(str(i) for i, _ in tie)} must all be split over the axis "
                 f'"{STAGE}", along one dim, or none of them. Name the axis in the same way in each.'
             )
@@ -507,7 +507,7 @@ def check_table(
         return
     remedy = f'leave "{STAGE}" out of the parameter\'s partition'
     if schedule.has_copies:
-        raise ValueError(
+        raise vocabulary.VocabularyError(
             f"layer {found.layers[0].index} is split over all stages, and `schedule` runs stages with copies, got "
             f"{schedule.name!r}. Choose a schedule without copies, or {remedy}."
         )
@@ -530,14 +530,14 @@ def check_table(
         return
     last = schedule.by_stage(schedule.forward_versions())[:, -1]
     if (last != schedule.by_stage(schedule.backward_versions())[:, -1]).any():
-        raise ValueError(
+        raise vocabulary.VocabularyError(
             f"the head (layer {found.head.index}) is split over all stages, which takes its gradient in its forward, and "
             f"the last stage of {schedule.name!r} reads newer weights in its backward. Choose another schedule, or "
             f"{remedy}."
         )
     for name, delay in delays.items():
         if delay[-1]:
-            raise ValueError(
+            raise vocabulary.VocabularyError(
                 f"the head (layer {found.head.index}) is split over all stages, which takes its gradient in its forward, "
                 f"and `{name}_params` changes the weights of the last stage in {schedule.name!r}. Leave out "
                 f"`{name}_params`, or {remedy}."

@@ -679,3 +679,13 @@ def test_copies_of_stages():
         dataclasses.replace(config, schedule="zero_bubble_h1").table()
     with pytest.raises(ValueError, match="one number for each of the 2 stages"):
         dataclasses.replace(config, replicas=(3,)).table()
+
+
+def test_errors_about_layers_of_all_stages_name_the_rule():
+    mesh = MeshConfig(rules={"vocab": "stage", "length": "model"})
+    with pytest.raises(
+        ValueError,
+        match=r"^Why\. In this script leave it out by `--config.mesh.rules.vocab=none`\.$",
+    ):
+        with mesh.names_rules():
+            raise jpipe.vocabulary.VocabularyError("Why.")
