@@ -521,7 +521,7 @@ def check_table(
         updated = int(schedule.update_ticks()[schedule.column_of_stage[stage]])
         first = int(schedule.by_stage(cells)[0, stage]) + schedule.num_ticks
         if first <= updated:
-            raise ValueError(
+            raise vocabulary.VocabularyError(
                 f"layer {layer.index} is split over all stages, which add up its gradient in the {words} stage, and in "
                 f"{schedule.name!r} this stage begins the next minibatch {updated - first} ticks before it has updated with "
                 f'the last one. Choose another schedule, for asynchronous ones with `ticks="unit"`, or {remedy}.'
