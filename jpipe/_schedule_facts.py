@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jpipe._cells import IDLE
+from jpipe._intervals import covering
 
 if TYPE_CHECKING:
     from jpipe.schedule import Schedule
@@ -91,7 +92,7 @@ def facts(schedule: "Schedule") -> Facts:
             first[s] = written[c] + 1
             reads = last_read[schedule.stage == s].max()
             live_until[s] = max(reads, written[c] + num_ticks)
-        weight_versions = _covering(first, live_until, num_ticks).max(axis=0)
+        weight_versions = covering(first[None], live_until[None], num_ticks).max(axis=0)
     return Facts(
         num_ticks=num_ticks,
         makespan=makespan,
@@ -116,25 +117,9 @@ def _in_flight(
     # A microbatch that runs in another column covers no tick.
     runs = forward != IDLE
     first, last = np.where(runs, forward, 0), np.where(runs, last, -1)
-    covering = _covering(first, last, schedule.num_ticks)
+    in_column = covering(first, last, schedule.num_ticks)
     most = np.zeros(schedule.num_stages, np.int64)
     for s, of_stage in enumerate(schedule.columns_of_copies):
         for columns in of_stage:
-            most[s] = max(most[s], covering[:, columns].sum(axis=1).max())
+            most[s] = max(most[s], in_column[:, columns].sum(axis=1).max())
     return most
-
-
-def _covering(first: np.ndarray, last: np.ndarray, num_ticks: int) -> np.ndarray:
-    """How many intervals cover each tick, per column. Every interval recurs every T ticks.
-
-    Args:
-      first: `[N, C]` or `[C]`, first tick of each interval.
-      last: the same shape, last tick of each interval, included in it.
-      num_ticks: T.
-
-    Returns:
-      `[T, C]`, counts.
-    """
-    t = np.arange(num_ticks)[:, None, None]
-    covering = (last - t) // num_ticks - (first - 1 - t) // num_ticks  # [T, N, C]
-    return covering.sum(axis=1)

@@ -92,43 +92,52 @@ def _check_once(schedule: "Schedule") -> None:
     fields = ["forward"]
     if not schedule.forward_only:
         fields += ["backward"] + ["weight_grad"] * schedule.splits_backward
-    column_of: dict[tuple[int, int], int] = {}  # microbatch and stage -> column
+    column_of = np.full((schedule.num_stages, schedule.num_microbatches), -1)
     for field in fields:
         _check_field_once(schedule, field, column_of)
-    for c in range(schedule.num_columns):
-        if c not in column_of.values():
-            message = "a column without a microbatch; leave the column out"
-            raise ValueError(with_mark(schedule, message, None, c))
+    without = ~np.isin(np.arange(schedule.num_columns), column_of)
+    for c in np.flatnonzero(without)[:1].tolist():
+        message = "a column without a microbatch; leave the column out"
+        raise ValueError(with_mark(schedule, message, None, c))
     if not schedule.forward_only:
         _check_updates_once(schedule)
 
 
-def _check_field_once(
-    schedule: "Schedule", field: str, column_of: dict[tuple[int, int], int]
-) -> None:
-    """`_check_once` for one kind of operation; forwards fill in `column_of`."""
-    cells, stage = getattr(schedule, field), schedule.stage.tolist()
-    found: dict[tuple[int, int], tuple[int, int]] = {}
-    for t, c in np.argwhere(cells != IDLE).tolist():
-        key = int(cells[t, c]) % schedule.num_microbatches, stage[c]
-        if key in found:
-            where, column = found[key]
-            other = "" if column == c else f" in another column of stage {stage[c]}"
-            message = f"{field} {cells[t, c]} runs twice (also at tick {where}{other})"
-            raise ValueError(with_mark(schedule, message, t, c))
-        found[key] = t, c
-        if column_of.setdefault(key, c) != c:
-            message = (
-                f"{field} {cells[t, c]} is not in the column of its forward, which has what "
-                "it needs"
-            )
-            raise ValueError(with_mark(schedule, message, t, c))
-    for s in dict.fromkeys(stage):
-        for m in range(schedule.num_microbatches):
-            if (m, s) not in found:
-                c = column_of.get((m, s), stage.index(s))
-                message = f"microbatch {m} has no {field}"
-                raise ValueError(with_mark(schedule, message, None, c))
+def _check_field_once(schedule: "Schedule", field: str, column_of: np.ndarray) -> None:
+    """`_check_once` for one kind of operation.
+
+    Args:
+      schedule: the table.
+      field: of the operation.
+      column_of: int `[S, N]`, the column that runs each microbatch of each stage; forwards fill it in.
+    """
+    cells, N = getattr(schedule, field), schedule.num_microbatches
+    t, c = np.nonzero(cells != IDLE)
+    m, s = cells[t, c] % N, schedule.stage[c]
+    _, first, operation = np.unique(
+        s.astype(np.int64) * N + m, return_index=True, return_inverse=True
+    )
+    first = first[operation]  # the first cell with the same operation
+    if field == "forward":
+        column_of[s, m] = c[first]
+    for i in np.flatnonzero((first != np.arange(len(t))) | (column_of[s, m] != c))[:1]:
+        tick, column, other = int(t[i]), int(c[i]), int(first[i])
+        if other != i:
+            where = "" if c[other] == column else f" in another column of stage {s[i]}"
+            message = f"runs twice (also at tick {t[other]}{where})"
+        else:
+            message = "is not in the column of its forward, which has what it needs"
+        message = f"{field} {cells[tick, column]} {message}"
+        raise ValueError(with_mark(schedule, message, tick, column))
+    runs = np.zeros(column_of.shape, bool)
+    runs[s, m] = True
+    for stage in () if runs.all() else dict.fromkeys(schedule.stage.tolist()):
+        for microbatch in np.flatnonzero(~runs[stage])[:1].tolist():
+            column = int(column_of[stage, microbatch])
+            if column < 0:
+                column = schedule.stage.tolist().index(stage)
+            message = f"microbatch {microbatch} has no {field}"
+            raise ValueError(with_mark(schedule, message, None, column))
 
 
 def _check_updates_once(schedule: "Schedule") -> None:

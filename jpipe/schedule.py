@@ -483,18 +483,21 @@ class Schedule:
                     else newest_version(field_ticks, update, num_ticks)
                 )
             version_read = np.broadcast_to(version, forward.shape)
-            for m, c in np.argwhere(field_ticks != IDLE).tolist():
-                k, t = divmod(int(field_ticks[m, c]), num_ticks)
-                number = m - num_microbatches * k
-                if cells[field][t, c] != IDLE:
-                    raise ValueError(
-                        f"schedule {name!r}, tick {t}, stage {stage[c]}: {field} "
-                        f"{cells[field][t, c]} and {field} {number} in one cell; a "
-                        f"column runs one {field} per tick."
-                    )
-                cells[field][t, c] = number
-                if field in versions:
-                    cells[f"{field}_version"][t, c] = version_read[m, c] - k
+            m, c = np.nonzero(field_ticks != IDLE)
+            k, t = np.divmod(field_ticks[m, c].astype(np.int64), num_ticks)
+            number = m - num_microbatches * k
+            _, first, cell = np.unique(
+                t * num_columns + c, return_index=True, return_inverse=True
+            )
+            for i in np.flatnonzero(first[cell] != np.arange(len(m)))[:1]:
+                raise ValueError(
+                    f"schedule {name!r}, tick {t[i]}, stage {stage[c[i]]}: {field} "
+                    f"{number[first[cell[i]]]} and {field} {number[i]} in one cell; a "
+                    f"column runs one {field} per tick."
+                )
+            cells[field][t, c] = number
+            if field in versions:
+                cells[f"{field}_version"][t, c] = version_read[m, c] - k
         schedule = cls(
             name, num_microbatches, stage, device, **cells, emulates=emulates
         ).check()

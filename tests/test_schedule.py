@@ -10,7 +10,10 @@ import numpy as np
 import pytest
 
 import jpipe
+from jpipe import schedules
+from jpipe.lowering.lower import lower
 from jpipe.schedule import IDLE, Schedule, check_counts, newest_version
+from jpipe.schedules._search import _memory as memory_of_activations
 
 FLUSH = """
 0@0    1@1
@@ -855,3 +858,19 @@ def test_column_of_stage():
     assert stages.tolist() == list(range(schedule.num_stages))
     with pytest.raises(ValueError, match="read-only"):
         schedule.column_of_stage[0] = 2
+
+
+@pytest.mark.parametrize("count", ["facts", "lower", "search"])
+def test_no_array_of_ticks_by_microbatches_is_made(count):
+    # An array of ticks by microbatches by columns has 8 MB here, all pairs of the microbatches of a column 2 MB.
+    table = schedules.pipedream(2, 512)
+    tracemalloc.start()
+    if count == "facts":
+        table.facts()
+    elif count == "lower":
+        lower(table)
+    else:
+        memory_of_activations(table, np.ones(2))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100 * table.forward.size * 8  # bytes of an array of ticks by columns

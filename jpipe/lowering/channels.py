@@ -7,8 +7,9 @@ Letters: T ticks, D devices, S stages, N microbatches.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -90,56 +91,87 @@ class Channel:
         return is_local or self.operation == "backward"
 
 
-@dataclasses.dataclass
+class _Messages(NamedTuple):
+    """All messages of a route, in the order of ticks, devices and lanes; one entry of every array for each.
+
+    Attributes:
+      inbox: of the route.
+      tick: in which the message is sent.
+      source: the device that sends it.
+      target: the device that receives it.
+      output: position in `Lowered.outgoing`.
+      column: that reads the message.
+      position: of the microbatch in that column's order.
+    """
+
+    inbox: str
+    tick: np.ndarray
+    source: np.ndarray
+    target: np.ndarray
+    output: np.ndarray
+    column: np.ndarray
+    position: np.ndarray
+
+    def only(self, which: np.ndarray) -> "_Messages":
+        """Some of the messages."""
+        return _Messages(self.inbox, *(values[which] for values in self[1:]))
+
+
 class _Draft:
     """A channel while messages are assigned to it.
 
-    Attributes:
+    Args:
       local: whether messages stay on their device.
       shared: payload and operation that all messages of the channel have in common.
-      pairs: source device -> target device.
-      lanes: (tick, source device) -> position in `Lowered.outgoing`.
-      arrivals: (tick, target device) -> (inbox, (column, position)).
+      shape: T, D.
     """
 
-    local: bool
-    shared: tuple
-    pairs: dict[int, int] = dataclasses.field(default_factory=dict)
-    lanes: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-    arrivals: dict[tuple[int, int], tuple] = dataclasses.field(default_factory=dict)
+    def __init__(self, local: bool, shared: tuple, shape: tuple[int, int]):
+        self.local, self.shared = local, shared
+        self._num_devices = shape[1]
+        self._target_of: dict[int, int] = {}
+        self._source_of: dict[int, int] = {}
+        # Whether a device sends in a tick, and whether one receives what is sent in it.
+        self._sends, self._receives = (bytearray(math.prod(shape)) for _ in range(2))
+        self.messages: list[_Messages] = []
 
-    def fits(self, tick: int, source: int, target: int, shared: tuple) -> bool:
-        """Whether the channel can carry one more message and still be a permutation."""
-        return (
-            (tick, source) not in self.lanes
-            and (tick, target) not in self.arrivals
-            and self.local == (target == source)
-            and self.shared == shared
-            and self.pairs.get(source, target) == target
-            and all(s == source for s, t in self.pairs.items() if t == target)
-        )
+    def takes(self, tick: int, source: int, target: int) -> bool:
+        """Whether the channel can carry one more message and still be a permutation. If so, it does."""
+        sent = tick * self._num_devices + source
+        received = tick * self._num_devices + target
+        if (
+            self._sends[sent]
+            or self._receives[received]
+            or self._target_of.get(source, target) != target
+            or self._source_of.get(target, source) != source
+        ):
+            return False
+        self._sends[sent] = self._receives[received] = True
+        self._target_of[source], self._source_of[target] = target, source
+        return True
 
     def channel(self, schedule: Schedule, num_in_column: np.ndarray) -> Channel:
         """The finished channel."""
         T, D = schedule.num_ticks, schedule.num_devices
         sends, lane = np.zeros(T, bool), np.zeros((T, D), np.int32)
-        for (tick, source), output in self.lanes.items():
-            sends[tick], lane[tick, source] = True, output
         arrives: dict[str, np.ndarray] = {}
-        for (tick, target), (inbox, (column, position)) in self.arrivals.items():
+        for m in self.messages:
+            sends[m.tick], lane[m.tick, m.source] = True, m.output
             # A message is readable from the next tick; after the last tick, that is the first tick
             # of the next round.
-            next_round, next_tick = divmod(tick + 1, T)
-            cells = arrives.setdefault(inbox, np.full((T, D, 2), -1, np.int32))
-            before = num_in_column[column] * next_round
-            cells[next_tick, target] = column, position - before
+            next_round, next_tick = np.divmod(m.tick + 1, T)
+            cells = arrives.setdefault(m.inbox, np.full((T, D, 2), -1, np.int32))
+            before = num_in_column[m.column] * next_round
+            cells[next_tick, m.target] = np.stack([m.column, m.position - before], 1)
         _, operation = self.shared
         return Channel(
             operation=operation,
-            pairs=None if self.local else tuple(sorted(self.pairs.items())),
+            pairs=None if self.local else tuple(sorted(self._target_of.items())),
             sends=sends,
             lane=lane,
-            lanes=tuple(sorted(set(self.lanes.values()))),
+            lanes=tuple(
+                np.unique(np.concatenate([m.output for m in self.messages])).tolist()
+            ),
             arrives=arrives,
         )
 
@@ -167,27 +199,62 @@ def assign_channels(
     Returns:
       The channels, in the order of the first message of each.
     """
-    N = schedule.num_microbatches
+    shape = schedule.num_ticks, schedule.num_devices
     drafts: list[_Draft] = []
     for route in routes:
-        lanes = operations[route.operation]
         shared = (route.payload, route.operation if overlap else None)
-        for tick, source, lane in np.argwhere(lanes.stage >= 0).tolist():
-            stage = route.target.get(int(lanes.stage[tick, source, lane]))
-            if stage is None:
-                continue
-            rounds, m = divmod(int(lanes.microbatch[tick, source, lane]), N)
-            column = int(schedule.column_of_microbatch[m, stage])
-            target = int(schedule.device[column])
-            for draft in drafts:
-                if draft.fits(tick, source, target, shared):
+        messages = _messages(
+            schedule, position, num_in_column, operations, route, outgoing
+        )
+        candidates: dict[bool, list[_Draft]] = {
+            local: [d for d in drafts if (d.local, d.shared) == (local, shared)]
+            for local in (False, True)
+        }
+        of_draft: dict[_Draft, list[int]] = {}
+        cells = zip(*(a.tolist() for a in messages[1:4]))
+        for i, (tick, source, target) in enumerate(cells):
+            local = source == target
+            for draft in candidates[local]:
+                if draft.takes(tick, source, target):
                     break
             else:
-                draft = _Draft(target == source, shared)
+                draft = _Draft(local, shared, shape)
+                draft.takes(tick, source, target)
                 drafts.append(draft)
-            draft.pairs[source] = target
-            draft.lanes[tick, source] = outgoing.index((route.inbox, lane))
-            before = int(num_in_column[column]) * rounds
-            slot_of = (column, int(position[m, column]) + before)
-            draft.arrivals[tick, target] = (route.inbox, slot_of)
+                candidates[local].append(draft)
+            of_draft.setdefault(draft, []).append(i)
+        for draft, numbers in of_draft.items():
+            draft.messages.append(messages.only(np.array(numbers)))
     return tuple(draft.channel(schedule, num_in_column) for draft in drafts)
+
+
+def _messages(
+    schedule: Schedule,
+    position: np.ndarray,
+    num_in_column: np.ndarray,
+    operations: Mapping[str, "Operations"],
+    route: Route,
+    outgoing: Sequence[tuple[str, int]],
+) -> _Messages:
+    """All messages of a route; arguments of `assign_channels`."""
+    target_of = np.full(schedule.num_stages, -1)
+    target_of[list(route.target)] = list(route.target.values())
+    sends = operations[route.operation]
+    cells = np.nonzero((sends.stage >= 0) & (target_of[sends.stage] >= 0))
+    tick, source, lane = cells
+    stage = target_of[sends.stage[cells]]
+    rounds, m = np.divmod(
+        sends.microbatch[cells].astype(int), schedule.num_microbatches
+    )
+    column = schedule.column_of_microbatch[m, stage]
+    num_lanes = sends.num_lanes if route.target else 0
+    outputs = [outgoing.index((route.inbox, j)) for j in range(num_lanes)]
+    return _Messages(
+        route.inbox,
+        tick,
+        source,
+        target=schedule.device[column],
+        output=np.array(outputs, int)[lane],
+        column=column,
+        position=position[m, column] + num_in_column[column] * rounds,
+    )

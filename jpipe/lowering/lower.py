@@ -410,30 +410,27 @@ def _operations(
       num_in_column: int `[C]`.
     """
     T, D, N = schedule.num_ticks, schedule.num_devices, schedule.num_microbatches
-    busy = [
-        [
-            [c for c in np.flatnonzero(schedule.device == d) if cells[t, c] != IDLE]
-            for d in range(D)
-        ]
-        for t in range(T)
-    ]
-    num_lanes = max(len(columns) for of_devices in busy for columns in of_devices)
-    operations = Operations(
-        stage=np.full((T, D, num_lanes), -1, np.int32),
-        **{
-            name: np.zeros((T, D, num_lanes), np.int32)
-            for name in ("chunk", "column", "microbatch", "position", "version")
-        },
-    )
-    for t, d in np.ndindex(T, D):
-        for lane, c in enumerate(busy[t][d]):
-            cell = t, d, lane
-            operations.stage[cell] = schedule.stage[c]
-            operations.chunk[cell] = chunk[c]
-            operations.column[cell] = c
-            operations.version[cell] = version[t, c]
-            if position is not None:
-                rounds, m = divmod(int(cells[t, c]), N)
-                operations.microbatch[cell] = cells[t, c]
-                operations.position[cell] = position[m, c] + num_in_column[c] * rounds
-    return operations
+    t, c = np.nonzero(cells != IDLE)
+    device = t * D + schedule.device[c]  # in its tick
+    in_order = np.argsort(device, kind="stable")
+    lane = np.empty_like(c)
+    begin = np.searchsorted(device[in_order], device[in_order])
+    lane[in_order] = np.arange(len(c)) - begin
+    num_lanes = int(lane.max(initial=-1)) + 1
+    values = {
+        "stage": schedule.stage[c],
+        "chunk": chunk[c],
+        "column": c,
+        "version": version[t, c],
+    }
+    if position is not None:
+        rounds, m = np.divmod(cells[t, c].astype(np.int64), N)
+        values["microbatch"] = cells[t, c]
+        values["position"] = position[m, c] + num_in_column[c] * rounds
+    fields: dict[str, np.ndarray] = {}
+    for field in dataclasses.fields(Operations):
+        nothing = -1 if field.name == "stage" else 0
+        fields[field.name] = np.full((T, D, num_lanes), nothing, np.int32)
+        if field.name in values:
+            fields[field.name][t, schedule.device[c], lane] = values[field.name]
+    return Operations(**fields)

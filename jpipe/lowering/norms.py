@@ -42,10 +42,9 @@ def norm_table(schedule: Schedule) -> NormTable:
     of_stage = model.update_ticks()[model.column_of_stage]
     order = of_stage % model.num_ticks
     reporter = np.full(schedule.num_ticks, -1)
-    for t in range(schedule.num_ticks):
+    for t in np.flatnonzero((schedule.update != IDLE).any(axis=1)):
         stages = np.unique(schedule.stage[schedule.update[t] != IDLE])
-        if stages.size:
-            reporter[t] = max(stages.tolist(), key=lambda s: (order[s], s))
+        reporter[t] = max(stages.tolist(), key=lambda s: (order[s], s))
     return NormTable(
         offset=offset,
         together=of_stage[:, None] == of_stage[None],

@@ -199,17 +199,19 @@ def _shared_slots(
         free: list[int] = []
         busy: list[tuple[int, int]] = []  # (last tick, slot)
         num_made = 0
-        on_device = used & (schedule.device == d)
-        values = [(int(first[m, c]), int(c), int(m)) for m, c in np.argwhere(on_device)]
-        for tick, c, m in sorted(values):
+        columns = np.flatnonzero(schedule.device == d)
+        ms, cs = np.nonzero(used[:, columns])
+        cs = columns[cs]
+        arrays = first[ms, cs], cs, ms, last[ms, cs], position[ms, cs]
+        for tick, c, _, last_tick, place in sorted(zip(*(a.tolist() for a in arrays))):
             while busy and busy[0][0] < tick:
                 heapq.heappush(free, heapq.heappop(busy)[1])
             if free:
                 slot = heapq.heappop(free)
             else:
                 slot, num_made = num_made, num_made + 1
-            heapq.heappush(busy, (int(last[m, c]), slot))
-            slots[c][position[m, c]] = slot
+            heapq.heappush(busy, (last_tick, slot))
+            slots[c][place] = slot
         num_slots = max(num_slots, num_made)
     return Ring(num_slots, slots)
 
@@ -288,20 +290,27 @@ def _least_modulus(
     Args:
       num_microbatches: N, microbatches of a minibatch that the column runs.
       num_ticks: T.
-      position: int `[microbatches]`, ranks in the column's order.
+      position: int `[microbatches]`, ranks in the column's order, 0 to N - 1.
       first: int `[microbatches]`, the tick at which each becomes alive.
       last: int `[microbatches]`, the last tick at which each is alive.
     """
-    N, T = num_microbatches, num_ticks
+    n, T = num_microbatches, num_ticks
     # A round repeats every T ticks: unroll it until lifetimes can no longer meet.
-    rounds = 2 + int((last - first).max()) // T
-    position = np.concatenate([position + N * r for r in range(rounds)])
-    first = np.concatenate([first + T * r for r in range(rounds)])
-    last = np.concatenate([last + T * r for r in range(rounds)])
-    meet = (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
-    apart = np.abs(position[:, None] - position[None, :])[meet]
-    apart = apart[apart > 0]
+    rounds = 2 + int(last.max() - first.min()) // T
+    never = np.iinfo(np.int64).max // 2
+    unrolled = np.full((2, rounds, n), [[[never]], [[-never]]])
+    unrolled[0][:, position] = first + T * np.arange(rounds)[:, None]
+    unrolled[1][:, position] = last + T * np.arange(rounds)[:, None]
+    first, last = unrolled[:, 0]
+    begins, ends = unrolled.reshape(2, -1)
+    # The position after the last that may begin before a microbatch of the first round ends.
+    soonest = np.minimum.accumulate(begins[::-1])[::-1]
+    reach = np.searchsorted(soonest, last, side="right")
+    meet = np.zeros(int((reach - np.arange(n)).max()), bool)  # by distance of positions
+    for distance in range(1, len(meet)):
+        later = slice(distance, distance + n)
+        meet[distance] = np.any((begins[later] <= last) & (first <= ends[later]))
     modulus = 1
-    while (apart % modulus == 0).any():
+    while meet[modulus::modulus].any():
         modulus += 1
     return modulus

@@ -30,6 +30,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
+from jpipe._intervals import covering
 from jpipe.schedule import Schedule
 
 Key = TypeVar("Key")
@@ -158,9 +159,7 @@ def _chosen_from(
 def _in_use(intervals: Iterable[tuple[int, int]], circle: int) -> np.ndarray:
     """How many intervals, first and last, contain each point of a circle."""
     first, last = np.array([*intervals], int).reshape(-1, 2).T
-    begin, end = (np.bincount(a % circle, minlength=circle) for a in (first, last + 1))
-    over_the_cut = ((last + 1) // circle - first // circle).sum()
-    return over_the_cut + (begin - end).cumsum()
+    return covering(first, last, circle)
 
 
 class Assignment(NamedTuple):

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jpipe._intervals import covering
 from jpipe.schedule import Schedule, check_counts
 from jpipe.schedules.gpipe import gpipe
 from jpipe.schedules.interleaved import interleaved
@@ -150,9 +151,8 @@ def _least_memory(device: Sequence[int], activations: np.ndarray) -> float:
 
 def _memory(schedule: Schedule, activations: np.ndarray) -> np.ndarray:
     """`[D]`, the largest sum of activations that a device keeps at one tick."""
-    ticks = np.arange(schedule.num_ticks)[:, None, None]
     first, last = schedule.forward_ticks(), schedule.weight_grad_ticks()
-    live = ((first <= ticks) & (ticks <= last)).sum(axis=1)  # [T, C]
+    live = covering(first, last, schedule.num_ticks)  # [T, C]
     per_column = live * activations[schedule.stage]
     per_device = np.zeros((schedule.num_ticks, schedule.num_devices))
     columns: Any = (slice(None), schedule.device)

@@ -117,9 +117,8 @@ def interleaved(
     count = num_chunks * num_microbatches  # forwards of a device
 
     def choose(d: int, ready: list[Operation], progress: Progress) -> Operation | None:
-        on_device = progress.device == d
-        num_forwards = progress.forward[on_device].sum()
-        num_backwards = progress.backward[on_device].sum()
+        num_forwards = progress.started("forward", d)
+        num_backwards = progress.started("backward", d)
         warm_up = 2 * (D - 1 - d) + (num_chunks - 1) * D
         if progress.pending(d):
             kind, order, position = "weight_grad", backward, num_backwards - 1

@@ -17,6 +17,9 @@ class Operation(NamedTuple):
     microbatch: int
 
 
+_KINDS = ("forward", "backward", "weight_grad")
+
+
 class Progress:
     """How many operations every stage has started. A rule reads it.
 
@@ -29,21 +32,32 @@ class Progress:
         self.device = np.asarray(device)
         counts = np.zeros((3, len(self.device)), int)
         self.forward, self.backward, self.weight_grad = counts
+        num_devices = int(self.device.max()) + 1
+        self._of_device = {kind: [0] * num_devices for kind in _KINDS}
+
+    def started(self, kind: str, device: int) -> int:
+        """Operations of a kind that a device has started, over its stages."""
+        return self._of_device[kind][device]
 
     def in_flight(self, device: int) -> int:
         """Microbatches with a forward and no weight gradient, over a device's stages."""
-        on_device = self.device == device
-        return int((self.forward - self.weight_grad)[on_device].sum())
+        return self.started("forward", device) - self.started("weight_grad", device)
 
     def pending(self, device: int) -> int:
         """Weight gradients that a device could compute and has not started."""
-        on_device = self.device == device
-        return int((self.backward - self.weight_grad)[on_device].sum())
+        return self.started("backward", device) - self.started("weight_grad", device)
+
+    def start(self, operation: Operation) -> None:
+        """Counts an operation."""
+        kind, stage, _ = operation
+        getattr(self, kind)[stage] += 1
+        self._of_device[kind][self.device[stage]] += 1
 
 
-_KINDS = ("forward", "backward", "weight_grad")
 Rule = Callable[[int, list[Operation], Progress], Operation | None]
-"""`(device, ready operations, progress) -> the operation to run, or None to wait`."""
+"""`(device, ready operations, progress) -> the operation to run, or None to wait`.
+
+It depends on the progress of its device alone: it is asked again when the device is free or one more operation is ready."""
 
 
 def list_schedule(
@@ -55,7 +69,7 @@ def list_schedule(
     """Arguments of `Schedule.from_ticks` for a synchronous table in unit ticks.
 
     Time advances from event to event: the end of an operation, or the arrival of a
-    message. At each event every free device chooses an operation. If all operations have
+    message. At each event the free devices choose an operation. If all operations have
     the same length, a unit of time is a tick. For other lengths every device keeps the
     order that it has chosen, and each operation goes to the earliest tick after its
     inputs.
@@ -91,60 +105,120 @@ def list_schedule(
         lengths = dict.fromkeys(_KINDS, [1] * S)
         lengths |= dict.fromkeys(TRANSFERS.values(), [0] * S)
     progress = Progress(device)
-    stages_of_device = [
-        np.flatnonzero(progress.device == d).tolist()
-        for d in range(progress.device.max() + 1)
-    ]
-    ends: dict[Operation, float] = {}
+    ahead = _Ahead(device, N, lengths)
+    D = int(progress.device.max()) + 1
     ticks = {kind: np.full((N, S), -1) for kind in _KINDS}
-    next_tick = [0] * len(stages_of_device)
-    free_from = [0.0] * len(stages_of_device)
-
-    def readable_from(operation: Operation) -> float:
-        """When the inputs of an operation can be read; infinite if one has not started."""
-        return max(
-            (
-                ends.get(source, np.inf)
-                + lengths[TRANSFERS[source.kind]][min(source.stage, operation.stage)]
-                * (device[source.stage] != device[operation.stage])
-                for source in _inputs(operation, S)
-            ),
-            default=0.0,
-        )
-
-    now = 0.0
-    while len(ends) < 3 * S * N:
-        events = []
-        for d, stages in enumerate(stages_of_device):
-            following = [
-                Operation(kind, s, int(m))
-                for kind in _KINDS
-                for s in stages
-                if (m := getattr(progress, kind)[s]) < N
-            ]
-            readable = {o: readable_from(o) for o in following}
-            events += [max(free_from[d], t) for t in readable.values() if t < np.inf]
-            if free_from[d] > now:
+    next_tick, free_from = [0] * D, [0.0] * D
+    ask_from = [0.0] * D  # before, the device is busy, or nothing new is ready
+    now, num_started = 0.0, 0
+    while num_started < 3 * S * N:
+        for d in range(D):
+            if max(free_from[d], ask_from[d]) > now:
                 continue
-            ready = [o for o, time in readable.items() if time <= now]
+            ready, ask_from[d] = ahead.ready(d, now)
             operation = choose(d, ready, progress)
             if operation is None:
                 continue
             kind, s, m = operation
-            ends[operation] = free_from[d] = now + lengths[kind][s]
-            events.append(free_from[d])
-            after = [ticks[o.kind][m, o.stage] + 1 for o in _inputs(operation, S)]
-            ticks[kind][m, s] = now if equal else max(next_tick[d], *after, 0)
-            next_tick[d] = int(ticks[kind][m, s]) + 1
-            getattr(progress, kind)[s] += 1
-        later = [time for time in [*events, *free_from] if time > now]
-        if not later and len(ends) < 3 * S * N:
+            ask_from[d] = free_from[d] = now + lengths[kind][s]
+            for other, time in ahead.start(operation, free_from[d]):
+                ask_from[other] = min(ask_from[other], time)
+            tick: float = now
+            if not equal:
+                after = [ticks[o.kind][m, o.stage] + 1 for o in _inputs(operation, S)]
+                tick = max(next_tick[d], *after, 0)
+                next_tick[d] = int(tick) + 1
+            ticks[kind][m, s] = tick
+            progress.start(operation)
+            num_started += 1
+        # The same time again, after an operation that takes no time.
+        now_or_later = [t for t in map(max, free_from, ask_from) if t < np.inf]
+        if not now_or_later and num_started < 3 * S * N:
             raise RuntimeError(
-                f"every device waits at time {now:g}, with {3 * S * N - len(ends)} "
+                f"every device waits at time {now:g}, with {3 * S * N - num_started} "
                 "operations left: the rule chose none of those that are ready."
             )
-        now = min(later, default=now)
+        now = min(now_or_later, default=now)
     return dict(device=np.asarray(device), **ticks)
+
+
+class _Ahead:
+    """The next operation of every kind and stage, and from when on its inputs can be read.
+
+    Args:
+      device: `[S]`, the device of each stage.
+      num_microbatches: N.
+      lengths: see `list_schedule`.
+    """
+
+    def __init__(
+        self,
+        device: Sequence[int],
+        num_microbatches: int,
+        lengths: Mapping[str, Sequence[float]],
+    ):
+        self._num_microbatches, S = num_microbatches, len(device)
+        self._ends: dict[tuple[str, int], list[float]] = {
+            (kind, s): [] for kind in _KINDS for s in range(S)
+        }
+        self._device_of = {key: int(device[key[1]]) for key in self._ends}
+        # For each kind and stage the ends of what it reads, and the seconds of the messages.
+        self._inputs: dict[tuple[str, int], list[tuple[list[float], float]]] = {}
+        self._readers: dict[tuple[str, int], list[tuple[str, int]]] = {
+            key: [] for key in self._ends
+        }
+        for kind, s in self._ends:
+            self._inputs[kind, s] = []
+            for source, r, _ in _inputs(Operation(kind, s, 0), S):
+                transfer = float(lengths[TRANSFERS[source]][min(r, s)])
+                seconds = transfer if device[r] != device[s] else 0.0
+                self._inputs[kind, s].append((self._ends[source, r], seconds))
+                self._readers[source, r].append((kind, s))
+        # Infinite where an input has not started, or nothing is left.
+        self._readable_from = dict.fromkeys(self._ends, np.inf)
+        self._readable_from["forward", 0] = 0.0
+        self._of_device: list[list[tuple[str, int]]] = [
+            [key for key in self._ends if self._device_of[key] == d]
+            for d in range(max(device) + 1)
+        ]
+
+    def ready(self, device: int, now: float) -> tuple[list[Operation], float]:
+        """The operations of a device whose inputs can be read, and when one more can; infinite: not known."""
+        operations, next_time = [], np.inf
+        for key in self._of_device[device]:
+            time = self._readable_from[key]
+            if time <= now:
+                operations.append(Operation(*key, len(self._ends[key])))
+            elif time < next_time:
+                next_time = time
+        return operations, next_time
+
+    def start(self, operation: Operation, end: float) -> list[tuple[int, float]]:
+        """Starts an operation: the devices of its readers, and from when on they can read all their inputs.
+
+        Args:
+          operation: the next of its kind and stage.
+          end: when it ends.
+        """
+        kind, s, m = operation
+        self._ends[kind, s].append(end)
+        self._update((kind, s))
+        readers = []
+        for key in self._readers[kind, s]:
+            if len(self._ends[key]) == m:
+                self._update(key)
+                readers.append((self._device_of[key], self._readable_from[key]))
+        return readers
+
+    def _update(self, key: tuple[str, int]) -> None:
+        """Finds when the inputs of the next operation of a kind and stage can be read."""
+        m, time = len(self._ends[key]), 0.0
+        if m == self._num_microbatches:
+            time = np.inf
+        else:
+            for ends, seconds in self._inputs[key]:
+                time = max(time, ends[m] + seconds) if m < len(ends) else np.inf
+        self._readable_from[key] = time
 
 
 def _inputs(operation: Operation, num_stages: int) -> list[Operation]:
