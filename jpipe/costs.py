@@ -49,6 +49,9 @@ class StageRecord(NamedTuple):
 class Memory(NamedTuple):
     """Bytes per device by use. Every device allocates as much as the one with the largest stages needs.
 
+    Left out are small arrays that do not grow with the model: counters, the random key, and the scalars of the table, some
+    hundred bytes for each tick.
+
     Attributes:
       weights: all live versions, and the weights that `forward_params` and `backward_params`
         compute.

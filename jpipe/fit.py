@@ -19,7 +19,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from jpipe import costs
+from jpipe import costs, packing
 from jpipe.checks import why_gradients_stay, why_weights_stay
 from jpipe.lowering.lower import STASHES
 from jpipe.mesh import HOST_MEMORY
@@ -142,10 +142,12 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
 
 
 def _array_bytes(program: Program) -> int:
-    """Bytes of the arrays of a state on a device, and of its minibatch."""
+    """Bytes of the arguments of a step on a device: of the state, the minibatch and the scalars of the table."""
     groups, platform = program.engine.layout.groups, program.settings.platform
     of_state = sum(group.num_bytes(platform) for group in groups.values())
-    return of_state + costs.batch_bytes(program)
+    rows = program.engine.local_rows
+    of_table = packing.array_bytes(rows.shape, rows.dtype, platform)
+    return of_state + costs.batch_bytes(program) + of_table
 
 
 def _temporary_bytes(program: Program) -> int:

@@ -123,6 +123,10 @@ class Program:
                 for options, sharding in zip(forward_options, (outputs, everywhere))
             ]
         self._stepped = False  # the first step compiles
+        self._latest_forward_engine: tuple[tuple, Engine] | None = None
+        self._forward_rows: dict[
+            tuple, jax.Array
+        ] = {}  # shapes of a microbatch -> rows
         self._predict = jax.jit(self._run_predict, **forward_options[0])
         self._evaluate = jax.jit(self._run_evaluate, **forward_options[1])
 
@@ -284,7 +288,8 @@ class Program:
         limit = None if self._stepped else _watchdog.LONG
         together = self.settings.rows is not None
         with _watchdog.Phase("step", limit, together, self._given(batch)):
-            outputs = self._call(self._step, state, self._place(dict(batch)))
+            batch = self._place(dict(batch))
+            outputs = self._call(self._step, state.arrays(), batch, self._rows)
         self._stepped = True
         return self._restore(state, *outputs)
 
@@ -306,7 +311,13 @@ class Program:
         """Passes over the table until nothing is in flight."""
         if self.settings.schedule.synchronous:
             return state, self._no_metrics(state)
-        return self._restore(state, *self._call(self._flush, state))
+        outputs = self._call(self._flush, state.arrays(), self._rows)
+        return self._restore(state, *outputs)
+
+    @functools.cached_property
+    def _rows(self) -> jax.Array:
+        """The argument of `step` and `flush` that holds the table."""
+        return self.engine.place_rows()
 
     def _no_metrics(self, state: PipelineState) -> dict[str, Any]:
         """What `flush` returns where nothing was in flight."""
@@ -336,7 +347,8 @@ class Program:
         rows, mesh = self.settings.rows, self.settings.mesh
         given_whole = any(map(is_global, jax.tree.leaves(batch)))
         size, padded, _ = self._pad(batch)
-        outputs, _ = self._call(self._predict, state, padded)
+        rows_of_table = self._rows_of(padded)
+        outputs, _ = self._call(self._predict, state.arrays(), padded, rows_of_table)
         if rows is not None and rows.apart and not given_whole:
             outputs = jax.tree.map(lambda a: own_rows(a, mesh), outputs)
         return jax.tree.map(lambda a: a[:size], from_numbers(outputs))
@@ -353,7 +365,15 @@ class Program:
         else:
             _, padded, positions = self._pad(batch, only="inputs")
             inputs, batch = padded["inputs"], self._on_mesh(dict(batch))
-        result, _ = self._call(self._evaluate, state, inputs, batch, positions)
+        rows_of_table = self._rows_of({"inputs": inputs})
+        result, _ = self._call(
+            self._evaluate,
+            state.arrays(),
+            inputs,
+            batch,
+            positions,
+            rows_of_table,
+        )
         return result
 
     def _call(self, function: Callable, *args: Any) -> tuple:
@@ -383,7 +403,8 @@ class Program:
             return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
         batch = jax.tree.map(placed, self.minibatch)
-        return self._step.lower(self.abstract_state, batch)
+        state, rows = self.abstract_state, self.engine.abstract_rows
+        return self._step.lower(state.arrays(), batch, rows)
 
     # -- Batches
 
@@ -510,12 +531,20 @@ class Program:
 
     # -- Compiled functions
 
-    def _run_step(self, state: PipelineState, batch: Any):
+    def _state_of(self, arrays: Mapping[str, Any]) -> PipelineState:
+        """The state of this program with the arrays of `PipelineState.arrays`."""
+        return PipelineState(**arrays, program=self)
+
+    def _run_step(self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array):
+        state = self._state_of(arrays)
         num_entered = (state.round + 1) * self.settings.schedule.num_microbatches
-        state, totals = self._run_table(state, num_entered, self._cut_batch(batch))
+        batch = self._cut_batch(batch)
+        state, totals = self._run_table(state, num_entered, batch, rows)
         return self._pack_outputs(state, self._metrics(totals))
 
-    def _run_table(self, state: PipelineState, num_entered: jax.Array, batch: Any):
+    def _run_table(
+        self, state: PipelineState, num_entered: jax.Array, batch: Any, rows: jax.Array
+    ):
         """One pass over the table: the new state, and the totals that `_metrics` takes."""
         engine = self.engine
         kept, in_flight, results = engine.run(
@@ -524,6 +553,7 @@ class Program:
             self._counters(state),
             num_entered,
             batch,
+            rows,
         )
         columns = [d * engine.lowered.num_chunks + chunk for d, chunk in self.placement]
         totals = {
@@ -590,9 +620,10 @@ class Program:
         """The new state and metrics out of the outputs of a compiled function."""
         return dataclasses.replace(state, **kept, **in_flight), metrics
 
-    def _run_flush(self, state: PipelineState):
+    def _run_flush(self, arrays: Mapping[str, Any], rows: jax.Array):
+        state = self._state_of(arrays)
         newest, N = state.round[0], self.settings.schedule.num_microbatches
-        state, metrics = self._drain(state)
+        state, metrics = self._drain(state, rows)
         empty = jax.tree.map(
             jnp.zeros_like, {**state.in_flight(), "round": state.round}
         )
@@ -604,17 +635,22 @@ class Program:
         state = dataclasses.replace(state, **newest_of, started=started, **empty)
         return self._pack_outputs(state, metrics)
 
-    def _drain(self, state: PipelineState) -> tuple[PipelineState, dict]:
+    def _drain(
+        self, state: PipelineState, rows: jax.Array
+    ) -> tuple[PipelineState, dict]:
         """Passes over the table without new microbatches; the state, and metrics of all passes together."""
         num_rounds = self.engine.lowered.drain_rounds
         if num_rounds == 0:
             return state, self._no_metrics(state)
         num_entered = state.round * self.settings.schedule.num_microbatches
 
-        def drain(state, _):
-            return self._run_table(state, num_entered, None)
+        def drain(arrays, _):
+            state = self._state_of(arrays)
+            state, totals = self._run_table(state, num_entered, None, rows)
+            return state.arrays(), totals
 
-        state, totals = jax.lax.scan(drain, state, length=num_rounds)
+        arrays, totals = jax.lax.scan(drain, state.arrays(), length=num_rounds)
+        state = self._state_of(arrays)
         latest: dict[str, Any] = {
             name: totals.pop(name)[-1]
             for name in ("gradient_norm", "loss_scale")
@@ -627,9 +663,15 @@ class Program:
         return state, self._metrics(totals)
 
     def _run_evaluate(
-        self, state: PipelineState, inputs: Any, batch: Any, positions: Any
+        self,
+        arrays: Mapping[str, Any],
+        inputs: Any,
+        batch: Any,
+        positions: Any,
+        rows: jax.Array,
     ) -> tuple:
-        outputs, call = self._run_predict(state, {"inputs": inputs})
+        outputs, call = self._run_predict(arrays, {"inputs": inputs}, rows)
+        state = self._state_of(arrays)
         if self.settings.rows is not None:
             everywhere = NamedSharding(self.settings.mesh, PartitionSpec())
             batch = jax.lax.with_sharding_constraint(batch, everywhere)
@@ -655,8 +697,11 @@ class Program:
         result = {"loss": loss, "aux": aux} if self.settings.has_aux else {"loss": loss}
         return result, call
 
-    def _run_predict(self, state: PipelineState, batch: Any) -> tuple:
+    def _run_predict(
+        self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array
+    ) -> tuple:
         """The outputs, and a small array for `_call`."""
+        state = self._state_of(arrays)
         engine = self._forward_engine(self.settings.microbatch(batch, whole=True))
         schedule, stages = self.settings.schedule, engine.stages
         buffers = jax.tree.map(
@@ -683,6 +728,7 @@ class Program:
             self._counters(state),
             num_entered,
             self._cut_batch(batch),
+            rows,
         )
         table = engine.schedule
         last_devices = table.device[table.column_of_microbatch[:, -1]]
@@ -694,13 +740,28 @@ class Program:
         lead = self.settings.num_replicas, schedule.num_devices, N
         flat = []
         for y in outputs:
-            rows = y.reshape(*lead, *y.shape[1:])
-            rows = rows[:, *which] if table.has_copies else rows[:, which]
-            flat.append(rows.reshape(-1, *y.shape[2:]))
+            parts = y.reshape(*lead, *y.shape[1:])
+            parts = parts[:, *which] if table.has_copies else parts[:, which]
+            flat.append(parts.reshape(-1, *y.shape[2:]))
         return stages.outputs[1].unflatten(flat), {"num_microbatches": num_entered}
 
+    def _rows_of(self, batch: Any) -> jax.Array:
+        """The argument of prediction that holds the forward-only table for a padded batch."""
+        microbatch = self.settings.microbatch(batch, whole=True)
+        key = shapes_key(microbatch)
+        if key not in self._forward_rows:
+            self._forward_rows[key] = self._forward_engine(microbatch).place_rows()
+        return self._forward_rows[key]
+
     def _forward_engine(self, microbatch: Any) -> Engine:
-        """The engine that runs the same stages forward only, in evaluation."""
+        """The engine that runs the same stages forward only, in evaluation; the latest is kept."""
+        key, latest = shapes_key(microbatch), self._latest_forward_engine
+        if latest is None or latest[0] != key:
+            latest = key, self._make_forward_engine(microbatch)
+            self._latest_forward_engine = latest
+        return latest[1]
+
+    def _make_forward_engine(self, microbatch: Any) -> Engine:
         settings, schedule = self.settings, self.settings.schedule
         traced = settings.trace(microbatch, self.engine.key_impl, evaluated=self.traced)
         table = forward_only(

@@ -1,5 +1,6 @@
 """The training state."""
 
+import collections
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -71,6 +72,15 @@ class PipelineState:
 
         names = [f.name for f in dataclasses.fields(self) if f.name != "program"]
         return "\n".join(["PipelineState(", *map(line, names), ")"])
+
+    def arrays(self) -> collections.OrderedDict[str, Any]:
+        """All arrays by field, in the order of the fields, without the program.
+
+        Compiled functions take these. JAX keeps the structure of arguments after the function is gone, and the structure of a
+        state holds the program.
+        """
+        names = (f.name for f in dataclasses.fields(self) if f.name != "program")
+        return collections.OrderedDict((name, getattr(self, name)) for name in names)
 
     def kept(self) -> dict[str, Any]:
         """The arrays that hold the training between two minibatches, by the engine's names."""

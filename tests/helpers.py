@@ -83,6 +83,11 @@ def refused(message):
     assert not compiled
 
 
+def table_bytes(pipe: jpipe.Pipeline, batch: dict) -> int:
+    """Bytes of the argument of a compiled step that holds the table, on each device."""
+    return 4 * pipe._program(batch).engine.local_rows.size
+
+
 @functools.cache
 def profile_of(family: str, microbatch_size: int = 2) -> Profile:
     """Of a family trained with Adam; nothing is measured."""

@@ -70,6 +70,7 @@ def run_pass(
     counters: Mapping[str, jax.Array],
     num_entered: jax.Array,
     batch: Any,
+    rows: jax.Array,
 ) -> Any:
     """One pass over the table, on one device: the body of the `shard_map` in `Engine.run`.
 
@@ -88,7 +89,7 @@ def run_pass(
     if batches is not None:
         held["batches"] = batches
     arrays = TickArrays(**held, **_empty_results(spec))
-    arrays = _scan(device.with_batch(batch, weights), arrays)
+    arrays = _scan(device.with_batch(batch, weights), rows[0], arrays)
     if spec.schedule.forward_only:
         return arrays.outputs
     return (
@@ -184,8 +185,8 @@ def _empty_results(spec: PassSpec) -> dict[str, Any]:
     }
 
 
-def _scan(device: Device, arrays: TickArrays) -> TickArrays:
-    """All ticks.
+def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
+    """All ticks; `rows` are those of the device in `ScalarTable.rows`.
 
     On GPUs a tick begins with the update of the tick before, and the last update follows the loop. The
     loop of a synchronous table then has no update. In other tables XLA would not begin a transfer
@@ -193,39 +194,35 @@ def _scan(device: Device, arrays: TickArrays) -> TickArrays:
     out.
     """
     spec = device.spec
-    update_ticks = spec.lowered.operations["update"].stage >= 0
-    updates = np.any(update_ticks, axis=(1, 2))
+    updates = spec.lowered.updates
     late = spec.lowered.guard == "switch"
     rows = spec.scalars.of_device(
-        device.position,
+        rows,
         device.round,
         device.started,
         device.num_entered,
         spec.schedule.num_microbatches,
     )
-    here: Any = None if late or not updates.any() else jnp.asarray(updates)
-    before: Any = None
+    rows_before: Any = None
     if late and updates[:-1].any():
         rows_before = jnp.concatenate([jnp.full_like(rows[:1], -1), rows[:-1]])
-        before = rows_before, jnp.asarray(np.append(False, updates[:-1]))
 
     def tick(phase: Phase, arrays: TickArrays, xs: tuple) -> tuple[TickArrays, None]:
-        row, sends, here, before = xs
-        if before is not None:
-            row_before, updates = before
-            scalars = TickScalars(spec.scalars, row_before)
-            arrays = _update(device, scalars, updates, arrays)
+        row, row_before = xs
+        if row_before is not None:
+            before = TickScalars(spec.scalars, row_before)
+            arrays = _update(device, before, before.updates, arrays)
         scalars = TickScalars(spec.scalars, row, phase.ticks)
-        return _tick(device, phase, scalars, sends, here, arrays), None
+        here = None if late or not updates.any() else scalars.updates
+        return _tick(device, phase, scalars, here, arrays), None
 
-    sends = [jnp.asarray(channel.sends) for channel in spec.lowered.channels]
     for phase in spec.lowered.phases:
         ticks = slice(phase.start, phase.stop)
         # The ticks of the phase receive nothing of operations that it does not have.
         _, pending = _received(spec, phase, arrays)
         first = TickScalars(spec.scalars, rows[phase.start])
         arrays = receive(spec, arrays, first, pending)
-        xs = jax.tree.map(lambda a, t=ticks: a[t], (rows, sends, here, before))
+        xs = jax.tree.map(lambda a, t=ticks: a[t], (rows, rows_before))
         arrays, _ = lax.scan(functools.partial(tick, phase), arrays, xs)
     if late and updates[-1]:
         scalars = TickScalars(
@@ -252,7 +249,6 @@ def _tick(
     device: Device,
     phase: Phase,
     scalars: TickScalars,
-    sends: Sequence[jax.Array],
     updates: jax.Array | None,
     arrays: TickArrays,
 ) -> TickArrays:
@@ -262,7 +258,6 @@ def _tick(
       device: the device.
       phase: of the tick.
       scalars: of the tick.
-      sends: for each channel bool `[]`, whether any device sends.
       updates: bool `[]`, whether any device updates; None: the tick does not hold its update.
       arrays: all arrays.
     """
@@ -271,7 +266,7 @@ def _tick(
     def moved(arrays: TickArrays, after: str | None, late: bool = False) -> dict:
         if after is not None and after not in phase.operations:
             return {}
-        return move(spec, arrays, scalars, sends, after, late)
+        return move(spec, arrays, scalars, after, late)
 
     stashes = {name: TickStash() for name in spec.tick_stashes}
     arrays = arrays.replace(**stashes)

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from jpipe import packing
 from jpipe.engine import layout as layouts
@@ -42,6 +43,27 @@ class Engine(PassSpec):
         """The options of XLA that a pass needs, for `jax.jit`."""
         return compiler_options(self.lowered.guard)
 
+    @property
+    def abstract_rows(self) -> jax.ShapeDtypeStruct:
+        """The scalars of every tick, int32 `[D, T, integers]`: see `ScalarTable.rows`. Each device has its own."""
+        sharding = NamedSharding(self.mesh, layouts.REPLICATED)
+        shape = self.scalars.rows_shape
+        return jax.ShapeDtypeStruct(shape, np.int32, sharding=sharding)
+
+    @property
+    def local_rows(self) -> jax.ShapeDtypeStruct:
+        """Those of one device."""
+        return jax.ShapeDtypeStruct((1, *self.scalars.rows_shape[1:]), np.int32)
+
+    def place_rows(self) -> jax.Array:
+        """The same on the devices, which is an argument of every pass."""
+        like = self.abstract_rows
+
+        def of_devices(index: Any) -> np.ndarray:
+            return self.scalars.rows(index[0])
+
+        return jax.make_array_from_callback(like.shape, like.sharding, of_devices)
+
     def run(
         self,
         kept: Mapping[str, Any],
@@ -49,6 +71,7 @@ class Engine(PassSpec):
         counters: Mapping[str, jax.Array],
         num_entered: jax.Array,
         batch: Any,
+        rows: jax.Array,
     ) -> Any:
         """One pass over the table.
 
@@ -62,6 +85,7 @@ class Engine(PassSpec):
           num_entered: int32 `[D]`, microbatches that have entered the pipe since round 0, including
             this round's. Cells of microbatches before the first or after the last do nothing.
           batch: tree of `[replicas, N, microbatch, ...]` arrays; None if nothing enters.
+          rows: see `place_rows`.
 
         Returns:
           `kept` and `in_flight`, updated, and a dict of `[devices, ...]` results: "loss" and
@@ -81,6 +105,7 @@ class Engine(PassSpec):
                 replicated_spec,
                 replicated_spec,
                 layouts.batch_spec(self.mesh),
+                replicated_spec,
             ),
             out_specs=per_device_spec
             if forward_only
@@ -88,7 +113,7 @@ class Engine(PassSpec):
             axis_names={STAGE, DATA} & set(self.mesh.axis_names),
             check_vma=False,
         )
-        return body(kept, in_flight, counters, num_entered, batch)
+        return body(kept, in_flight, counters, num_entered, batch, rows)
 
     def in_all_versions(self, weights: Any, version: jax.Array) -> Any:
         """Weights of which all versions are the one with a number.

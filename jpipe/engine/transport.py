@@ -67,7 +67,6 @@ def move(
     spec: PassSpec,
     arrays: TickArrays,
     scalars: TickScalars,
-    sends: Sequence[jax.Array],
     after: str | None,
     late: bool,
 ) -> dict[int, Packed]:
@@ -77,7 +76,6 @@ def move(
       spec: the pass.
       arrays: hold what is sent.
       scalars: of the tick.
-      sends: channel -> bool `[]`, whether any device sends in this tick; the same on all devices.
       after: the operation: "forward" or "backward"; None: the channels that both feed, at the end
         of the tick.
       late: of the channels: see `Channel.late`.
@@ -95,7 +93,7 @@ def move(
             # Reading `op_count` delays the transfer until all operations of the tick have run: a
             # transfer between two operations would make all devices wait for each other twice per
             # tick.
-            now = sends[number] & (arrays.op_count >= 0)
+            now = scalars.channel(number).sends & (arrays.op_count >= 0)
             message = lax.cond(now, transfer, lambda message: message, message)
         else:
             # Outside of a branch, so that the transfer can run beside the compute.

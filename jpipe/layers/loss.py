@@ -17,6 +17,7 @@ What layers report is no sum over rows. Terms of reported values alone count as 
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -416,11 +417,30 @@ def _disagreement(whole: LossValue, first: LossValue, second: LossValue) -> str 
     )
 
 
-@functools.lru_cache(maxsize=16)
+_compiled_losses: weakref.WeakKeyDictionary[Callable, dict[tuple, Callable]] = (
+    weakref.WeakKeyDictionary()
+)
+"""A loss function -> how it is called -> the compiled loss. It goes with the function."""
+
+
 def _compiled(loss: Loss) -> Callable[..., LossValue]:
     """The loss, compiled once for all pipelines that use it; quickly, because it runs a few times only."""
     options = quick_options(jax.default_backend())
-    return jax.jit(off_mesh(loss.__call__), compiler_options=options)
+    try:
+        function = weakref.ref(loss.function)
+        compiled = _compiled_losses.setdefault(loss.function, {})
+    except TypeError:  # no weak reference, or no hash
+        return jax.jit(off_mesh(loss.__call__), compiler_options=options)
+    how_called = loss.has_aux, loss.asks
+    if how_called not in compiled:
+
+        def call(*args: Any) -> LossValue:
+            alive = function()
+            assert alive is not None, "the caller has it"
+            return Loss(alive, *how_called)(*args)
+
+        compiled[how_called] = jax.jit(off_mesh(call), compiler_options=options)
+    return compiled[how_called]
 
 
 def _without_weight(part: slice, masked: int, values: np.ndarray) -> np.ndarray:

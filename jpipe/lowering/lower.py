@@ -158,6 +158,11 @@ class Lowered:
         ]
 
     @property
+    def updates(self) -> np.ndarray:
+        """bool `[T]`, whether any device updates."""
+        return np.any(self.operations["update"].stage >= 0, axis=(1, 2))
+
+    @property
     def spills(self) -> dict[str, Spill]:
         """Ring -> what it sends to host memory, and fetches."""
         return {n: ring.spill for n, ring in self.rings.items() if ring.spill}

@@ -1,7 +1,8 @@
 """The scalars of a tick: which program runs, on which microbatch and version, in which slots.
 
-Every per-tick integer is computed on the host, before compilation. On the device a step only adds
-the round's number, for all ticks at once (`ScalarTable.of_device`). In a tick the operations read
+Every per-tick integer is computed on the host, before compilation. A device gets those of its ticks as an argument of the
+compiled step, so that the program does not grow with the table (`ScalarTable.rows`). There a step only adds the round's
+number, for all ticks at once (`ScalarTable.of_device`). In a tick the operations read
 their scalars through the typed views `LaneScalars` and `ChannelScalars`.
 
 Letters: T ticks, D devices, S stages, N microbatches, V weight versions, F scalars of a tick.
@@ -58,7 +59,7 @@ class ScalarTable:
         least: int = _LEAST,
     ) -> None:
         """Adds `base + rounds * r + started * s`; `base` is int `[T, D]`."""
-        self._plain[name] = (base, (rounds, started, least))
+        self._plain[name] = (base.astype(np.int32), (rounds, started, least))
 
     def add_cyclic(
         self,
@@ -71,7 +72,8 @@ class ScalarTable:
     ) -> None:
         """Adds `(base + rounds * r) % modulus + offset`, of int `[T, D]` each."""
         constants = 0 if isinstance(rounds, np.ndarray) else rounds, 0, least
-        self._cyclic[name] = (base, modulus, offset, rounds, constants)
+        entries = (np.asarray(a, np.int32) for a in (base, modulus, offset, rounds))
+        self._cyclic[name] = (*entries, constants)
 
     def add_guarded(
         self, name: ScalarName, base: np.ndarray, first: np.ndarray, last: np.ndarray
@@ -80,7 +82,8 @@ class ScalarTable:
         if self._synchronous:
             self.add_plain(name, base)
         else:
-            self._guarded[name] = (base, first, last)
+            entries = (a.astype(np.int32) for a in (base, first, last))
+            self._guarded[name] = tuple(entries)
 
     def constant(self, name: ScalarName, ticks: range) -> int | None:
         """The value of a scalar in some ticks; None if it is not the same in all of them, on all devices and in all rounds."""
@@ -97,7 +100,7 @@ class ScalarTable:
 
     def _rounds_differ(self) -> bool:
         """Whether cyclic scalars differ in what a round adds to them."""
-        return any(isinstance(c[-2], np.ndarray) for c in self._cyclic.values())
+        return any(rounds.ndim for *_, rounds, _ in self._cyclic.values())
 
     @functools.cached_property
     def index(self) -> dict[ScalarName, int]:
@@ -115,14 +118,44 @@ class ScalarTable:
         ]
         return np.array(positions, np.int32)
 
-    def _stack(self, scalars: Mapping[ScalarName, tuple], j: int) -> np.ndarray:
-        """Entry j of every scalar's description, int32 `[D, T, scalars]`."""
-        entries = [np.broadcast_to(c[j], self._shape).T for c in scalars.values()]
-        return np.stack(entries, axis=-1).astype(np.int32)
+    @property
+    def _parts(self) -> dict[str, tuple[Mapping[ScalarName, tuple], int]]:
+        """What the rows hold one after the other: a kind of scalars, and which entry of their descriptions."""
+        parts: dict[str, tuple[Mapping[ScalarName, tuple], int]] = {
+            "plain": (self._plain, 0),
+            "cyclic": (self._cyclic, 0),
+            "modulus": (self._cyclic, 1),
+            "offset": (self._cyclic, 2),
+            "guarded": (self._guarded, 0),
+            "first": (self._guarded, 1),
+            "last": (self._guarded, 2),
+        }
+        if self._rounds_differ():  # columns with fewer microbatches than others
+            parts["rounds"] = self._cyclic, 3
+        return parts
+
+    @property
+    def rows_shape(self) -> tuple[int, int, int]:
+        """D, T, and the integers that describe the scalars of a tick."""
+        num_ticks, num_devices = self._shape
+        width = sum(len(scalars) for scalars, _ in self._parts.values())
+        return num_devices, num_ticks, width
+
+    def rows(self, devices: slice = slice(None)) -> np.ndarray:
+        """The descriptions of all scalars for `of_device`, int32 `[devices, T, integers]`."""
+        num_devices, num_ticks, width = self.rows_shape
+        of_devices = range(num_devices)[devices]
+        rows = np.empty((len(of_devices), num_ticks, width), np.int32)
+        entries = (
+            c[j] for scalars, j in self._parts.values() for c in scalars.values()
+        )
+        for i, entry in enumerate(entries):
+            rows[..., i] = np.broadcast_to(entry, self._shape)[:, devices].T
+        return rows
 
     def of_device(
         self,
-        device: jax.Array | int,
+        rows: jax.Array,
         round_: jax.Array | int,
         started: jax.Array | int,
         num_entered: jax.Array | int,
@@ -131,43 +164,35 @@ class ScalarTable:
         """All scalars of all ticks on one device, int32 `[T, F]`.
 
         Args:
-          device: position of the device along the axis "stage".
+          rows: int32 `[T, integers]`, of the device: see `rows`.
           round_: r.
           started: s.
           num_entered: microbatches that have entered the pipe since round 0.
           num_microbatches: N.
         """
+        parts, end = {}, 0
+        for part, (scalars, _) in self._parts.items():
+            parts[part] = rows[:, end : end + len(scalars)]
+            end += len(scalars)
 
-        def select(scalars: Mapping[ScalarName, tuple], j: int) -> jax.Array:
-            return lax.dynamic_index_in_dim(
-                self._stack(scalars, j),
-                device,
-                keepdims=False,
-                allow_negative_indices=False,
-            )
-
-        def at_round(scalars: Mapping[ScalarName, tuple]) -> jax.Array:
+        def at_round(part: str, scalars: Mapping[ScalarName, tuple]) -> jax.Array:
             constants = np.array([c[-1] for c in scalars.values()], np.int32)
             rounds: jax.Array | np.ndarray
-            rounds, starts, least = constants.T[:, None]
-            if scalars is self._cyclic and self._rounds_differ():
-                rounds = select(
-                    scalars, -2
-                )  # columns with fewer microbatches than others
-            value = select(scalars, 0) + rounds * round_ + starts * started
+            rounds, starts, least = constants.reshape(-1, 3).T[:, None]
+            if part == "cyclic":
+                rounds = parts.get("rounds", rounds)
+            value = parts[part] + rounds * round_ + starts * started
             return jnp.maximum(value, least)
 
-        modulus, offset = select(self._cyclic, 1), select(self._cyclic, 2)
-        values = [
-            at_round(self._plain),
-            jnp.mod(at_round(self._cyclic), modulus) + offset,
-        ]
+        values = [at_round("plain", self._plain)]
+        cyclic = at_round("cyclic", self._cyclic)
+        values.append(jnp.mod(cyclic, parts["modulus"]) + parts["offset"])
         if self._guarded:
             first, last = (
-                select(self._guarded, j) + num_microbatches * round_ for j in (1, 2)
+                parts[part] + num_microbatches * round_ for part in ("first", "last")
             )
             inside = (first >= 0) & (last < num_entered)
-            values.append(jnp.where(inside, select(self._guarded, 0), -1))
+            values.append(jnp.where(inside, parts["guarded"], -1))
         return jnp.concatenate(values, axis=1)
 
 
@@ -195,6 +220,11 @@ class TickScalars:
     def spill(self, ring: str) -> "SpillScalars":
         """The scalars of what a ring sends to host memory, and fetches."""
         return SpillScalars(self, ring)
+
+    @property
+    def updates(self) -> jax.Array:
+        """Whether any device updates in the tick, bool `[]`; the same on all devices."""
+        return self.get("updates") == 1
 
     @property
     def reporter(self) -> jax.Array:
@@ -336,6 +366,11 @@ class ChannelScalars:
     number: int
 
     @property
+    def sends(self) -> jax.Array:
+        """Whether any device sends, bool `[]`; the same on all devices."""
+        return self.tick.get("channel", self.number, "sends") == 1
+
+    @property
     def lane(self) -> jax.Array:
         """The output that the device sends, as a position in `Lowered.outgoing`."""
         return self.tick.get("channel", self.number, "lane")
@@ -401,13 +436,17 @@ def scalar_table(
     for ring, spill in lowered.spills.items():
         for field in ("leaves", "stores", "loads", "arrives"):
             table.add_plain(("spill", ring, field), getattr(spill, field))
+
+    def add_of_all_devices(name: ScalarName, values: np.ndarray) -> None:
+        table.add_plain(name, np.broadcast_to(values[:, None], shape))
+
     if lowered.norms is not None:
-        of_devices = (schedule.num_ticks, schedule.num_devices)
-        reporter = np.broadcast_to(lowered.norms.reporter[:, None], of_devices)
-        table.add_plain(("reporter",), reporter)
+        add_of_all_devices(("reporter",), lowered.norms.reporter)
+        add_of_all_devices(("updates",), lowered.updates)
     for name in ("update", "commit"):
         _add_flags(table, lowered, name)
     for i, channel in enumerate(lowered.channels):
+        add_of_all_devices(("channel", i, "sends"), channel.sends)
         outputs = np.roll(channel.lane, channel.late, axis=0)
         table.add_plain(("channel", i, "lane"), outputs)
         for inbox, arrives in channel.arrives.items():

@@ -24,6 +24,9 @@ from jpipe.program import Program
 from jpipe.schedule import IDLE
 from jpipe.stages.accumulators import flat_places
 
+_TABLE = "scalars of the table"
+"""The argument of a step that is no state and no minibatch."""
+
 
 def pipeline_timeline(
     program: Program, device: int = 0, profile: Any = None
@@ -136,7 +139,8 @@ class Builder:
         blocks = [block for block in blocks if block.num_bytes]
         free = idle_blocks(name, num_bytes, blocks, self.clock.period, self.device)
         self.blocks += [*blocks, *free]
-        if self.program.settings.donate or name in ("minibatch", "temporaries"):
+        not_state = "minibatch", _TABLE, "temporaries"
+        if self.program.settings.donate or name in not_state:
             return
         copies = [
             dataclasses.replace(b, name=f"new state: {b.name}", accesses=())
@@ -182,6 +186,7 @@ class Builder:
             ("key", "random key"),
         ):
             self._whole(word, "state", groups[name].shapes)
+        self._whole(_TABLE, "state", [self.engine.local_rows])
         self._buffers(groups["buffers"].shapes)
 
     def _whole(self, name: str, use: str, shapes: Any, accesses: Iterable = ()) -> None:

@@ -226,3 +226,31 @@ def test_a_gradient_that_is_not_finite_skips_the_update_of_all_stages(of_two, po
         jax.tree.map(
             np.testing.assert_array_equal, weights_and_optimizer(state), before
         )
+
+
+# -- The table is an argument ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "pipedream"])
+def test_no_program_grows_with_the_table(name):
+    sizes = []
+    for num_microbatches in (4, 400):
+        pipe = jpipe.Pipeline(
+            [functools.partial(nnx.Linear, 4, 4)] * 2,
+            loss=lambda outputs, batch: jnp.mean(outputs**2),
+            optimizer=optax.sgd(1e-3),
+            schedule=getattr(jpipe.schedules, name)(2, num_microbatches),
+        )
+        batch = {"inputs": np.zeros((num_microbatches, 4), np.float32)}
+        program = pipe._program(batch)
+        state, rows = program.abstract_state, program.engine.abstract_rows
+        forward = program._rows_of(batch)
+        lowered = [
+            program.lower(),
+            program._flush.lower(state, rows),
+            program._predict.lower(state, batch, forward),
+            program._evaluate.lower(state, batch["inputs"], batch, None, forward),
+        ]
+        sizes.append([len(one.as_text()) for one in lowered])
+    small, large = np.array(sizes)
+    assert (large < small + 2000).all()  # the digits of shapes

@@ -54,7 +54,9 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
         rounds += [(0, 1), (3, 3 * N)]
     for r, entered in rounds:
         for d in range(table.num_devices):
-            values = np.asarray(scalars.of_device(d, r, started, entered, N))
+            (of_device,) = scalars.rows(slice(d, d + 1))
+            values = scalars.of_device(of_device, r, started, entered, N)
+            values = np.asarray(values)
             for t in range(table.num_ticks):
                 tick = Recorded(scalars, values[t])
                 for kind, ops in lowered.operations.items():
@@ -100,6 +102,7 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
                 updated = np.flatnonzero(
                     (table.update[t] >= -N) | (table.update[t] == 1)
                 )
+                assert tick.updates == (updated.size > 0)
                 if updated.size:
                     order = table.update_ticks() % table.num_ticks
                     last = max(updated.tolist(), key=lambda c: (order[c], c))
@@ -108,6 +111,7 @@ def test_scalars_are_what_the_table_says(name, S, N, newest, overlap):
                     assert tick.reporter == -1
                 for i, channel in enumerate(lowered.channels):
                     late = channel.late
+                    assert tick.channel(i).sends == channel.sends[t]
                     assert tick.channel(i).lane == channel.lane[t - late, d]
                     for inbox, arrives in channel.arrives.items():
                         s, position = arrives[t, d].tolist()
