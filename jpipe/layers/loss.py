@@ -349,11 +349,11 @@ def cut_warning(
         lambda a: _random(rng, (rows, *a.shape[1:]), a.dtype), outputs
     )
 
-    def disagreement(rows_of_batch: Any) -> str | None:
+    def disagreement(rows_of_batch: Any, is_masked: bool = False) -> str | None:
         arguments = random_outputs, rows_of_batch
         whole = compiled(*arguments, zeros)
-        parts = (compiled(*_slice(arguments, half), zeros) for half in halves)
-        return _disagreement(whole, *parts)
+        first, second = (compiled(*_slice(arguments, half), zeros) for half in halves)
+        return _disagreement(whole, first, second, is_masked)
 
     for masked in (None, 0, -1, -100):
         rows_of_batch = jax.tree.map(
@@ -363,7 +363,7 @@ def cut_warning(
             problem = disagreement(rows_of_batch)
             if problem is None and masked is not None:
                 empty = functools.partial(_without_weight, halves[1], masked)
-                problem = disagreement(jax.tree.map(empty, rows_of_batch))
+                problem = disagreement(jax.tree.map(empty, rows_of_batch), True)
         except Exception as error:
             return (
                 f"`loss` cannot be computed for {rows} rows ({type(error).__name__}: {error}), so nobody can tell whether "
@@ -374,7 +374,10 @@ def cut_warning(
     return None
 
 
-def _disagreement(whole: LossValue, first: LossValue, second: LossValue) -> str | None:
+def _disagreement(
+    whole: LossValue, first: LossValue, second: LossValue, is_masked: bool
+) -> str | None:
+    """See `cut_warning`; `is_masked`: whether all of the second half is masked."""
     total, *parts = (float(v.total) for v in (whole, first, second))
     if not np.isfinite([total, *parts]).all():
         return None
@@ -404,7 +407,7 @@ def _disagreement(whole: LossValue, first: LossValue, second: LossValue) -> str 
         )
     if abs(total - added / 2) <= tolerance:
         return None
-    if abs(total - added) <= tolerance:
+    if abs(total - added) <= tolerance and not is_masked:  # else a guarded mean is 0
         return (
             "`loss` is a sum over the rows, and the pipeline trains the mean of its microbatches' losses: gradients are "
             f"those of the sum divided by `num_microbatches`. Take the mean over the rows. {remedy.rstrip()}"
@@ -444,10 +447,17 @@ def _compiled(loss: Loss) -> Callable[..., LossValue]:
 
 
 def _without_weight(part: slice, masked: int, values: np.ndarray) -> np.ndarray:
-    """An entry of a batch whose rows in `part` are masked: see `_draw`."""
+    """An entry of a batch whose rows in `part` are masked, if `_draw` masks entries of its kind."""
+    if _is_number_but_no_mask(values):
+        return values
     values, is_signed = values.copy(), jnp.issubdtype(values.dtype, jnp.signedinteger)
     values[part] = masked if is_signed else 0
     return values
+
+
+def _is_number_but_no_mask(values: np.ndarray) -> bool:
+    is_number = jnp.issubdtype(values.dtype, jnp.inexact)
+    return is_number and not np.isin(values, (0, 1)).all()
 
 
 def _slice(tree: Any, part: slice) -> Any:
@@ -482,12 +492,11 @@ def _draw(
         rows = _random(rng, shape, dtype)
     else:
         rows = np.resize(np.asarray(values)[: shape[0]].astype(dtype), shape)
-    is_number = jnp.issubdtype(dtype, jnp.inexact)
-    if masked is None or (is_number and not np.isin(rows, (0, 1)).all()):
+    if masked is None or _is_number_but_no_mask(rows):
         return rows
     drop = rng.integers(0, 2, shape).astype(bool)
     drop.reshape(len(drop), -1)[[0, -1], 0] = False  # each half keeps some weight
-    if is_number or np.dtype(dtype) == np.dtype(bool):
+    if jnp.issubdtype(dtype, jnp.inexact) or np.dtype(dtype) == np.dtype(bool):
         return np.where(drop, 0, 1).astype(dtype)
     if masked < 0 and not jnp.issubdtype(dtype, jnp.signedinteger):
         return rows

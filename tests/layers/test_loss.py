@@ -222,7 +222,8 @@ def numbers(size=8):
     names = ("inputs", "targets")
     batch = {k: rng.normal(size=(size, 6)).astype(np.float32) for k in names}
     labels = rng.integers(0, 6, size, dtype=np.int32)
-    return batch | {"labels": labels, "mask": np.ones(size, np.float32)}
+    scale = np.full(size, 0.7, np.float32)
+    return batch | {"labels": labels, "mask": np.ones(size, np.float32), "scale": scale}
 
 
 def square(outputs, batch):
@@ -311,6 +312,7 @@ def test_a_loss_that_microbatches_change_is_warned_about(loss, words):
         lambda y, b: ((errors(y, b) * b["mask"]).sum(), b["mask"].sum()),
         lambda y, b: (errors(y, b).sum(), len(b["labels"]) * 1.0),
         lambda y, b: square(y, b).mean().astype(jnp.bfloat16),
+        lambda y, b: square(y, b).mean() * b["scale"][0],  # one number for all rows
     ],
 )
 def test_a_loss_that_microbatches_do_not_change_is_not_warned_about(loss):
