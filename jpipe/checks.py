@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jpipe.compress import Compressor, SparseCompressor, StreamingPCA
 from jpipe.engine.loss_scale import LossScale
-from jpipe.layers.avals import is_inexact
+from jpipe.layers.avals import is_inexact, is_key
 from jpipe.layers.layer import Layer
 from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.lower import mixes_minibatches
@@ -384,12 +384,10 @@ def check_not_traced(method: str, *trees: Any) -> None:
         )
 
 
-def check_key(key: Any) -> jax.Array:
-    """The random key, typed, on the default device."""
-    is_typed = isinstance(key, jax.Array) and jnp.issubdtype(
-        key.dtype, jax.dtypes.prng_key
-    )
-    if not (isinstance(key, jax.Array) and key.shape == (() if is_typed else (2,))):
+def check_key(key: Any) -> None:
+    """Raises ValueError if `key` is not one random key."""
+    is_array = isinstance(key, jax.Array)
+    if not (is_array and key.shape == (() if is_key(key) else (2,))):
         got = type(key).__name__
         if isinstance(key, jax.Array | np.ndarray):
             got = f"an array {key.dtype}{list(key.shape)}"
@@ -397,9 +395,12 @@ def check_key(key: Any) -> jax.Array:
             "`key` must be a key as `jax.random.key(seed)` makes it, got "
             f"{key if isinstance(key, int) else got}."
         )
-    impl = jax.random.key_impl(key) if is_typed else None
-    # Its value counts, not the devices that it is on.
-    data = np.asarray(jax.random.key_data(key) if is_typed else key)
+
+
+def placed_key(key: jax.Array) -> jax.Array:
+    """A random key, typed, on the default device: its value counts, not the devices that it is on."""
+    impl = jax.random.key_impl(key) if is_key(key) else None
+    data = np.asarray(jax.random.key_data(key) if is_key(key) else key)
     return jax.random.wrap_key_data(jnp.asarray(data), impl=impl)
 
 

@@ -431,7 +431,7 @@ class Pipeline:
             processes differ in what they give or in the program.
         """
         checks.check_not_traced("init", key, batch)
-        key = checks.check_key(key)
+        checks.check_key(key)
         agreement.check_arguments(self._settings, self._balance, key, batch)
         microbatch = self._settings.microbatch(batch)
         if isinstance(params, Sequence):
@@ -448,6 +448,7 @@ class Pipeline:
         agreement.check_program(program, params=params, mutable_state=mutable_state)
         self._fix_cut(program)
         self._warn_about_microbatches(program, self._settings.whole(batch))
+        key = checks.placed_key(key)
         return portable.initial(program, key, params, mutable_state)
 
     def _warn_about_microbatches(self, program: Program, batch: Any) -> None:
@@ -734,7 +735,9 @@ class Pipeline:
                 "of one process."
             )
         stages = state.program.stages
-        key = jax.random.key(0) if key is None else checks.check_key(key)
+        key = jax.random.key(0) if key is None else key
+        checks.check_key(key)
+        key = checks.placed_key(key)
         return plain_loss(stages.layers, self._settings.loss, stages.ties, mutable, key)
 
     # -- Costs

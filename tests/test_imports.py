@@ -15,6 +15,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 LEVELS = [
     {
         "_cells",
+        "_intervals",
         "suggest",
         "warn",
         "vocabulary",

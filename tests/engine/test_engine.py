@@ -243,7 +243,7 @@ def test_no_program_grows_with_the_table(name):
         )
         batch = {"inputs": np.zeros((num_microbatches, 4), np.float32)}
         program = pipe._program(batch)
-        state, rows = program.abstract_state, program.engine.abstract_rows
+        state, rows = program.abstract_state.arrays(), program.engine.abstract_rows
         forward = program._rows_of(batch)
         lowered = [
             program.lower(),

@@ -213,7 +213,7 @@ def test_refusals_name_the_reason(tmp_path):
     with pytest.raises(OSError, match="no-such-file"):
         pipeline("no-such-file", model=2).init(jax.random.key(0), BATCH)
     (tmp_path / "bad.json").write_text("{")
-    with pytest.raises(ValueError, match="holds no strategy"):
+    with pytest.raises(ValueError, match="bad.json` is not JSON"):
         pipeline(tmp_path / "bad.json", model=2).init(jax.random.key(0), BATCH)
     path = saved(tmp_path / "stages.json", soap.model_parallel, 4, 2)
     with pytest.raises(ValueError, match=r"operator '.*' with .* is no split over"):
