@@ -1,0 +1,627 @@
+"""Random models, schedules, options, optimizers, meshes and batches against plain JAX.
+
+    python tests/fuzz.py --minutes 60
+    python tests/fuzz.py --seed 17
+    python tests/fuzz.py --case '{"layers": ["norm", "dense"], "S": 2}'
+
+The first draws cases until the time is over, and shrinks each that fails; the others run one case. A case fails if its numbers are
+not those of `fuzz_oracle.py`, or if anything but `ValueError` before a compile refuses it.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import subprocess
+import sys
+import time
+import traceback
+import warnings
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+if __name__ == "__main__":  # pytest does both
+    sys.path[:0] = [str(ROOT)]
+    __import__("conftest")
+
+# ruff: noqa: E402
+import fuzz_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from fuzz_layers import CARRIED, KINDS, D, enter, leave, with_x, x_of
+from oracles import delay_with_copies
+
+import jpipe
+
+# -- Cases
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What one run has. The defaults are the simplest choices, towards which a case is shrunken."""
+
+    layers: tuple[str, ...] = ("dense",)
+    carried: tuple[str, ...] = ()
+    schedule: str = "gpipe"
+    S: int = 1
+    N: int = 1
+    copies: tuple[int, ...] = ()
+    data: int = 1
+    fsdp: int = 1
+    rows: int = 2
+    optimizer: str = "sgd"
+    loss: str = "mean"
+    recompute: str = "none"
+    compute: str = ""
+    x64: bool = True
+    loss_scale: float = 0.0
+    tie: bool = False
+    skip: bool = False
+    cut: int = 0
+    shard_optimizer: bool = False
+    overlap: bool | None = None
+    donate: bool = True
+    given: bool = False
+    offload: tuple[str, ...] = ()
+    compress: bool = False
+    then: tuple[str, ...] = ()
+    steps: int = 2
+    seed: int = 0
+
+    @property
+    def names(self) -> list[str]:
+        """Of all layers."""
+        inner = list(self.layers)
+        if self.skip:
+            inner = [*inner[:1], "stash", *inner[1:], "pop"]
+        return ["enter", *inner, "leave"]
+
+    @property
+    def tied_layers(self) -> list[int]:
+        return [i for i, name in enumerate(self.names) if name == "dense"][:2]
+
+    @property
+    def dtype_of_compute(self):
+        return jnp.dtype(self.compute) if self.compute else None
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.schedule.startswith(("pipedream", "pipemare"))
+
+    @property
+    def tolerance(self) -> float:
+        """Of the largest number of an array."""
+        if self.compute or any(KINDS[name].low for name in self.layers):
+            return 5e-2
+        return 1e-8 if self.x64 else 5e-4
+
+    def text(self) -> str:
+        """What differs from the defaults, as `--case` takes it."""
+        fields = {f.name: f.default for f in dataclasses.fields(self)}
+        values = dataclasses.asdict(self).items()
+        return json.dumps({name: v for name, v in values if v != fields[name]})
+
+    @classmethod
+    def from_text(cls, text: str) -> "Case":
+        values = json.loads(text)
+        return cls(
+            **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+        )
+
+
+SYNCHRONOUS = (
+    "gpipe", "one_f_one_b/paired", "one_f_one_b/unit", "interleaved/paired", "interleaved/unit", "zero_bubble_h1",
+    "zero_bubble_h2", "zero_bubble_v",
+)  # fmt: skip
+ASYNCHRONOUS = (
+    "pipedream/paired", "pipedream/unit", "pipedream_2bw/paired", "pipedream_2bw/unit", "pipemare/paired", "pipemare/unit",
+)  # fmt: skip
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(1e-2, eps=1e-3),
+    "clip": lambda: optax.chain(
+        jpipe.optim.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.5)
+    ),
+    "every_second": lambda: optax.MultiSteps(
+        optax.sgd(0.1), every_k_schedule=2
+    ).gradient_transformation(),
+    "schedule": lambda: optax.sgd(optax.linear_schedule(0.2, 0.05, 3)),
+}
+ROUNDED = {"lookup", "others", "branch", "sort", "clip", "count"}
+"""Layers in which rounding to bfloat16 may choose another branch."""
+
+
+def draw(seed: int) -> Case:
+    """A case from a seed."""
+    rng = random.Random(seed)
+    often = lambda share: rng.random() < share  # noqa: E731
+    asynchronous = often(0.35)
+    schedule = rng.choice(ASYNCHRONOUS if asynchronous else SYNCHRONOUS)
+    S, N = rng.choice((1, 2, 2, 2, 3, 3)), rng.choice((1, 2, 2, 3, 3))
+    if schedule in ("zero_bubble_v", "interleaved/paired", "interleaved/unit"):
+        S = rng.choice((2, 4))
+    copies: tuple[int, ...] = ()
+    if often(0.12) and schedule.partition("/")[0] in (
+        "gpipe", "one_f_one_b", "pipedream", "pipemare"
+    ):  # fmt: skip
+        S, copies = 2, rng.choice(((2, 1), (1, 2), (2, 2), (3, 1)))
+    recompute = rng.choice(("none", "none", "none", "full", "dots", "nothing"))
+    compute = "bfloat16" if often(0.12) else ""
+    pool = [name for name in KINDS if not (compute and name in ROUNDED)]
+    if schedule.startswith("pipemare"):
+        recompute = rng.choice(("none", "full"))
+        if recompute == "none":
+            pool = [name for name in pool if KINDS[name].mixed is not None]
+    state = [name for name in pool if KINDS[name].norm or KINDS[name].state]
+    layers = [
+        rng.choice(state if state and often(0.25) else pool)
+        for _ in range(rng.randint(1, 4))
+    ]
+    if not any(name in ("dense", "linen") for name in layers):
+        layers.insert(rng.randint(0, len(layers)), rng.choice(("dense", "linen")))
+    tie, skip = often(0.12), often(0.15)
+    layers += ["dense"] * (2 - layers.count("dense")) if tie else []
+    loss = rng.choice(("mean", "mean", "weighted", "aux", "reported"))
+    if loss == "reported" and "report" not in layers:
+        layers.insert(rng.randint(0, len(layers)), "report")
+    if loss != "reported":
+        layers = [name for name in layers if name != "report"]
+    layers += ["tanh"] * (S - 2 - len(layers))
+    optimizers = [o for o in OPTIMIZERS if not (asynchronous and o == "clip")]
+    data = 2 if often(0.25) else 1
+    return Case(
+        layers=tuple(layers),
+        carried=tuple(c for c in CARRIED if often(0.2)),
+        schedule=schedule,
+        S=S,
+        N=N,
+        copies=copies,
+        data=data,
+        fsdp=2 if often(0.1) and not copies and S * data <= 4 else 1,
+        rows=rng.choice((2, 4)),
+        optimizer=rng.choice(optimizers),
+        loss=loss,
+        recompute=recompute,
+        compute=compute,
+        x64=often(0.6),
+        loss_scale=rng.choice((0.0, 0.0, 0.0, 64.0)),
+        tie=tie,
+        skip=skip,
+        cut=rng.choice((0, rng.randint(1, 99))),
+        shard_optimizer=often(0.3) and (data > 1 or bool(copies)),
+        overlap=rng.choice((None, True, False)),
+        donate=often(0.8),
+        given=often(0.2),
+        offload=rng.choice(
+            ((),) * 8 + (("weights",), ("gradients",), ("optimizer",), ("activations",))
+        ),
+        compress=often(0.1) and data > 1,
+        then=tuple(
+            t for t in ("predict", "evaluate", "flush_twice", "adopt") if often(0.2)
+        ),
+        steps=rng.choice((3, 4, 5)) if asynchronous else rng.choice((1, 2, 3)),
+        seed=rng.randint(0, 999),
+    )
+
+
+# -- One case
+
+
+class Refused(Exception):
+    """The library refused a case, in words and before a compile."""
+
+
+class Differs(Exception):
+    """A case computed something else than its oracle."""
+
+
+def batches_of(case: Case, count: int, rows: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(case.seed)
+    real = np.float64 if case.x64 else np.float32
+    result = []
+    for _ in range(count):
+        x = rng.normal(size=(rows, D)) + rng.normal(size=(rows, 1))
+        entries = {
+            "complex": (x + 1j * rng.normal(size=(rows, D))).astype(
+                np.complex128 if case.x64 else np.complex64
+            ),
+            "integer": rng.integers(0, 9, rows, dtype=np.int32),
+            "truth": rng.random(rows) < 0.6,
+            "key": rng.integers(0, 2**32, (rows, 2), dtype=np.uint32),
+            "number": np.ones(rows, real),
+            "empty": np.ones(rows, real),
+        }
+        inputs: Any = x.astype(real)
+        if case.carried:
+            inputs = {"x": inputs, **{name: entries[name] for name in case.carried}}
+        weights = rng.integers(0, 3, rows).astype(real)
+        weights[0] = 1  # a minibatch has a weight, a microbatch may have none
+        targets = rng.normal(size=(rows, D)).astype(real)
+        result.append({"inputs": inputs, "targets": targets, "weights": weights})
+    return result
+
+
+def schedule_of(case: Case) -> jpipe.Schedule:
+    name, _, ticks = case.schedule.partition("/")
+    options: dict[str, Any] = {"ticks": ticks} if ticks else {}
+    if case.copies:
+        options["replicas"] = case.copies
+    return getattr(jpipe.schedules, name)(case.S, case.N, **options)
+
+
+def delays_of(case: Case):
+    """Formulas of the versions that a forward and a backward read."""
+    none = lambda s, j: 0  # noqa: E731
+    if not case.asynchronous:
+        return none, none
+    name, _, ticks = case.schedule.partition("/")
+    if case.copies:
+        delay = delay_with_copies(case.copies, case.N, ticks)
+    elif name == "pipedream_2bw":
+        delay = lambda s, j: 1  # noqa: E731
+    else:
+        formula = oracle.paired_delay if ticks == "paired" else oracle.unit_delay
+        delay = formula(case.S, case.N)
+    return delay, none if name == "pipemare" else delay
+
+
+def pipeline_layers(case: Case, key) -> list:
+    special = {
+        "enter": jpipe.Function(enter),
+        "leave": jpipe.Function(leave),
+        "stash": jpipe.skip(jpipe.Function(lambda a: (a, x_of(a))), stash="long"),
+        "pop": jpipe.skip(
+            jpipe.Function(lambda a, s: with_x(a, x_of(a) + jnp.tanh(s))), pop="long"
+        ),
+    }
+    layers = []
+    for i, name in enumerate(case.names):
+        layer = special.get(name) or KINDS[name].layer
+        if case.given and isinstance(layer, type) and issubclass(layer, nnx.Module):
+            layer = layer(rngs=nnx.Rngs(jax.random.fold_in(key, i)))
+        layers.append(layer)
+    return layers
+
+
+def loss_function(case: Case):
+    if case.loss == "reported":
+        return lambda outputs, batch, *, reported: oracle.loss_parts(
+            case, outputs, batch, reported["size"]
+        )[0]
+
+    def loss(outputs, batch):
+        value, weight, aux = oracle.loss_parts(case, outputs, batch, 0.0)
+        if case.loss == "weighted":
+            return value, weight
+        return (value, {"abs": aux}) if case.loss == "aux" else value
+
+    return loss
+
+
+POLICIES = {
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "nothing": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def make_pipeline(case: Case, layers: list, schedule: jpipe.Schedule) -> jpipe.Pipeline:
+    boundaries = None
+    if case.cut and case.S > 1:
+        inner = range(1, len(case.names))
+        boundaries = sorted(random.Random(case.cut).sample(inner, case.S - 1))
+    ties = []
+    if case.tie:
+        ties = [[(i, "linear.kernel") for i in case.tied_layers]]
+    optional: dict[str, Any] = {}
+    if case.offload:
+        optional["offload"] = jpipe.Offload(
+            **{name: 2 if name == "activations" else 1.0 for name in case.offload}
+        )
+    if case.compress:
+        optional["compress_gradients"] = jpipe.compress.Cast("float32")
+    if case.compute:
+        optional["compute_dtype"] = case.dtype_of_compute
+    if case.loss_scale:
+        optional["loss_scale"] = case.loss_scale
+    axes = {"fsdp": case.fsdp} if case.fsdp > 1 else {}
+    return jpipe.Pipeline(
+        layers,
+        loss=loss_function(case),
+        has_aux=case.loss == "aux",
+        optimizer=OPTIMIZERS[case.optimizer](),
+        schedule=schedule,
+        boundaries=boundaries,
+        mesh=jpipe.make_mesh(stage=schedule.num_devices, data=case.data, **axes),
+        recompute=POLICIES.get(case.recompute, case.recompute),
+        ties=ties,
+        shard_optimizer=case.shard_optimizer,
+        overlap=case.overlap,
+        donate=case.donate,
+        **optional,
+    )
+
+
+_compiled = 0
+
+
+def _count(event: str, *_, **__) -> None:
+    global _compiled
+    _compiled += event.endswith("backend_compile_duration")
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def start(case: Case, key, batch):
+    """A pipeline and its first state."""
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    layers = pipeline_layers(case, key)
+    before = _compiled
+    try:
+        pipe = make_pipeline(case, layers, schedule_of(case))
+        return pipe, pipe.init(key, abstract)
+    except ValueError as error:
+        # Words of the library, and not of JAX about what the library gave it.
+        if _compiled != before or "object has no attribute" in str(error):
+            raise
+        raise Refused(" ".join(str(error).split())) from error
+
+
+def close(what: str, got, want, case: Case) -> None:
+    got, want = (jax.tree.map(np.asarray, jax.device_get(tree)) for tree in (got, want))
+    if jax.tree.structure(got) != jax.tree.structure(want):
+        raise Differs(
+            f"{what}: {jax.tree.structure(got)}, want {jax.tree.structure(want)}"
+        )
+    for (path, b), a in zip(jax.tree.leaves_with_path(want), jax.tree.leaves(got)):
+        name = f"{what}{jax.tree_util.keystr(path)}"
+        if a.shape != b.shape:
+            raise Differs(f"{name}: shape {a.shape}, want {b.shape}")
+        single = a.dtype in (np.float32, np.complex64)
+        tolerance = max(case.tolerance, 2e-5) if single else case.tolerance
+        kind = np.complex128 if jnp.iscomplexobj(b) else np.float64
+        a, b = a.astype(kind), b.astype(kind)
+        finite = np.isfinite(b)
+        if not np.array_equal(a[~finite], b[~finite], equal_nan=True):
+            raise Differs(f"{name}: got {a}, want {b}")
+        scale = max(np.abs(b[finite]).max(initial=0), 1e-2)
+        error = np.abs(a - b)[finite].max(initial=0) / scale
+        if not error <= tolerance:
+            raise Differs(f"{name}: error {error:.1e} of {scale:.1e}")
+
+
+def check(case: Case) -> None:
+    """Runs a case against its oracle.
+
+    Raises:
+      Refused: the library refused the case, in words.
+      Differs: the numbers are others.
+      Exception: of any other kind, the library's.
+    """
+    with jax.enable_x64(case.x64), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _check(case)
+
+
+def _check(case: Case) -> None:
+    key = jax.random.key(case.seed)
+    batches = batches_of(case, case.steps, case.rows * case.N * case.data)
+    pipe, state = start(case, key, batches[0])
+    params, mutable = pipe.get_params(state), pipe.get_mutable_state(state)
+    model = oracle.Plain(case, key)
+    first = [
+        getattr(layer, "parameters", values)
+        for layer, values in zip(model.layers, params)
+    ]
+    close("initial weights", params, oracle.tied(case, first), case)
+    first = [
+        getattr(layer, "state", values) for layer, values in zip(model.layers, mutable)
+    ]
+    close("initial state", mutable, first, case)
+    starts = [0]
+    for record in pipe.partition(batches[0]):
+        starts.append(starts[-1] + len(range(*record.layers)))
+    optimizer = OPTIMIZERS[case.optimizer]()
+    if case.optimizer == "clip":
+        optimizer = optax.chain(
+            optax.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.5)
+        )
+    losses, norms, auxes, want, want_state = oracle.train(
+        model, starts, optimizer, params, mutable, batches, *delays_of(case)
+    )
+    total = 0.0
+    for k, batch in enumerate(batches):
+        state, metrics = pipe.step(state, batch)
+        if case.asynchronous:
+            if metrics["num_microbatches"]:
+                total += float(metrics["loss"]) * int(metrics["num_microbatches"])
+            continue
+        close(f"loss of step {k}", metrics["loss"], losses[k], case)
+        if not case.compress:
+            close(f"norm of step {k}", metrics["gradient_norm"], norms[k], case)
+        if case.loss == "aux":
+            close(f"aux of step {k}", metrics["aux"]["abs"], auxes[k], case)
+        if metrics["skipped_updates"].any():
+            raise Differs(f"skipped updates: {metrics['skipped_updates']}")
+    if case.asynchronous:
+        state, metrics = pipe.flush(state)
+        if metrics["num_microbatches"]:
+            total += float(metrics["loss"]) * int(metrics["num_microbatches"])
+        if case.loss != "weighted":
+            close("losses", total / case.N, sum(losses), case)
+    close("weights", pipe.get_params(state), want, case)
+    close("state", pipe.get_mutable_state(state), want_state, case)
+    after(case, pipe, state, model, want, want_state)
+
+
+def after(case: Case, pipe, state, model, params, mutable) -> None:
+    """What follows training: outputs and loss of a batch of another size, and another pipeline."""
+    (batch,) = batches_of(dataclasses.replace(case, seed=case.seed + 1), 1, 5)
+    if {"predict", "evaluate", "adopt"}.isdisjoint(case.then):
+        return
+    outputs = jax.jit(lambda p, s: oracle.outputs_of(model, p, s, batch))(
+        params, mutable
+    )
+    if "adopt" in case.then:
+        simple = dataclasses.replace(
+            case, schedule="gpipe", S=1, copies=(), cut=0, data=1, fsdp=1, N=1,
+            shard_optimizer=False, compress=False, offload=(),
+        )  # fmt: skip
+        layers = pipeline_layers(case, jax.random.key(case.seed))
+        other = make_pipeline(simple, layers, schedule_of(simple))
+        pipe, state = other, other.adopt(state)
+        close("adopted weights", pipe.get_params(state), params, case)
+    if "predict" in case.then:
+        close("predict", pipe.predict(state, batch), outputs, case)
+    if "evaluate" in case.then:
+        value, weight, _ = oracle.loss_parts(case, outputs, batch, 0.0)
+        close("evaluate", pipe.evaluate(state, batch)["loss"], value / weight, case)
+
+
+# -- Many cases, and smaller ones
+
+
+def outcome(case: Case) -> tuple[str, str]:
+    """ "equal", "refused" or "failed", and why."""
+    try:
+        check(case)
+    except Refused as error:
+        return "refused", str(error)
+    except Differs as error:
+        return "failed", f"differs: {error}"
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        return "failed", f"{type(error).__name__}: {error}\n{text}"
+    return "equal", ""
+
+
+def kind_of(reason: str) -> str:
+    """Failures of one kind have this in common."""
+    return reason.split()[0] + ("" if "differs" in reason[:8] else reason[:40])
+
+
+def smaller(case: Case):
+    """Cases with one thing less, those that leave most out first."""
+    for i in range(len(case.layers)):
+        if len(case.layers) > 1:
+            rest = case.layers[:i] + case.layers[i + 1 :]
+            yield dataclasses.replace(case, layers=rest)
+    for field in dataclasses.fields(Case):
+        value, simplest = getattr(case, field.name), field.default
+        if field.name == "layers" or value == simplest:
+            continue
+        yield dataclasses.replace(case, **{field.name: simplest})
+        if isinstance(value, tuple):
+            for i in range(len(value)):
+                if len(value) > 1 and field.name != "copies":
+                    rest = value[:i] + value[i + 1 :]
+                    yield dataclasses.replace(case, **{field.name: rest})
+        elif field.name in ("S", "N", "steps") and value > 2:
+            yield dataclasses.replace(case, **{field.name: value - 1})
+    for i, name in enumerate(case.layers):
+        for simple in ("dense", "tanh"):
+            if name not in ("dense", "tanh"):
+                layers = case.layers[:i] + (simple,) + case.layers[i + 1 :]
+                yield dataclasses.replace(case, layers=layers)
+
+
+def shrunken(case: Case, reason: str, seconds: float = 300) -> tuple[Case, str]:
+    """The smallest case found that fails in the same way."""
+    until, again = time.monotonic() + seconds, True
+    while again:
+        again = False
+        for candidate in smaller(case):
+            if time.monotonic() > until:
+                return case, reason
+            if not valid(candidate):
+                continue
+            result, why = outcome(candidate)
+            if result == "failed" and kind_of(why) == kind_of(reason):
+                case, reason, again = candidate, why, True
+                break
+    return case, reason
+
+
+def valid(case: Case) -> bool:
+    """Whether the fields fit each other."""
+    if case.tie and case.layers.count("dense") < 2:
+        return False
+    if case.loss == "reported" and "report" not in case.layers:
+        return False
+    return len(case.names) >= case.S
+
+
+def run(seeds, shrink: float) -> collections.Counter:
+    """Runs the cases of seeds, and prints what they came to."""
+    counts: collections.Counter = collections.Counter()
+    for number, seed in enumerate(seeds):
+        case, begin = draw(seed), time.monotonic()
+        print(f"seed {seed}", end=" ", flush=True)
+        result, reason = outcome(case)
+        counts[result] += 1
+        seconds = time.monotonic() - begin
+        print(f"{result} {seconds:.0f} s {reason.splitlines()[0][:300] if reason else ''}", flush=True)  # fmt: skip
+        if result == "failed":
+            print(f"  case {case.text()}", flush=True)
+            if shrink:
+                case, reason = shrunken(case, reason, shrink)
+                print(f"  python tests/fuzz.py --case '{case.text()}'\n  {reason}", flush=True)  # fmt: skip
+        if number % 10 == 9:
+            jax.clear_caches()
+    return counts
+
+
+def endless(minutes: float, first: int, shrink: float) -> int:
+    """Runs seeds in processes of their own, a few in each, so that a crash is a failure of one seed."""
+    until, total = time.monotonic() + 60 * minutes, collections.Counter()
+    while time.monotonic() < until:
+        command = [sys.executable, os.fspath(ROOT / "tests" / "fuzz.py")]
+        command += ["--seed", str(first), "--count", "20", "--shrink", str(shrink)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            last = ""
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                last = line if line.startswith("seed ") else last
+                for word in ("equal", "refused", "failed"):
+                    total[word] += line.startswith("seed ") and f" {word} " in line
+        seed = int(last.split()[1]) if last else first
+        if process.returncode < 0:
+            print(f"failed: seed {seed} ended its process by signal {-process.returncode}", flush=True)  # fmt: skip
+            total["failed"] += 1
+        first = seed + 1
+        print(dict(total), flush=True)
+    return total["failed"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--case", help="one case, as a failure prints it")
+    parser.add_argument("--seed", type=int, help="the first seed")
+    parser.add_argument("--count", type=int, default=1, help="how many seeds")
+    parser.add_argument("--minutes", type=float, help="how long new seeds are run")
+    parser.add_argument(
+        "--shrink", type=float, default=300, help="seconds for a smaller case; 0: none"
+    )
+    arguments = parser.parse_args()
+    if arguments.case:
+        result, reason = outcome(Case.from_text(arguments.case))
+        print(result, reason)
+        return int(result == "failed")
+    if arguments.minutes:
+        first = int(time.time()) if arguments.seed is None else arguments.seed
+        return int(endless(arguments.minutes, first, arguments.shrink) > 0)
+    first = arguments.seed or 0
+    counts = run(range(first, first + arguments.count), arguments.shrink)
+    return int(counts["failed"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

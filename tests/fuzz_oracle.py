@@ -1,0 +1,372 @@
+"""What a case of `fuzz.py` must compute: plain Flax and JAX on one device, one microbatch after the other, all weight versions kept."""
+
+import math
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
+from fuzz_layers import KINDS, enter, leave, reports_to, with_x, x_of
+
+import jpipe
+
+
+def cast(tree, dtype):
+    """Real floating-point numbers in another dtype; None: as they are."""
+    if dtype is None:
+        return tree
+    real = lambda a: jnp.issubdtype(jnp.result_type(a), jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda a: jnp.asarray(a, dtype) if real(a) else a, tree)
+
+
+def is_role(variable, role):
+    if isinstance(variable, nnx.Param):
+        return role == "parameters"
+    if isinstance(variable, nnx.RngState):
+        return role == "random"
+    return role == "state"
+
+
+class NNXLayer:
+    """A factory, called from values."""
+
+    def __init__(self, make, key):
+        self.graph, whole = nnx.split(make(rngs=nnx.Rngs(key)))
+        self.flat = dict(nnx.to_flat_state(whole))
+        self.parameters, self.state = (
+            unflatten_dict(
+                {path: v[...] for path, v in self.flat.items() if is_role(v, role)}
+            )
+            for role in ("parameters", "state")
+        )
+
+    def __call__(self, parameters, state, key, a, training):
+        values = {**flatten_dict(parameters), **flatten_dict(state)}
+        streams = [p for p, v in self.flat.items() if isinstance(v, nnx.RngKey)]
+        for n, path in enumerate(streams):
+            values[path] = jax.random.fold_in(key, n)
+        variables = [
+            (path, v.replace(values.get(path, v[...]))) for path, v in self.flat.items()
+        ]
+        module = nnx.merge(self.graph, nnx.from_flat_state(variables))
+        if not training:
+            module.eval()
+        a = module(a)
+        after = nnx.to_flat_state(nnx.state(module))
+        new = {path: v[...] for path, v in after if is_role(v, "state")}
+        return a, unflatten_dict(new)
+
+
+class LinenLayer:
+    def __init__(self, layer):
+        self.module = layer.module if isinstance(layer, jpipe.Linen) else layer
+        self.words = layer if isinstance(layer, jpipe.Linen) else None
+
+    def __call__(self, parameters, state, key, a, training):
+        words = {}
+        if self.words is not None:
+            words = self.words.train if training else self.words.evaluate
+        a, after = self.module.apply(
+            {"params": parameters, **state}, a, mutable=list(state), **words
+        )
+        return a, {**state, **after}
+
+
+def function_layer(apply):
+    return lambda parameters, state, key, a, training: (apply(parameters, a), state)
+
+
+def plain_layer(layer, key):
+    if isinstance(layer, nn.Module | jpipe.Linen):
+        return LinenLayer(layer)
+    if isinstance(layer, jpipe.Function):
+        return function_layer(lambda parameters, a: layer.function(a))
+    if isinstance(layer, jpipe.InitApply):
+        return function_layer(layer.apply)
+    return NNXLayer(layer, key)
+
+
+@jax.custom_vjp
+def mixed_product(x, forward, backward):
+    """`x @ forward`, whose gradient with respect to x reads other weights."""
+    return x @ forward
+
+
+mixed_product.defvjp(
+    lambda x, forward, backward: (x @ forward, (x, backward)),
+    lambda kept, g: (g @ kept[1].T, kept[0].T @ g, jnp.zeros_like(kept[1])),
+)
+
+
+class Plain:
+    """The model of a case.
+
+    Attributes:
+      names: of its layers.
+      layers: `(parameters, state, key, a, training) -> (a, state)`.
+    """
+
+    def __init__(self, case, key):
+        self.case, self.names, self.key = case, case.names, key
+        self.layers = []
+        for i, name in enumerate(self.names):
+            if name in KINDS:
+                layer = plain_layer(KINDS[name].layer, jax.random.fold_in(key, i))
+            else:
+                layer = None
+            self.layers.append(layer)
+
+    def key_of(self, i, m, r):
+        key = self.key
+        for number in (len(self.layers), i, m, r):
+            key = jax.random.fold_in(key, number)
+        return key
+
+    def run(self, params, state, m, r, inputs, *, training, old=None, span=None):
+        """Runs layers.
+
+        Args:
+          params: per layer. old: those that products of a backward read; None: the same.
+          m, r: numbers of the microbatch and the replica.
+          inputs: an activation, the stashed values by name, and the sum of reports.
+          span: first layer, and the one behind the last; None: all.
+
+        Returns: the same as `inputs`, the new state, and what each layer got.
+        """
+        a, stashed, total = inputs
+        state, seen = list(state), {}
+        dtype = self.case.dtype_of_compute
+        for i in range(*(span or (0, len(self.layers)))):
+            name = self.names[i]
+            a, seen[i] = cast(a, dtype), a
+            values = cast(params[i], dtype)
+            if name == "enter":
+                a = enter(a)
+            elif name == "leave":
+                a = leave(a)
+            elif name == "stash":
+                stashed = {**stashed, "long": x_of(a)}
+            elif name == "pop":
+                stashed = dict(stashed)
+                a = with_x(a, x_of(a) + jnp.tanh(stashed.pop("long")))
+            elif old is not None and KINDS[name].mixed:
+                module, kernel, bias = KINDS[name].mixed
+                w, b = values[module][kernel], values[module][bias]
+                y = mixed_product(x_of(a), w, cast(old[i], dtype)[module][kernel])
+                a = with_x(a, y + b[None])
+            else:
+                reports: list = []
+                with reports_to(reports):
+                    a, state[i] = self.layers[i](
+                        values, state[i], self.key_of(i, m, r), a, training
+                    )
+                total = total + sum(reports) if training else total
+        return (a, stashed, total), state, seen
+
+    def moved(self, params, state, seen):
+        """The state of batch norms after a minibatch: plain Flax on all rows, from what each microbatch got."""
+        state, dtype = list(state), self.case.dtype_of_compute
+        for i, name in enumerate(self.names):
+            if name in KINDS and KINDS[name].norm:
+                rows = jax.tree.map(
+                    lambda *a: jnp.concatenate(a) if jnp.ndim(a[0]) else a[0],
+                    *[each[i] for each in seen],
+                )
+                values = cast(params[i], dtype)
+                _, state[i] = self.layers[i](
+                    values, state[i], self.key_of(i, 0, 0), cast(rows, dtype), True
+                )
+        return state
+
+
+def loss_parts(case, outputs, batch, total):
+    """Sum, weight and auxiliary value of a case's loss."""
+    outputs = outputs.astype(batch["targets"].dtype)
+    rows = ((outputs - batch["targets"]) ** 2).mean(axis=-1)
+    if case.loss == "weighted":
+        return (rows * batch["weights"]).sum(), batch["weights"].sum(), 0.0
+    value = rows.mean()
+    if case.loss == "reported":
+        value = value + 0.1 * total
+    return value, jnp.ones_like(value), jnp.abs(outputs).mean()
+
+
+def gradient_function(model, starts):
+    """`(forward weights, backward weights, state, m, r, batch) -> ` loss parts, gradients, new state, inputs of norms."""
+    case = model.case
+    num_layers = len(model.layers)
+
+    def norms(seen):
+        return {
+            i: a
+            for i, a in seen.items()
+            if getattr(KINDS.get(model.names[i]), "norm", False)
+        }
+
+    @jax.jit
+    def whole(forward, backward, state, m, r, batch):
+        def function(params):
+            inputs = (batch["inputs"], {}, jnp.zeros(()))
+            (outputs, _, total), new, seen = model.run(
+                tied(case, params), state, m, r, inputs, training=True,
+                old=None if backward is None else tied(case, backward),
+            )  # fmt: skip
+            value, weight, aux = loss_parts(case, outputs, batch, total)
+            return value, (weight, aux, new, norms(seen))
+
+        (value, rest), grads = jax.value_and_grad(function, has_aux=True)(forward)
+        return value, *rest, grads
+
+    @jax.jit
+    def recomputed(forward, backward, state, m, r, batch):
+        """Stages run again by the weights of the backward, from what they got in the forward."""
+        given, new, seen = [], state, {}
+        values: Any = (batch["inputs"], {}, jnp.zeros(()))
+        for span in zip(starts, starts[1:]):
+            given.append(values)
+            values, new, inputs = model.run(
+                forward, new, m, r, values, training=True, span=span
+            )
+            seen |= inputs
+        value, weight, aux = loss_parts(case, values[0], batch, values[2])
+        grads: list = [None] * num_layers
+
+        def real(tree):
+            """What has a gradient, and the rest."""
+            leaves, form = jax.tree.flatten(tree)
+            moves = [jnp.issubdtype(jnp.result_type(a), jnp.inexact) for a in leaves]
+            return leaves, form, moves
+
+        cotangent = None
+        for s in reversed(range(len(given))):
+            span = starts[s], starts[s + 1]
+            leaves, form, moves = real(given[s])
+
+            def stage(params, inexact):
+                rest = iter(inexact)
+                both = [next(rest) if move else a for a, move in zip(leaves, moves)]  # noqa: B023
+                full = [None] * span[0] + params  # noqa: B023
+                out, _, _ = model.run(
+                    full, state, m, r, form.unflatten(both), training=True, span=span  # noqa: B023
+                )  # fmt: skip
+                if span[1] == num_layers:  # noqa: B023
+                    return loss_parts(case, out[0], batch, out[2])[0]
+                out, _, moving = real(out)
+                return [a for a, move in zip(out, moving) if move]
+
+            inexact = [a for a, move in zip(leaves, moves) if move]
+            out, back = jax.vjp(stage, backward[slice(*span)], inexact)
+            grads[slice(*span)], cotangent = back(
+                jnp.ones_like(out) if cotangent is None else cotangent
+            )
+        return value, weight, aux, new, norms(seen), grads
+
+    return recomputed if case.recompute == "full" else whole
+
+
+def tied(case, params):
+    """Parameters in which the later layer of a tie has the kernel of the first."""
+    if not case.tie:
+        return params
+    params, (i, j) = list(params), case.tied_layers
+    linear = {**params[j]["linear"], "kernel": params[i]["linear"]["kernel"]}
+    params[j] = {**params[j], "linear": linear}
+    return params
+
+
+def untied(case, params):
+    """Parameters in which the later layer of a tie has no kernel."""
+    if not case.tie:
+        return params
+    params, (_, j) = list(params), case.tied_layers
+    params[j] = {**params[j], "linear": {"bias": params[j]["linear"]["bias"]}}
+    return params
+
+
+def paired_delay(S, N):
+    """PipeMare's: forward at slot k + s, backward 2 (S - 1 - s) + 1 later, an update when a minibatch is complete."""
+    return lambda s, j: max(0, math.ceil((2 * (S - 1 - s) + 1 - j) / N))
+
+
+def unit_delay(S, N):
+    """Time-multiplexed: at N = 1 the gradient of microbatch k meets k - (S - 1 - s) updates (PipeDream's 1F1B)."""
+    return lambda s, j: max(0, math.ceil((S - 1 - s - j) / N))
+
+
+def train(model, starts, optimizer, params, state, batches, delay, backward_delay):
+    """Trains by the definition.
+
+    Args:
+      starts: the first layer of each stage, and the number of layers.
+      delay, backward_delay: `(stage, position in the minibatch) -> versions`; None: synchronous.
+
+    Returns: losses and norms of gradients of all minibatches, auxiliary values, final weights, final state.
+    """
+    case = model.case
+    N, data = case.N, case.data
+    gradient = gradient_function(model, starts)
+    stage_of = [s for s, n in enumerate(np.diff(starts)) for _ in range(n)]
+    versions = [untied(case, params)]
+    opt_state = optimizer.init(versions[0])
+    update = jax.jit(optimizer.update)
+    losses, norms, auxes = [], [], []
+    replicas = [state] * data
+    for number, batch in enumerate(batches):
+        grads: Any = None
+        values, weights, aux, seen, first = 0.0, 0.0, [], [], replicas[0]
+        for r in range(data):
+            for j in range(N):
+                rows = len(batch["targets"]) // (N * data)
+                at = slice((r * N + j) * rows, (r * N + j + 1) * rows)
+                forward, backward = (
+                    [
+                        versions[max(number - late(s, j), 0)][i]
+                        for i, s in enumerate(stage_of)
+                    ]
+                    for late in (delay, backward_delay)
+                )
+                same = all(a is b for a, b in zip(forward, backward))
+                if same and case.recompute != "full":
+                    backward = None
+                value, weight, extra, replicas[r], inputs, g = gradient(
+                    forward,
+                    backward,
+                    replicas[r],
+                    number * N + j,
+                    r,
+                    jax.tree.map(lambda a: a[at], batch),  # noqa: B023
+                )
+                replicas[r] = [
+                    old if name in KINDS and KINDS[name].norm else new
+                    for name, old, new in zip(model.names, first, replicas[r])
+                ]
+                values, weights = values + value, weights + weight
+                aux.append(extra)
+                seen.append(inputs)
+                grads = g if grads is None else jax.tree.map(jnp.add, grads, g)
+        grads = jax.tree.map(
+            lambda g: (g / weights).astype(g.dtype),  # noqa: B023
+            grads,
+        )
+        losses.append(values / weights)
+        auxes.append(np.mean(aux))
+        norms.append(optax.global_norm(grads))
+        updates, opt_state = update(grads, opt_state, versions[-1])
+        versions.append(optax.apply_updates(versions[-1], updates))
+        mean = jax.tree.map(
+            lambda *a: (sum(a) / data).astype(a[0].dtype) if data > 1 else a[0],
+            *replicas,
+        )
+        mean = model.moved(tied(case, versions[0]), mean, seen)
+        replicas = [mean] * data
+    return losses, norms, auxes, tied(case, versions[-1]), replicas[0]
+
+
+def outputs_of(model, params, state, batch):
+    """In evaluation mode."""
+    inputs = (batch["inputs"], {}, 0.0)
+    return model.run(params, state, 0, 0, inputs, training=False)[0][0]
