@@ -14,6 +14,8 @@ from fuzz_layers import KINDS, enter, leave, reports_to, with_x, x_of
 
 import jpipe
 
+ANNEALING_STEPS = 4
+
 
 def cast(tree, dtype):
     """Real floating-point numbers in another dtype; None: as they are."""
@@ -35,12 +37,16 @@ class NNXLayer:
     """A factory, called from values."""
 
     def __init__(self, make, key):
-        self.graph, whole = nnx.split(make(rngs=nnx.Rngs(key)))
+        self.make, self.key = make, key
+        abstract = nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+        self.graph, whole = nnx.split(abstract)
         self.flat = dict(nnx.to_flat_state(whole))
-        self.parameters, self.state = (
-            unflatten_dict(
-                {path: v[...] for path, v in self.flat.items() if is_role(v, role)}
-            )
+
+    def first(self):
+        """Weights and state that the factory makes."""
+        made = nnx.to_flat_state(nnx.state(self.make(rngs=nnx.Rngs(self.key))))
+        return tuple(
+            unflatten_dict({path: v[...] for path, v in made if is_role(v, role)})
             for role in ("parameters", "state")
         )
 
@@ -49,9 +55,10 @@ class NNXLayer:
         streams = [p for p, v in self.flat.items() if isinstance(v, nnx.RngKey)]
         for n, path in enumerate(streams):
             values[path] = jax.random.fold_in(key, n)
-        variables = [
-            (path, v.replace(values.get(path, v[...]))) for path, v in self.flat.items()
-        ]
+        for path, v in self.flat.items():
+            if isinstance(v, nnx.RngCount):
+                values[path] = jnp.zeros(v.shape, v.dtype)
+        variables = [(path, v.replace(values[path])) for path, v in self.flat.items()]
         module = nnx.merge(self.graph, nnx.from_flat_state(variables))
         if not training:
             module.eval()
@@ -224,6 +231,7 @@ def gradient_function(model, starts):
     @jax.jit
     def recomputed(forward, backward, state, m, r, batch):
         """Stages run again by the weights of the backward, from what they got in the forward."""
+        forward, backward = tied(case, forward), tied(case, backward)
         given, new, seen = [], state, {}
         values: Any = (batch["inputs"], {}, jnp.zeros(()))
         for span in zip(starts, starts[1:]):
@@ -263,6 +271,10 @@ def gradient_function(model, starts):
             grads[slice(*span)], cotangent = back(
                 jnp.ones_like(out) if cotangent is None else cotangent
             )
+        if case.tie:
+            i, j = case.tied_layers
+            kernels = [grads[n]["linear"].pop("kernel") for n in (i, j)]
+            grads[i]["linear"]["kernel"] = sum(kernels)
         return value, weight, aux, new, norms(seen), grads
 
     return recomputed if case.recompute == "full" else whole
@@ -312,7 +324,19 @@ def train(model, starts, optimizer, params, state, batches, delay, backward_dela
     stage_of = [s for s, n in enumerate(np.diff(starts)) for _ in range(n)]
     versions = [untied(case, params)]
     opt_state = optimizer.init(versions[0])
-    update = jax.jit(optimizer.update)
+    moved = jax.jit(model.moved)
+
+    @jax.jit
+    def update(grads, opt_state, params, factors):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        updates = [
+            jax.tree.map(lambda u: (u * factor).astype(u.dtype), each)  # noqa: B023
+            for each, factor in zip(updates, factors)
+        ]
+        new = optax.apply_updates(params, updates)
+        return new, opt_state, optax.global_norm(grads)
+
+    opt_state = jax.device_get(opt_state)
     losses, norms, auxes = [], [], []
     replicas = [state] * data
     for number, batch in enumerate(batches):
@@ -344,24 +368,35 @@ def train(model, starts, optimizer, params, state, batches, delay, backward_dela
                     old if name in KINDS and KINDS[name].norm else new
                     for name, old, new in zip(model.names, first, replicas[r])
                 ]
-                values, weights = values + value, weights + weight
-                aux.append(extra)
+                values, weights = values + float(value), weights + float(weight)
+                aux.append(float(extra))
                 seen.append(inputs)
-                grads = g if grads is None else jax.tree.map(jnp.add, grads, g)
+                g = jax.tree.map(np.asarray, g)
+                grads = g if grads is None else jax.tree.map(np.add, grads, g)
         grads = jax.tree.map(
             lambda g: (g / weights).astype(g.dtype),  # noqa: B023
             grads,
         )
         losses.append(values / weights)
         auxes.append(np.mean(aux))
-        norms.append(optax.global_norm(grads))
-        updates, opt_state = update(grads, opt_state, versions[-1])
-        versions.append(optax.apply_updates(versions[-1], updates))
+        factors = [1.0] * case.S
+        if case.optimizer == "scaled_by_delay":  # PipeMare's T1
+            power = 1 - min(number / ANNEALING_STEPS, 1)
+            factors = [max(delay(s, 0), 1) ** -power for s in range(case.S)]
+        new, opt_state, norm = update(
+            grads, opt_state, versions[-1], [factors[s] for s in stage_of]
+        )
+        versions.append(new)
+        norms.append(norm)
         mean = jax.tree.map(
-            lambda *a: (sum(a) / data).astype(a[0].dtype) if data > 1 else a[0],
+            lambda *a: (
+                np.asarray(sum(map(np.asarray, a)) / data, a[0].dtype)
+                if data > 1
+                else a[0]
+            ),
             *replicas,
         )
-        mean = model.moved(tied(case, versions[0]), mean, seen)
+        mean = moved(tied(case, versions[0]), mean, seen)
         replicas = [mean] * data
     return losses, norms, auxes, tied(case, versions[-1]), replicas[0]
 
