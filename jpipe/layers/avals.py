@@ -46,7 +46,15 @@ def cast(tree: Any, dtype: Any) -> Any:
     """
     if dtype is None:
         return tree
-    return jax.tree.map(lambda a: a.astype(dtype) if is_real(a) else a, tree)
+
+    def cast_one(a: Any) -> Any:
+        if isinstance(
+            a, float
+        ):  # a number of Python, which takes the dtype of what it meets
+            return jnp.asarray(a, dtype)
+        return a.astype(dtype) if hasattr(a, "dtype") and is_real(a) else a
+
+    return jax.tree.map(cast_one, tree)
 
 
 def real_dtype(tree: Any) -> np.dtype:

@@ -139,6 +139,14 @@ def test_a_number_travels_out_of_a_checkpoint():
     np.testing.assert_allclose(losses, want, rtol=1e-5)
 
 
+def test_a_number_of_python_takes_the_compute_dtype():
+    make, use = lambda x: (x, 0.5, 3), lambda values: values[0] * values[1] + values[2]
+    halves = [FIRST, make, use, LAST]
+    losses, before, _ = trained(halves, steps=1, compute_dtype=jnp.bfloat16)
+    want, _ = plain(lambda p, x: LAST.apply(p[3], first(p[0], x) / 2 + 3), before, 1)
+    np.testing.assert_allclose(losses, want, rtol=2e-2)
+
+
 @pytest.mark.parametrize("name", ["a key", "no elements", "complex"])
 def test_they_also_travel_past_stages(name):
     make, use = PAIRS[name]
