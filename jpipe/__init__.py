@@ -6,6 +6,8 @@ Every public name is imported when it is first used, so `import jpipe.schedule` 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jpipe.suggest import missing_attribute
+
 __version__ = "0.1.0"
 
 _MODULES = (
@@ -87,7 +89,7 @@ def __getattr__(name: str) -> Any:
     elif name in _MODULES:
         value = importlib.import_module(f"jpipe.{name}")
     else:
-        raise AttributeError(f"module 'jpipe' has no attribute {name!r}")
+        raise missing_attribute("module 'jpipe'", name, __all__)
     globals()[name] = value
     return value
 

@@ -9,6 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jpipe.suggest import suggests
+
 STAGE, DATA, FSDP, MODEL = "stage", "data", "fsdp", "model"
 """Names of the axes of a mesh."""
 
@@ -56,6 +58,7 @@ def with_automatic_axes(a: jax.Array) -> jax.Array:
     return jax.device_put(a, NamedSharding(mesh, on.spec, memory_kind=on.memory_kind))
 
 
+@suggests
 def make_mesh(
     *,
     stage: int,

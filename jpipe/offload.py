@@ -5,8 +5,10 @@ import numbers
 from typing import Any, NamedTuple
 
 from jpipe.packing import CHUNK
+from jpipe.suggest import suggests
 
 
+@suggests
 @dataclasses.dataclass(frozen=True)
 class Offload:
     """What `Pipeline(offload=...)` keeps in host memory. The operations of a training do not change, but for one: the norm

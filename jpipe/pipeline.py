@@ -42,6 +42,7 @@ from jpipe.schedule import Schedule
 from jpipe.settings import Settings, same_shapes
 from jpipe.stages.cut import check_boundaries
 from jpipe.state import PipelineState
+from jpipe.suggest import suggests
 from jpipe.traffic import MessageRecord
 from jpipe.warn import warn
 
@@ -59,6 +60,7 @@ def _flushes_together(pipe: "Pipeline", *args: Any, **kwargs: Any) -> bool:
     return _is_shared(pipe) and not pipe.schedule.synchronous
 
 
+@suggests
 class Pipeline:
     """Trains a model cut into stages over several devices, by a schedule.
 

@@ -43,9 +43,11 @@ from jpipe._cells import IDLE as IDLE
 from jpipe._schedule_facts import Facts as Facts
 from jpipe._schedule_rules import RULES
 from jpipe.foreign import shown
+from jpipe.suggest import suggests
 from jpipe.warn import warn
 
 
+@suggests
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Schedule:
     """A pipeline schedule: a table of T ticks by C columns.

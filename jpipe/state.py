@@ -8,7 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jpipe.suggest import suggests
 
+
+@suggests
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, repr=False)
 class PipelineState:

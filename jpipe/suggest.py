@@ -1,8 +1,72 @@
 """Suggestions for misspelt words in error messages."""
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar, cast
+
+from jpipe.foreign import shown
+
+T = TypeVar("T", bound=Callable)
+
+_SCHEDULE = "schedule=jpipe.schedules.one_f_one_b(num_stages=4, num_microbatches=8)"
+
+ARGUMENTS = {
+    "num_stages": ("num_stages", "stage", _SCHEDULE),
+    "stages": ("num_stages", "stage", _SCHEDULE),
+    "pp": ("num_stages", "stage", _SCHEDULE),
+    "pipe": ("num_stages", "stage", _SCHEDULE),
+    "pipeline": ("num_stages", "stage", _SCHEDULE),
+    "num_microbatches": ("num_microbatches", _SCHEDULE),
+    "microbatches": ("num_microbatches", _SCHEDULE),
+    "n_microbatches": ("num_microbatches", _SCHEDULE),
+    "microbatch_size": ("num_microbatches", _SCHEDULE),
+    "chunks": ("num_microbatches", _SCHEDULE),
+    "dp": ("data",),
+    "ddp": ("data",),
+    "data_parallel": ("data",),
+    "num_replicas": ("data", "mesh=jpipe.make_mesh(stage=4, data=2)"),
+    "zero": ("shard_optimizer", "fsdp"),
+    "tp": ("model",),
+    "mp": ("model",),
+    "tensor": ("model",),
+    "tensor_parallel": ("model",),
+    "module": ("layers",),
+    "model": ("layers",),
+    "criterion": ("loss",),
+    "tx": ("optimizer",),
+    "lr": ("learning_rate", "optimizer=optax.adamw(1e-3)"),
+    "learning_rate": ("optimizer=optax.adamw(1e-3)",),
+    "split_points": ("boundaries",),
+    "partition": ("boundaries",),
+    "devices": ("mesh",),
+    "remat": ("recompute",),
+    "checkpoint": ("recompute",),
+    "dtype": ("compute_dtype",),
+    "precision": ("compute_dtype",),
+    "max_to_keep": ("keep",),
+}
+"""Usual names of arguments; of what each stands for, a function takes the first that it has."""
+
+ATTRIBUTES = {
+    "fit": ("step",),
+    "train": ("step",),
+    "train_step": ("step",),
+    "update": ("step",),
+    "forward": ("predict",),
+    "apply": ("predict",),
+    "test": ("evaluate",),
+    "validate": ("evaluate",),
+    "params": ("get_params", "parameters"),
+    "weights": ("get_params", "parameters"),
+    "opt_state": ("optimizer_state",),
+    "num_stages": ("schedule.num_stages",),
+    "num_microbatches": ("schedule.num_microbatches",),
+    "load": ("restore",),
+}
+"""The same for attributes."""
 
 
 def did_you_mean(
@@ -39,6 +103,94 @@ def did_you_mean(
     candidates |= {_letters(name): name for name in known}
     nearest = difflib.get_close_matches(_letters(word), candidates, n=1, cutoff=cutoff)
     return f" Did you mean {candidates[nearest[0]]!r}?" if nearest else ""
+
+
+def suggests(target: T) -> T:
+    """Decorates a public function or class: a wrong keyword, or a missing attribute, is answered with the nearest name.
+
+    A call that works costs one more call of Python. Python's type of error stays: `TypeError`, `AttributeError`.
+
+    Example:
+      >>> @suggests
+      ... def make(*, stage, data=1): ...
+      >>> make(stages=2)
+      Traceback (most recent call last):
+      TypeError: make() has no argument 'stages'. Did you mean 'stage'? It takes: stage, data.
+    """
+    if not isinstance(target, type):
+        return _with_suggestions(target, target.__name__)
+    made: Any = target
+    made.__init__ = _with_suggestions(made.__init__, target.__name__)
+
+    def __getattr__(self: Any, name: str) -> Any:
+        if hasattr(target, name):  # the code of a property has failed
+            return object.__getattribute__(self, name)
+        raise missing_attribute(f"{type(self).__name__!r} object", name, dir(self))
+
+    made.__getattr__ = __getattr__
+    return made
+
+
+def missing_attribute(
+    owner: str,
+    name: str,
+    known: Iterable[str],
+    aliases: Mapping[str, str] | None = None,
+) -> AttributeError:
+    """The error for an attribute that is missing, with the nearest one.
+
+    Args:
+      owner: what lacks it, in words.
+      name: of the attribute.
+      known: the attributes that there are; those that begin with "_" are not suggested.
+      aliases: as for `did_you_mean`, beside `ATTRIBUTES`.
+    """
+    hint = ""
+    if not name.startswith("_"):  # libraries look for such names, in vain and often
+        public = [each for each in known if not each.startswith("_")]
+        usual = _present(ATTRIBUTES, public)
+        hint = did_you_mean(name, public, usual | dict(aliases or {}))
+    # With a name, Python does not add a suggestion of its own.
+    return AttributeError(f"{owner} has no attribute {shown(name)}.{hint}", name=name)
+
+
+def _with_suggestions(function: T, name: str) -> T:
+    """`function`, whose `TypeError` for an unknown keyword names the nearest one."""
+    parameters = inspect.signature(function).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return function
+    known = [each for each in parameters if each != "self"]
+
+    def refuse(arguments: Mapping[str, Any]) -> None:
+        for word in arguments:
+            if word not in known:
+                hint = did_you_mean(word, known, _present(ARGUMENTS, known))
+                raise TypeError(
+                    f"{name}() has no argument {shown(word)}.{hint} It takes: {', '.join(known) or 'none'}."
+                ) from None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            refuse(kwargs)
+            raise
+
+    # Doctest skips a function whose globals are those of another module.
+    call = types.FunctionType(
+        call.__code__, function.__globals__, closure=call.__closure__
+    )
+    return cast(T, functools.wraps(function)(call))
+
+
+def _present(names: Mapping[str, tuple[str, ...]], known: Iterable[str]) -> dict:
+    """Of a table of usual names, the first meaning of each that is among the known names."""
+    known = {*known}
+    meanings = {
+        name: [m for m in each if m.split("=")[0].split(".")[0] in known]
+        for name, each in names.items()
+    }
+    return {name: each[0] for name, each in meanings.items() if each}
 
 
 _LONGEST = 200

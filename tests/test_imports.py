@@ -13,10 +13,11 @@ from jpipe.entry_points import ENTRY_POINTS
 ROOT = pathlib.Path(__file__).parents[1]
 
 LEVELS = [
+    {"foreign"},
+    {"suggest"},
     {
         "_cells",
         "_intervals",
-        "suggest",
         "warn",
         "vocabulary",
         "packing",
@@ -25,7 +26,6 @@ LEVELS = [
         "in_flight",
         "_watchdog",
         "launch",
-        "foreign",
     },
     {"sizes"},
     {"optim", "compress", "_schedule_facts", "_schedule_text", "processes", "offload"},

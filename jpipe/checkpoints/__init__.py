@@ -46,6 +46,7 @@ from jpipe.checks import check_state
 from jpipe.pipeline import Pipeline
 from jpipe.processes import from_first, gather_texts, processes_of
 from jpipe.state import PipelineState, num_rounds
+from jpipe.suggest import suggests
 from jpipe.warn import warn
 
 __all__ = [
@@ -82,6 +83,7 @@ def _saves_together(checkpoints: "Checkpoints", *args: Any, **kwargs: Any) -> bo
     )
 
 
+@suggests
 class Checkpoints:
     """The checkpoints of one training, in a directory.
 

@@ -10,10 +10,12 @@ import numpy as np
 from flax import serialization, traverse_util
 
 from jpipe.layers.flax_nnx import as_parameters
+from jpipe.suggest import suggests
 
 _KIND = "jpipe params 1"
 
 
+@suggests
 def save_params(path: str | os.PathLike, params: Sequence[Any]) -> None:
     """Writes weights to a file.
 
@@ -69,6 +71,7 @@ def save_params(path: str | os.PathLike, params: Sequence[Any]) -> None:
         raise
 
 
+@suggests
 def load_params(path: str | os.PathLike) -> list:
     """Reads weights that `save_params` wrote: one nested dict per layer, of host arrays.
 

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.compress._compressor import Compressor, Wire
+from jpipe.suggest import suggests
 
 
+@suggests
 @dataclasses.dataclass(frozen=True)
 class Cast(Compressor):
     """Sends values in a smaller floating-point type.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jpipe.compress._compressor import Compressor
+from jpipe.suggest import suggests
 
 
 class CompressionState(NamedTuple):
@@ -21,6 +22,7 @@ class CompressionState(NamedTuple):
     states: tuple
 
 
+@suggests
 def compress_gradients(
     compressor: Compressor, error_feedback: bool = True
 ) -> optax.GradientTransformation:

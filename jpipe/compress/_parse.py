@@ -11,7 +11,7 @@ from jpipe.compress._streaming_pca import StreamingPCA
 from jpipe.compress._threshold import Threshold
 from jpipe.compress._topk import TopK
 from jpipe.foreign import shown
-from jpipe.suggest import did_you_mean
+from jpipe.suggest import did_you_mean, suggests
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     "cast": Cast,
@@ -24,6 +24,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 """Name in texts -> compressor."""
 
 
+@suggests
 def parse(text: str) -> Compressor:
     """The compressor that a text names, with its options.
 

@@ -8,6 +8,7 @@ import jax
 
 from jpipe.compress._compressor import Wire
 from jpipe.compress._matrix import LowRankCompressor, orthonormal
+from jpipe.suggest import suggests
 
 
 class PowerSGDState(NamedTuple):
@@ -20,6 +21,7 @@ class PowerSGDState(NamedTuple):
     q: jax.Array
 
 
+@suggests
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(LowRankCompressor):
     """Sends a matrix M as P Q^T of a low rank, by one step of a power iteration.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.compress._compressor import Compressor, Wire, check_number, size_of
+from jpipe.suggest import suggests
 
 
 class QuantizeState(NamedTuple):
@@ -20,6 +21,7 @@ class QuantizeState(NamedTuple):
     key: jax.Array
 
 
+@suggests
 @dataclasses.dataclass(frozen=True)
 class Quantize(Compressor):
     """Sends signed codes of 8 or 4 bits and one float32 scale per block.

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from jpipe.compress._compressor import Wire
 from jpipe.compress._matrix import LowRankCompressor, orthonormal
+from jpipe.suggest import suggests
 
 
 class Factors(NamedTuple):
@@ -29,6 +30,7 @@ class Factors(NamedTuple):
         return (self.x * self.sigma[None]) @ self.d.T
 
 
+@suggests
 @dataclasses.dataclass(frozen=True)
 class StreamingPCA(LowRankCompressor):
     """Keeps the leading singular vectors of a gradient, and updates them part by part of a batch.

@@ -10,6 +10,7 @@ from jax import lax
 
 from jpipe.compress._compressor import Wire, check_number, size_of
 from jpipe.compress._packed import PackedCompressor, num_kept
+from jpipe.suggest import suggests
 
 
 class ThresholdState(NamedTuple):
@@ -28,6 +29,7 @@ class ThresholdState(NamedTuple):
     overflow: jax.Array
 
 
+@suggests
 @dataclasses.dataclass(frozen=True)
 class Threshold(PackedCompressor):
     """Sends the entries whose magnitude is at least a threshold, exactly; the others become 0.

@@ -9,8 +9,10 @@ from jax import lax
 
 from jpipe.compress._compressor import Wire
 from jpipe.compress._packed import PackedCompressor, num_kept
+from jpipe.suggest import suggests
 
 
+@suggests
 @dataclasses.dataclass(frozen=True)
 class TopK(PackedCompressor):
     """Sends the `floor(density * n)` entries of largest magnitude of an array of n entries; the others become 0.

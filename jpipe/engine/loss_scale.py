@@ -7,7 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.suggest import suggests
 
+
+@suggests
 @dataclasses.dataclass(frozen=True)
 class LossScale:
     """Multiplies the loss by a scale, and divides the gradient by it before the optimizer.

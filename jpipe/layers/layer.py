@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from flax import linen
 
 from jpipe.layers.avals import is_inexact
+from jpipe.suggest import suggests
 
 
+@suggests
 class Function:
     """A layer without parameters.
 
@@ -34,6 +36,7 @@ class Function:
         self.function = function
 
 
+@suggests
 class InitApply:
     """A layer given as two functions, as in Haiku, stax and hand-written code.
 
@@ -67,6 +70,7 @@ class InitApply:
         self.init, self.apply, self.name = init, apply, name
 
 
+@suggests
 class Linen:
     """A Flax Linen module as a layer, with further arguments of its call.
 
@@ -116,6 +120,7 @@ class Skip:
     pop: tuple[str, ...]
 
 
+@suggests
 def skip(
     layer: Any, *, stash: str | Sequence[str] = (), pop: str | Sequence[str] = ()
 ) -> Skip:

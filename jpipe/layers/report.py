@@ -15,12 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.layers.layer import Layer
+from jpipe.suggest import suggests
 
 _COLLECTED: contextvars.ContextVar[dict[str, jax.Array] | None] = (
     contextvars.ContextVar("jpipe_reported", default=None)
 )
 
 
+@suggests
 def report(name: str, value: Any) -> None:
     """Reports a number from inside a layer to the loss of the pipeline.
 
@@ -77,6 +79,7 @@ class ReportWeights:
         self.layer, self.name, self.function = layer, name, function
 
 
+@suggests
 def report_weights(
     layer: Any, name: str, function: Callable[[Any], Any]
 ) -> ReportWeights:

@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 from jpipe.optim.delays import is_wrong
+from jpipe.suggest import suggests
 
 Source = Literal["second_moment", "momentum"]
 Sides = Literal["both", "smaller"]
@@ -42,6 +43,7 @@ class ScaleByBasisRotationState(NamedTuple):
     basis: Any
 
 
+@suggests
 def scale_by_basis_rotation(
     b1: chex.Numeric = 0.9,
     b2: chex.Numeric = 0.999,

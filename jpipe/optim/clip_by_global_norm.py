@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jpipe.optim.declarations import Declaration
+from jpipe.suggest import suggests
 
 
 class ClipByGlobalNormState(NamedTuple):
@@ -18,6 +19,7 @@ class ClipByGlobalNormState(NamedTuple):
     declaration = Declaration("clip_by_global_norm", ("global_norm",))
 
 
+@suggests
 def clip_by_global_norm(
     max_norm: chex.Numeric,
 ) -> optax.GradientTransformationExtraArgs:

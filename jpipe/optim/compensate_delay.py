@@ -11,6 +11,7 @@ import optax
 
 from jpipe.optim.declarations import Declaration
 from jpipe.optim.delays import is_wrong
+from jpipe.suggest import suggests
 
 
 class CompensateDelayState(NamedTuple):
@@ -20,6 +21,7 @@ class CompensateDelayState(NamedTuple):
     declaration = Declaration("compensate_delay", ("stale_params",))
 
 
+@suggests
 def compensate_delay(
     strength: chex.Numeric,
     decay: chex.Numeric | None = 0.95,

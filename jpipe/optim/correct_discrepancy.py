@@ -19,6 +19,7 @@ from jpipe.optim.delays import (
     move,
     spread,
 )
+from jpipe.suggest import suggests
 
 
 class CorrectDiscrepancyState(NamedTuple):
@@ -33,6 +34,7 @@ class CorrectDiscrepancyState(NamedTuple):
     )
 
 
+@suggests
 def correct_discrepancy(
     decay: chex.Numeric | None = None, delay: NumericTree | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -113,6 +115,7 @@ def correct_discrepancy(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@suggests
 @reads_state(CorrectDiscrepancyState)
 def corrected_params(
     params: chex.ArrayTree, optimizer_state: chex.ArrayTree, delay: NumericTree

@@ -20,11 +20,13 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
+from jpipe.suggest import suggests
 from jpipe.warn import warn
 
 _Hook = TypeVar("_Hook", bound=Callable)
 
 
+@suggests
 @dataclasses.dataclass(frozen=True)
 class Declaration:
     """What a transform asks of a pipeline. It is the class attribute `declaration` of a state.
@@ -43,6 +45,7 @@ class Declaration:
     hook_function: str | None = None
 
 
+@suggests
 def reads_state(state_type: type) -> Callable[[_Hook], _Hook]:
     """Declares that a hook reads the state of a transform.
 
@@ -81,6 +84,7 @@ def declared_states(optimizer_state: Any) -> Iterator[Any]:
             yield from declared_states(list(one_level[0]) if one_level else [])
 
 
+@suggests
 def requested_extra_args(optimizer_state: Any) -> frozenset[str]:
     """The extra arguments that the transforms of an optimizer declare.
 
@@ -101,6 +105,7 @@ def requested_extra_args(optimizer_state: Any) -> frozenset[str]:
     return frozenset(name for s in states for name in type(s).declaration.extra_args)
 
 
+@suggests
 def check_hooks(
     optimizer_state: Any,
     *,

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from jpipe.optim.delays import find_states, is_wrong
+from jpipe.suggest import suggests
 
 
 class EmaWeightsState(NamedTuple):
@@ -19,6 +20,7 @@ class EmaWeightsState(NamedTuple):
     total: chex.Array
 
 
+@suggests
 def ema_weights(decay: chex.Numeric) -> optax.GradientTransformationExtraArgs:
     """Keeps an exponential moving average of the weights.
 
@@ -87,6 +89,7 @@ def ema_weights(decay: chex.Numeric) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@suggests
 def averaged_params(
     params: chex.ArrayTree, optimizer_state: chex.ArrayTree
 ) -> chex.ArrayTree:

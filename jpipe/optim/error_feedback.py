@@ -18,6 +18,7 @@ from jpipe.optim.delays import (
     is_wrong,
     spread,
 )
+from jpipe.suggest import suggests
 
 
 class ErrorFeedbackState(NamedTuple):
@@ -28,6 +29,7 @@ class ErrorFeedbackState(NamedTuple):
     declaration = Declaration("error_feedback", ("delay",))
 
 
+@suggests
 def error_feedback(
     strength: chex.Numeric = 1.0, delay: NumericTree | None = None
 ) -> optax.GradientTransformationExtraArgs:

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe.suggest import suggests
+
 
 class MasterWeightsState(NamedTuple):
     """The copy of the weights in float32, and the state of the optimizer that updates it."""
@@ -17,6 +19,7 @@ class MasterWeightsState(NamedTuple):
     inner: optax.OptState
 
 
+@suggests
 def master_weights(
     optimizer: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:

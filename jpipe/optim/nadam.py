@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jpipe.optim.delays import is_wrong
+from jpipe.suggest import suggests
 
 
 class ScaleByNadamState(NamedTuple):
@@ -22,6 +23,7 @@ class ScaleByNadamState(NamedTuple):
     nu: optax.Updates
 
 
+@suggests
 def scale_by_nadam(
     b1: chex.Numeric = 0.99,
     b2: chex.Numeric = 0.999,
@@ -111,6 +113,7 @@ def scale_by_nadam(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@suggests
 def nadamw(
     learning_rate: optax.ScalarOrSchedule,
     b1: chex.Numeric = 0.99,

@@ -12,6 +12,7 @@ import optax
 
 from jpipe.optim.declarations import Declaration, reads_state
 from jpipe.optim.delays import NumericTree, as_float, check_delay, find_states, move
+from jpipe.suggest import suggests
 
 
 class PredictWeightsState(NamedTuple):
@@ -26,6 +27,7 @@ class PredictWeightsState(NamedTuple):
     )
 
 
+@suggests
 def predict_weights(
     learning_rate: optax.Schedule | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -86,6 +88,7 @@ def predict_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@suggests
 @reads_state(PredictWeightsState)
 def predicted_params(
     params: chex.ArrayTree,

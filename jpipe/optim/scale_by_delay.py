@@ -18,6 +18,7 @@ from jpipe.optim.delays import (
     is_wrong,
     spread,
 )
+from jpipe.suggest import suggests
 
 
 class ScaleByDelayState(NamedTuple):
@@ -27,6 +28,7 @@ class ScaleByDelayState(NamedTuple):
     declaration = Declaration("scale_by_delay", ("delay",))
 
 
+@suggests
 def scale_by_delay(
     annealing_steps: chex.Numeric, delay: NumericTree | None = None
 ) -> optax.GradientTransformationExtraArgs:

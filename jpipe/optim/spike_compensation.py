@@ -22,6 +22,7 @@ from jpipe.optim.delays import (
     spread,
 )
 from jpipe.optim.predict_weights import horizon_of
+from jpipe.suggest import suggests
 
 
 class SpikeCompensationState(NamedTuple):
@@ -32,6 +33,7 @@ class SpikeCompensationState(NamedTuple):
     declaration = Declaration("spike_compensation", ("delay",))
 
 
+@suggests
 def spike_compensation(
     momentum: chex.Numeric, delay: NumericTree | None = None
 ) -> optax.GradientTransformationExtraArgs:
@@ -101,6 +103,7 @@ def spike_compensation(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+@suggests
 @reads_state(SpikeCompensationState)
 def velocity_predicted_params(
     params: chex.ArrayTree,

@@ -10,8 +10,10 @@ import numpy as np
 import optax
 
 from jpipe.optim.delays import check_delay
+from jpipe.suggest import suggests
 
 
+@suggests
 def largest_stable_rate(
     curvature: Any, delay: Any, momentum: float = 0.0, nesterov: bool = False
 ) -> Any:
@@ -104,6 +106,7 @@ def _bisected(tau: int, m: float, nesterov: bool) -> float:
     return lower
 
 
+@suggests
 def largest_curvature(
     loss: Callable[[Any], jax.Array],
     params: Any,

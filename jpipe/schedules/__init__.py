@@ -33,7 +33,7 @@ from jpipe.schedules.zero_bubble import refusal_of_v as _refusal_of_v
 from jpipe.schedules.zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from jpipe.schedules.zero_bubble import zero_bubble_h2 as zero_bubble_h2
 from jpipe.schedules.zero_bubble import zero_bubble_v as zero_bubble_v
-from jpipe.suggest import did_you_mean
+from jpipe.suggest import did_you_mean, missing_attribute, suggests
 from jpipe.warn import warn
 
 __all__ = [
@@ -115,6 +115,7 @@ def names() -> list[str]:
     return sorted(_BUILDERS)
 
 
+@suggests
 def get(name: str) -> Callable[..., Schedule]:
     """The builder called `name`.
 
@@ -167,6 +168,7 @@ def refusal(
     return reason(**arguments.arguments)
 
 
+@suggests
 def check_options(name: str, options: Any) -> None:
     """Checks that a builder has some options, by name.
 
@@ -191,6 +193,7 @@ def check_options(name: str, options: Any) -> None:
             )
 
 
+@suggests
 def read(path: str | os.PathLike[str]) -> Schedule:
     """Reads a table from a file in the form of `Schedule.to_text`, and checks it.
 
@@ -229,4 +232,4 @@ def __getattr__(name: str) -> Any:
             DeprecationWarning,
         )
         return SearchResult
-    raise AttributeError(f"module {__name__!r} has no attribute {shown(name)}")
+    raise missing_attribute(f"module {__name__!r}", name, __all__, _ALIASES)

@@ -23,6 +23,7 @@ from jpipe.schedules.zero_bubble import (
     zero_bubble_v,
 )
 from jpipe.simulate import TRANSFERS, Costs, simulate
+from jpipe.suggest import suggests
 
 
 class SearchResult(NamedTuple):
@@ -44,6 +45,7 @@ class SearchResult(NamedTuple):
     tried: int
 
 
+@suggests
 def search(
     costs: Costs,
     num_microbatches: int,

@@ -5,10 +5,12 @@ from numpy.typing import ArrayLike
 
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules.arguments import raise_refusal
+from jpipe.suggest import suggests
 
 __all__ = ["emulated", "random_delays", "with_delays"]
 
 
+@suggests
 def emulated(schedule: Schedule) -> Schedule:
     """The table of one device that computes what `schedule` computes on many.
 
@@ -54,6 +56,7 @@ def emulated(schedule: Schedule) -> Schedule:
     )
 
 
+@suggests
 def with_delays(
     delays: ArrayLike,
     num_microbatches: int = 1,
@@ -100,6 +103,7 @@ def with_delays(
     return _sequential("with_delays", -forward, -backward)
 
 
+@suggests
 def random_delays(
     num_stages: int, num_microbatches: int, most: int, seed: int = 0
 ) -> np.ndarray:

@@ -7,6 +7,7 @@ import numpy as np
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules.arguments import raise_refusal
 from jpipe.schedules.copies import in_groups
+from jpipe.suggest import suggests
 
 
 def refusal(
@@ -29,6 +30,7 @@ def refusal(
     )
 
 
+@suggests
 def forward_only(
     num_stages: int,
     num_microbatches: int,

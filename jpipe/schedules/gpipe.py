@@ -7,8 +7,10 @@ import numpy as np
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_replicas
 from jpipe.schedules.copies import with_copies
+from jpipe.suggest import suggests
 
 
+@suggests
 def gpipe(
     num_stages: int, num_microbatches: int, replicas: Sequence[int] | None = None
 ) -> Schedule:

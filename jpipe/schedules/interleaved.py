@@ -5,6 +5,7 @@ import numpy as np
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules.arguments import raise_refusal, wrong_ticks
 from jpipe.schedules.list_scheduling import Operation, Progress, list_schedule
+from jpipe.suggest import suggests
 
 
 def refusal(
@@ -36,6 +37,7 @@ def refusal(
     return wrong_ticks(ticks)
 
 
+@suggests
 def interleaved(
     num_stages: int, num_microbatches: int, num_chunks: int = 2, ticks: str = "paired"
 ) -> Schedule:

@@ -7,8 +7,10 @@ import numpy as np
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.copies import has_copies, unit_ticks, with_copies
+from jpipe.suggest import suggests
 
 
+@suggests
 def one_f_one_b(
     num_stages: int,
     num_microbatches: int,

@@ -7,6 +7,7 @@ import numpy as np
 from jpipe.schedule import IDLE, Schedule, newest_version
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.steady import last_gradients, steady_ticks
+from jpipe.suggest import suggests
 
 
 def refusal(
@@ -21,6 +22,7 @@ def refusal(
     return wrong_counts_or_ticks(num_stages, num_microbatches, ticks, replicas)
 
 
+@suggests
 def pipedream(
     num_stages: int,
     num_microbatches: int,

@@ -6,6 +6,7 @@ from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.copies import has_copies, warm_up
 from jpipe.schedules.steady import steady_ticks
+from jpipe.suggest import suggests
 
 
 def refusal(
@@ -36,6 +37,7 @@ def refusal(
     )
 
 
+@suggests
 def pipedream_2bw(
     num_stages: int,
     num_microbatches: int,

@@ -8,6 +8,7 @@ from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.copies import has_copies
 from jpipe.schedules.steady import steady_ticks
+from jpipe.suggest import suggests
 
 
 def refusal(
@@ -57,6 +58,7 @@ def _table(
     return Schedule.from_ticks("pipemare", **steady)
 
 
+@suggests
 def pipemare(
     num_stages: int,
     num_microbatches: int,

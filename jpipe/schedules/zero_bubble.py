@@ -3,8 +3,10 @@
 from jpipe.schedule import Schedule, check_counts, wrong_counts
 from jpipe.schedules.arguments import raise_refusal
 from jpipe.schedules.list_scheduling import Operation, Progress, Rule, list_schedule
+from jpipe.suggest import suggests
 
 
+@suggests
 def zero_bubble_h1(num_stages: int, num_microbatches: int) -> Schedule:
     """ZB-H1: 1F1B in which stage s keeps s weight gradients waiting.
 
@@ -80,6 +82,7 @@ def _backward_first(limit: int) -> Rule:
     return choose
 
 
+@suggests
 def zero_bubble_h2(num_stages: int, num_microbatches: int) -> Schedule:
     """ZB-H2: no bubble between a device's first and last operation; twice the activations.
 
@@ -131,6 +134,7 @@ def refusal_of_v(num_stages: int, num_microbatches: int) -> str | None:
     )
 
 
+@suggests
 def zero_bubble_v(num_stages: int, num_microbatches: int) -> Schedule:
     """ZB-V: two stages per device, placed down the devices and up again.
 
