@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import inspect
 import os
 import pathlib
 import re
@@ -13,6 +14,7 @@ DOCS = pathlib.Path(__file__).resolve().parent
 ROOT = DOCS.parent
 sys.path.insert(0, str(ROOT))
 
+from docutils import nodes  # noqa: E402
 from sphinx.util import logging  # noqa: E402
 
 import jpipe  # noqa: E402
@@ -72,7 +74,18 @@ autodoc_type_aliases = {
 }
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-napoleon_custom_sections = ["References"]
+ARGUMENT_GROUPS = {
+    " ".join(title.split()): re.findall(r"`(\w+)`", names)
+    for title, names in re.findall(
+        r"([A-Z][^:.`]*): ((?:`\w+`(?:,\s+)?)+)\.", jpipe.Pipeline.__doc__ or ""
+    )
+}
+"""Title of a group of arguments -> names, as the docstring of `Pipeline` has them."""
+
+napoleon_custom_sections = [
+    "References",
+    *((title, "params_style") for title in ARGUMENT_GROUPS),
+]
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 88
 
@@ -90,6 +103,7 @@ PUBLIC = (
 """Modules whose public names the reference must have."""
 
 _SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Example|References): *(.*)$")
+_DOC_PATH = re.compile(r"`docs/([\w/]+)\.md`")
 _AS_WRITTEN: dict[str, list[str]] = {}
 
 
@@ -128,6 +142,42 @@ def check_reference(app, env):
             )
 
 
+def group_arguments(name, text):
+    """ "Args:" of `Pipeline` as one section for each of its groups, in place of the paragraph that names them."""
+    before, _, rest = text.partition("\nArgs:\n")
+    arguments, end, after = re.split(r"\n(?=(\n\S))", rest, maxsplit=1)
+    entries = re.findall(r"^  (\w+):.*\n(?:   .*\n)*", arguments + "\n", flags=re.M)
+    texts = dict(zip(entries, re.split(r"^(?=  \w)", arguments + "\n", flags=re.M)[1:]))
+    named = [each for group in ARGUMENT_GROUPS.values() for each in group]
+    if sorted(named) != sorted(texts):
+        logging.getLogger(__name__).warning(
+            "the groups of arguments of %s name %s, it has %s", name, named, entries
+        )
+        return text
+    before = re.sub(
+        r"The arguments come in groups\..*?(?=\n\n|$)", "", before, flags=re.S
+    )
+    sections = [
+        f"\n{title}:\n" + "".join(texts[each] for each in group)
+        for title, group in ARGUMENT_GROUPS.items()
+    ]
+    return before + "".join(sections) + after
+
+
+def methods_table(name, cls):
+    """A table of the public methods and properties of a class: name, first sentence of the docstring."""
+    rows = ["", ".. list-table::", "   :widths: auto", "   :class: methods", ""]
+    members = vars(cls).items()
+    for each, value in sorted(members, key=lambda item: isinstance(item[1], property)):
+        text = inspect.getdoc(value)
+        if not each.startswith("_") and text and not isinstance(value, type):
+            kind = "attr" if isinstance(value, property) else "meth"
+            first = " ".join(text.partition("\n\n")[0].split())
+            sentence = re.split(r"(?<=[.;])\s", first)[0].rstrip(";")
+            rows += [f"   * - :py:{kind}:`~{name}.{each}`", f"     - {sentence}"]
+    return [*rows, ""]
+
+
 def format_docstring(app, what, name, obj, options, lines):
     """Docstrings are plain text with Google's sections; Sphinx reads reStructuredText."""
     result: list[str] = []
@@ -154,6 +204,12 @@ def format_docstring(app, what, name, obj, options, lines):
         if not line.startswith("    "):
             line = re.sub(r"\|(\w+)\|", r"\\|\1\\|", line)  # no substitution
         result.append(line)
+    result = _DOC_PATH.sub(r":doc:`/\1`", "\n".join(result)).split("\n")
+    if name == "jpipe.Pipeline":
+        result = group_arguments(name, "\n".join(result)).split("\n")
+    if name in ("jpipe.Pipeline", "jpipe.Schedule", "jpipe.Checkpoints"):
+        end = result.index("")
+        result[end:end] = methods_table(name, obj)
     lines[:] = result
     if what in ("property", "attribute", "data"):
         _AS_WRITTEN[name] = [*result]
@@ -207,11 +263,23 @@ def read_page(app, name, content):
         path = (folder / match[1]).resolve()
         return localise(path.read_text(), path.parent, folder)
 
-    content[0] = _INCLUDE.sub(include, text)
+    text = _INCLUDE.sub(include, text)
+    content[0] = _DOC_PATH.sub(lambda match: f"[](/{match[1]}.md)", text)
+
+
+_NUMBERS = re.compile(r"[-\d\s.,%/=±×–+~]*\d[-\d\s.,%/=±×–+~]*|-|–")
+
+
+def mark_numbers(app, doctree):
+    """Gives cells of tables that hold numbers alone the class "numbers", so that they do not wrap."""
+    for entry in doctree.findall(nodes.entry):
+        if _NUMBERS.fullmatch(entry.astext()):
+            entry["classes"].append("numbers")
 
 
 def setup(app):
     app.connect("source-read", read_page)
+    app.connect("doctree-read", mark_numbers)
     app.connect("env-check-consistency", check_reference)
     # Before Napoleon, which reads the sections.
     app.connect("autodoc-process-docstring", format_docstring, priority=100)

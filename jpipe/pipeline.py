@@ -64,10 +64,11 @@ def _flushes_together(pipe: "Pipeline", *args: Any, **kwargs: Any) -> bool:
 class Pipeline:
     """Trains a model cut into stages over several devices, by a schedule.
 
-    The arguments come in groups. The model and its training: `layers`, `loss`, `has_aux`, `optimizer`,
-    `ties`. The pipeline: `schedule`, `boundaries`, `mesh`, `axis_rules`, `overlap`, `compiler_options`. Memory and precision:
-    `recompute`, `shard_optimizer`, `donate`, `compute_dtype`, `loss_scale`. Communication: `compress_messages`, `compress_gradients`, `accumulate_gradients`. Corrections of asynchronous schedules: `forward_params`,
-    `backward_params`.
+    The arguments come in groups. The model and its training: `layers`, `loss`, `has_aux`, `optimizer`, `ties`. The
+    pipeline: `schedule`, `boundaries`, `mesh`, `axis_rules`, `strategy`, `overlap`, `compiler_options`. Memory and
+    precision: `recompute`, `shard_optimizer`, `offload`, `device_memory`, `donate`, `compute_dtype`, `loss_scale`.
+    Communication: `compress_messages`, `compress_gradients`, `accumulate_gradients`. Corrections of asynchronous
+    schedules: `forward_params`, `backward_params`.
 
     Args:
       layers: a sequence. Each is a Flax NNX module (its weights are kept), a factory called as

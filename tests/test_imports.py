@@ -13,8 +13,9 @@ from jpipe.entry_points import ENTRY_POINTS
 ROOT = pathlib.Path(__file__).parents[1]
 
 LEVELS = [
-    {"foreign"},
+    {"foreign", "paths"},
     {"suggest"},
+    {"command_line"},
     {
         "_cells",
         "_intervals",

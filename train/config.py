@@ -348,7 +348,8 @@ class OptimizerConfig:
     learning_rate: float = 1e-3
     """The largest learning rate, reached after `warmup_steps`."""
     warmup_steps: int = 0
-    """Number of steps in which the learning rate rises linearly from 0."""
+    """Number of steps in which the learning rate rises linearly from 0. A run of fewer steps ends before
+    it has risen; a warning says so."""
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     """The curve by which the learning rate falls to 0 at the last step; "constant" keeps
     it."""

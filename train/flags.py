@@ -29,6 +29,9 @@ from typing import Any, Literal
 from jpipe.foreign import literal, read_json, shortened, shown
 from jpipe.suggest import did_you_mean
 
+CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
+"""The folder of configurations that a name without a folder is looked for in."""
+
 _EXAMPLES = {int: "12", float: "3e-4", bool: "true or false", str: "text"}
 _UNIONS = (typing.Union, types.UnionType)
 
@@ -111,13 +114,7 @@ def load(path: str, config_class: type) -> Any:
 
 def _load(path: str, config_class: type) -> tuple[str, Any]:
     """The name and the configuration of a file."""
-    if not pathlib.Path(path).is_file():
-        folder = pathlib.Path(path).parent
-        known = sorted(map(str, [*folder.glob("*.py"), *folder.glob("*.json")]))
-        raise FileNotFoundError(
-            f"there is no configuration file `{path}`.{did_you_mean(path, known)}"
-            f"{_listing(' The folder has: ', known)}"
-        )
+    path = _file(path)
     if path.endswith(".json"):
         return _load_json(path, config_class)
     if path.endswith(".py"):
@@ -125,6 +122,29 @@ def _load(path: str, config_class: type) -> tuple[str, Any]:
     raise ValueError(
         f"a configuration is a Python file (.py) or the `config.json` of a run, got "
         f"`{path}`."
+    )
+
+
+def _file(name: str) -> str:
+    """The path of a configuration. A name without a folder is also looked for in `configs/`, and ".py" may be left out.
+
+    Raises:
+      FileNotFoundError: if there is none; lists those that there are.
+    """
+    path = pathlib.Path(name)
+    places = (
+        [path] if path.parent.name or path.is_absolute() else [path, CONFIGS / path]
+    )
+    for place in places:
+        for file in (place, place.with_name(f"{place.name}.py")):
+            if file.is_file():
+                return str(file)
+    folder = places[-1].parent
+    known = sorted([*folder.glob("*.py"), *folder.glob("*.json")])
+    names = [str(file) if len(places) == 1 else file.stem for file in known]
+    raise FileNotFoundError(
+        f"there is no configuration file `{name}`.{did_you_mean(name, names)}"
+        f"{_listing(f' `{folder.name}` has: ', names)}"
     )
 
 

@@ -20,6 +20,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from jpipe.command_line import Parser
 from jpipe.foreign import shortened
 from train import flags
 from train.plan import count, size
@@ -55,8 +56,8 @@ def picture(text: str) -> str:
     return text
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+def parser() -> Parser:
+    result = Parser(
         prog="memory.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -39,6 +39,7 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from jpipe import solvers
+from jpipe.command_line import Parser
 from jpipe.foreign import shortened
 from jpipe.sizes import parse_size
 from train import flags
@@ -76,8 +77,8 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(map(count, re.split("[x,]", text)))
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+def parser() -> Parser:
+    result = Parser(
         prog="plan.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 
 import jpipe
+from jpipe.paths import local_path
 from train.resume import CONFIG, Command, check_same_training
 
 try:
@@ -56,7 +57,7 @@ def new_run_dir(command: Command, until_end: contextlib.ExitStack) -> Iterator[R
     """
     asked, resumed = command.config.run_dir, command.folder
     path = resumed or (
-        _new_path(command.name) if asked is None else pathlib.Path(asked)
+        _new_path(command.name) if asked is None else local_path(asked, "run_dir")
     )
     if not path.is_dir() and path.exists():
         raise ValueError(f"a run folder must be a folder, got the file `{path}`.")

@@ -26,6 +26,7 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
+from jpipe.command_line import Parser
 from jpipe.foreign import shortened
 from train import flags
 from train.plan import count, size
@@ -50,8 +51,8 @@ def duration(text: str) -> float:
     return seconds
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
+def parser() -> Parser:
+    result = Parser(
         prog="search.py",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

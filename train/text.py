@@ -7,6 +7,7 @@ bytes on both sides (`MaskedText`), or the kind of a text (`LabeledText`).
 import dataclasses
 import pathlib
 import sysconfig
+import warnings
 
 import numpy as np
 
@@ -258,7 +259,19 @@ def _read(path: pathlib.Path) -> bytes:
                 "Name another directory, or a file."
             )
         return b"\n".join(_read(path) for path in paths)
-    return read_bytes(path)
+    text = read_bytes(path)
+    format = None
+    if b"\0" in text:
+        format = "has zero bytes, so it is a packed file, a table such as Parquet, or text in UTF-16"
+    elif not path.name.endswith((".txt", ".txt.gz")):
+        format = "is not a .txt file"
+    if format is not None:
+        warnings.warn(
+            f"`{path}` {format}. Every byte of it becomes a token, also those of its format, such as brackets and names "
+            "of fields. If it is not plain text, write its text to a .txt file in UTF-8.",
+            stacklevel=2,
+        )
+    return text
 
 
 def _python_reference() -> bytes:

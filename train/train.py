@@ -111,9 +111,19 @@ class Run(NamedTuple):
     resumes: bool
 
 
+_FIRST_HELP = """Trains a model in a pipeline, as a configuration says. `--help` lists all options; the usual commands:
+
+    python train/train.py --config configs/quickstart.py
+    python train/train.py --config configs/gpt_1f1b.py --config.num_steps=100
+    python train/train.py --resume runs/NAME-TIME"""
+
+
 def main(argv: list[str]) -> int:
     """Runs the command line and returns the exit code."""
-    if not argv or "--help" in argv or "-h" in argv:
+    if not argv:
+        print(_FIRST_HELP)
+        return 0
+    if "--help" in argv or "-h" in argv:
         return print_help(argv)
     start = time.perf_counter()
     with contextlib.ExitStack() as until_end:
@@ -138,6 +148,22 @@ def main(argv: list[str]) -> int:
             return finish(run, code, message, start) if is_first() else code
 
 
+def warn_of_short_run(config: TrainConfig) -> None:
+    """Warns if the run ends before its learning rate has risen."""
+    optimizer, num_steps = config.optimizer, config.num_steps
+    for name, rise in (
+        ("warmup_steps", optimizer.warmup_steps),
+        ("annealing_steps", optimizer.annealing_steps or 0),
+    ):
+        if rise > num_steps:
+            warnings.warn(
+                f"`optimizer.{name}={rise}` is more than `num_steps={num_steps}`, so the learning rate reaches "
+                f"{num_steps / rise:.0%} of its rise to {optimizer.learning_rate:g} and then the run ends. For a short run set "
+                f"`--config.optimizer.{name}={max(num_steps // 10, 1)}` too.",
+                stacklevel=2,
+            )
+
+
 def own_rows(mesh: jax.sharding.Mesh, batch: Batch) -> Batch:
     """The rows of a batch that this process gives: all, if there is one process."""
     if jax.process_count() == 1:
@@ -159,6 +185,7 @@ def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
     """
     command = read_command(argv)
     name, config = command.name, command.config
+    warn_of_short_run(config)
     schedule = config.pipeline.table()
     warm_up_schedule = config.pipeline.warm_up_table(schedule)
     data = config.data.load()

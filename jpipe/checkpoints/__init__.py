@@ -43,6 +43,7 @@ from jpipe.checkpoints._manifest import (
 from jpipe.checkpoints._quiet import reason, without_tracebacks_of_threads
 from jpipe.checkpoints._weights_file import load_params, save_params
 from jpipe.checks import check_state
+from jpipe.paths import local_path
 from jpipe.pipeline import Pipeline
 from jpipe.processes import from_first, gather_texts, processes_of
 from jpipe.state import PipelineState, num_rounds
@@ -91,7 +92,8 @@ class Checkpoints:
     can reach, and calls the same methods. Each process writes and reads its own parts of the arrays.
 
     Args:
-      directory: a folder, made by the first save. Only one training may save there.
+      directory: a folder in a file system, made by the first save; no address of object storage. Only one training may
+        save there.
       keep: how many of the newest steps stay. None: all.
 
     Example:
@@ -119,7 +121,9 @@ class Checkpoints:
                 f"`keep` must be a number of steps, at least 1, or None, got {keep!r}."
             )
         # Orbax needs an absolute path.
-        self.directory = pathlib.Path(os.path.abspath(directory))
+        self.directory = pathlib.Path(
+            os.path.abspath(local_path(directory, "directory"))
+        )
         self.keep = keep
         self._writing: _Writing | None = None
         self._damaged: set[int] = set()  # steps that `restore` has found damaged

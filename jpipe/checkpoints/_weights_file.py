@@ -1,7 +1,6 @@
 """Weights in one file: msgpack, as Flax writes it."""
 
 import os
-import pathlib
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 from flax import serialization, traverse_util
 
 from jpipe.layers.flax_nnx import as_parameters
+from jpipe.paths import local_path
 from jpipe.suggest import suggests
 
 _KIND = "jpipe params 1"
@@ -61,7 +61,7 @@ def save_params(path: str | os.PathLike, params: Sequence[Any]) -> None:
         "params": leaves,
         "crc32": {name: _crc(a, len(layers)) for name, a in leaves.items()},
     }
-    path = pathlib.Path(path)
+    path = local_path(path, "path")
     unfinished = path.with_name(f"{path.name}.saving")
     try:
         unfinished.write_bytes(serialization.msgpack_serialize(content))
@@ -85,7 +85,7 @@ def load_params(path: str | os.PathLike) -> list:
       ValueError: if the file is damaged or no file of weights.
       OSError: if it cannot be read.
     """
-    data = pathlib.Path(path).read_bytes()
+    data = local_path(path, "path").read_bytes()
     try:
         content = serialization.msgpack_restore(data)
         kind, leaves, checksums = (content[n] for n in ("kind", "params", "crc32"))

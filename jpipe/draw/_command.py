@@ -8,22 +8,16 @@ import shutil
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from jpipe import schedules
+from jpipe.command_line import Parser
 from jpipe.draw._export import summary, trace
 from jpipe.draw._figure import SUFFIXES, save
 from jpipe.draw._text import text
 from jpipe.foreign import literal, shown
 from jpipe.schedule import Schedule
 from jpipe.simulate import simulate
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports a wrong command line as one line on stderr, with exit status 2."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"jpipe.draw: {message}\n")
 
 
 def _option(word: str) -> tuple[str, Any]:
@@ -34,8 +28,8 @@ def _option(word: str) -> tuple[str, Any]:
     return key, literal(value)
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="python -m jpipe.draw",
         description="Draws a schedule and prints its facts.",
         epilog="example: python -m jpipe.draw gpipe --stages 4 --microbatches 8",

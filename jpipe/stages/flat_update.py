@@ -137,6 +137,13 @@ def flat_update(
             reads_stale,
         )
     except Exception as error:
+        if "pytree structure error" in str(error):
+            raise ValueError(
+                f"`optimizer` cannot update {where}: a tree in it, such as the mask of `optax.masked` or the labels of "
+                "`optax.multi_transform`, has another structure than the parameters. They are a list with one nested dict "
+                "per layer, and None for layers of other stages. Give masks and labels as functions of such a list: "
+                "`lambda params: jax.tree.map(lambda p: p.ndim > 1, params)`."
+            ) from error
         raise ValueError(
             f"`optimizer` cannot update {where}: {type(error).__name__}: {error}\n"
             "It is called as `optimizer.update(gradients, state, parameters, "

@@ -84,3 +84,14 @@ def test_plain_flax_and_back(tmp_path):
     np.testing.assert_allclose(
         outputs, pipe.predict(state, batch), rtol=1e-6, atol=1e-6
     )
+
+
+def test_an_address_is_refused():
+    for call in (
+        lambda: jpipe.load_params("s3://a/b"),
+        lambda: jpipe.save_params("s3://a/b", PARAMS),
+    ):
+        with pytest.raises(
+            ValueError, match="`path` must be in a file system, got the address 's3:"
+        ):
+            call()

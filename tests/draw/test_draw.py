@@ -380,6 +380,11 @@ def test_a_warning_is_one_line_on_stderr(capsys):
         ("gpipe --stages 4 --microbatches 8 --out pipe", "suffix '' is none of"),
         ("gpipe --stages 4 --microbatches 8 --out /no/such/x.svg", "No such file"),
         ("gpipe --stages 4 --microbatches 8 --nonsense", "unrecognized arguments"),
+        (
+            "gpipe -s 4 -n 8",
+            "-n 8. Did you mean '--stages'? Did you mean '--microbatches'?",
+        ),
+        ("gpipe --stag 4 --microbatchez=8", "Did you mean '--microbatches'?"),
         ("--file /no/such/table.txt", "No such file"),
         ("gpipe --file table.txt", "--file is a whole table"),
     ],

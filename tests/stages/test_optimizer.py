@@ -409,6 +409,11 @@ def test_masks_that_are_trees_are_refused():
     message = "(?s)`optimizer` cannot update stage 0 by itself.*Give masks and labels as functions"
     with pytest.raises(ValueError, match=message):
         make_updates(stages_of(2), optimizer)
+    # A mask of one layer, and JAX's words for it, which name no argument of the user's.
+    masked = optax.masked(optax.sgd(0.1), {"kernel": True, "bias": False})
+    with pytest.raises(ValueError, match="the mask of `optax.masked`") as caught:
+        make_updates(stages_of(2), masked)
+    assert "pytree structure error" not in str(caught.value)
 
 
 CLIP = optim.clip_by_global_norm(0.1)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import re
+import warnings
 from typing import Any, Literal
 
 import jax
@@ -16,6 +18,7 @@ from train import flags
 from train.config import MeshConfig, OptimizerConfig, PipelineConfig, TrainConfig
 from train.mnist import MNIST
 from train.text import Text
+from train.train import warn_of_short_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -689,3 +692,46 @@ def test_errors_about_layers_of_all_stages_name_the_rule():
     ):
         with mesh.names_rules():
             raise jpipe.vocabulary.VocabularyError("Why.")
+
+
+# -- Names of configurations
+
+
+@pytest.mark.parametrize("name", ["quickstart", "quickstart.py", "configs/quickstart"])
+def test_a_configuration_by_its_name(name):
+    assert flags.parse(["--config", name], TrainConfig)[0] == "quickstart"
+
+
+def test_a_name_without_a_folder_means_one_of_configs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError) as error:
+        flags.parse(["--config", "quickstrat"], TrainConfig)
+    assert "Did you mean 'quickstart'? `configs` has: asynchronous_gpt, " in str(
+        error.value
+    )
+    # A file of the working directory comes first.
+    (tmp_path / "quickstart.py").write_text("def get_config(): return 3")
+    with pytest.raises(ValueError, match="must return a TrainConfig, got int"):
+        flags.parse(["--config", "quickstart"], TrainConfig)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"warmup_steps": 50}, "warmup_steps=50` is more than `num_steps=8`.* 16% "),
+        ({"annealing_steps": 16}, "annealing_steps=16` is more than .* 50% "),
+        ({"warmup_steps": 8}, None),
+    ],
+)
+def test_a_run_that_ends_during_its_warm_up_is_told(options, told):
+    config = TrainConfig(
+        model=Transformer(),
+        data=Text(),
+        num_steps=8,
+        optimizer=OptimizerConfig(**options),
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_of_short_run(config)
+    assert len(caught) == (told is not None)
+    assert told is None or re.search(told, str(caught[0].message))

@@ -5,6 +5,7 @@ import itertools
 import os
 import pathlib
 import sys
+import warnings
 
 import jax
 import numpy as np
@@ -336,6 +337,30 @@ def test_messages(tmp_path, monkeypatch, options, files, error, message):
     with pytest.raises(error) as caught:
         Text(**options).load()
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("a.txt", None),
+        ("a.txt.gz", None),
+        ("a.jsonl", "is not a .txt file"),
+        ("a.jsonl.gz", "is not a .txt file"),
+        ("utf16.txt", "has zero bytes"),
+        ("a.parquet", "has zero bytes"),
+    ],
+)
+def test_bytes_of_another_format_are_read_with_a_warning(tmp_path, name, told):
+    text = '{"text": "some words"}\n' * 99
+    content = text.encode("utf-16") if told == "has zero bytes" else text.encode()
+    packed = gzip.compress(content) if name.endswith(".gz") else content
+    (tmp_path / name).write_bytes(packed)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        data = Text(path=str(tmp_path / name), seq_len=8).load()
+    assert bytes(data.train.text) + bytes(data.test.text) == content
+    assert len(caught) == (told is not None)
+    assert told is None or told in str(caught[0].message)
 
 
 @pytest.mark.parametrize("options", [{"seq_len": 0}, {"test_fraction": 1.0}])

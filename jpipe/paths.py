@@ -1,0 +1,32 @@
+"""Paths that users name."""
+
+import os
+import pathlib
+import re
+
+_ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+"""What begins as an address, such as "gs://" or, once `pathlib` has read it, "gs:/"; not a drive such as "C:/"."""
+
+
+def local_path(path: str | os.PathLike, name: str) -> pathlib.Path:
+    """A path in a file system.
+
+    Args:
+      path: as a user gave it.
+      name: of the argument, for the error.
+
+    Raises:
+      ValueError: if it is an address, such as of object storage.
+
+    Example:
+      >>> local_path("gs://bucket/run", "directory")
+      Traceback (most recent call last):
+      ValueError: `directory` must be in a file system, got the address 'gs://bucket/run'. Mount ...
+    """
+    text = os.fspath(path)
+    if isinstance(text, str) and _ADDRESS.match(text):
+        raise ValueError(
+            f"`{name}` must be in a file system, got the address {text!r}. Mount the storage as a folder (such as with "
+            "gcsfuse or s3fs) and name the folder, or write to a disk and copy the finished files."
+        )
+    return pathlib.Path(path)
