@@ -26,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -58,10 +59,6 @@ METHODS = {
     "unit ticks, prediction +T1+T3": without(T1, T3) | UNIT | {AHEAD: "true"},
     "PipeDream": NONE | PAIRED | {"pipeline.schedule": "pipedream"},
     "2BW": NONE | UNIT | {"pipeline.schedule": "pipedream_2bw"},
-}
-GROUPS = {
-    "PipeMare's techniques": list(METHODS)[1:6],
-    "Other schedules and methods": list(METHODS)[6:],
 }
 TASKS = {
     "mnist": {
@@ -300,31 +297,14 @@ def markdown(summary: dict) -> str:
 
 
 # A method has one colour. The same remedies in unit ticks have the same colour.
-COLORS = {"synchronous": "black"} | {
-    method: f"C{i}"
-    for i, methods in enumerate(
-        (
-            ("asynchronous", "unit ticks"),
-            ("+T1",),
-            ("+T1+T2",),
-            ("+T1+T2+T3", "unit ticks +T1+T2+T3"),
-            ("+T1+T3",),
-            ("unit ticks, prediction",),
-            ("unit ticks, prediction +T1+T3",),
-            ("PipeDream",),
-            ("2BW",),
-            ("NAdam",),
-        )
-    )
-    for method in methods
-}
-DASHED = ("+T1+T3",)  # it lies on +T1+T2+T3
+_COLUMNS = 6
 
 
 def draw(task: dict, summary: dict, path: pathlib.Path) -> None:
-    """Training loss and metric of every method: the mean of the seeds, and their range.
+    """Training loss and metric: two panels for each method, with the synchronous run in each.
 
-    An accuracy is drawn as the error, on a logarithmic axis, which shows differences near 100 %.
+    Lines are the mean of the seeds, bands their range. An accuracy is drawn as the error, on a logarithmic axis, which shows
+    differences near 100 %.
     """
     import matplotlib
 
@@ -334,77 +314,63 @@ def draw(task: dict, summary: dict, path: pathlib.Path) -> None:
 
     metric = summary["metric"]
     is_accuracy = metric.endswith("accuracy")
+    words = metric.replace("_", " ")
+    if is_accuracy:
+        words = f"{words.removesuffix(' accuracy')} error, %"
+    names = [name for name in summary["methods"] if name != "synchronous"]
+    blocks = -(-len(names) // _COLUMNS)
     figure, axes = pyplot.subplots(
-        2,
-        len(GROUPS),
-        figsize=(11, 8.5),
-        sharex=True,
-        sharey="row",
-        layout="constrained",
-    )
+        2 * blocks, _COLUMNS, figsize=(11, 4.2 * blocks + 0.6), sharex=True, sharey=False,
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
     num_seeds = max(len(row["last"]) for row in summary["methods"].values())
     figure.suptitle(
-        f"{task['title']}\nlines: mean of {num_seeds} seeds; bands: their range",
-        fontsize=12,
+        f"{task['title']}\nblack: synchronous; blue: the method of the panel; lines: mean of {num_seeds} seeds, bands: "
+        f"their range; dotted: target. Lower is better",
+        fontsize=11,
     )
-    in_groups = {name for group in GROUPS.values() for name in group}
-    others = [m for m in summary["methods"] if m not in {*in_groups, "synchronous"}]
-    for column, (title, group) in enumerate(GROUPS.items()):
-        names = ["synchronous", *group] + (others if column else [])
-        names = [name for name in names if name in summary["methods"]]
-        for row, key in enumerate(("loss", metric)):
-            ax = axes[row, column]
-            as_error = key == metric and is_accuracy
 
-            def shown(value: float, as_error: bool = as_error) -> float:
-                return 100 * (1 - value) if as_error else value
+    def plot(ax: Any, name: str, key: str, color: str) -> None:
+        curves = [dict(c) for c in summary["methods"][name]["curves"][key]]
+        steps = sorted({step for c in curves for step in c})
+        values = [[shown(c[s], key) for c in curves if s in c] for s in steps]
+        mean = [statistics.mean(v) for v in values]
+        ax.plot(steps, mean, color=color, linewidth=1.3)
+        low, high = [min(v) for v in values], [max(v) for v in values]
+        ax.fill_between(steps, low, high, color=color, alpha=0.2, linewidth=0)
 
-            for name in names:
-                curves = [dict(c) for c in summary["methods"][name]["curves"][key]]
-                steps = sorted({step for c in curves for step in c})
-                values = [[shown(c[s]) for c in curves if s in c] for s in steps]
-                ax.plot(
-                    steps,
-                    [statistics.mean(v) for v in values],
-                    label=name,
-                    color=COLORS[name],
-                    linestyle="--" if name in DASHED else "-",
-                    linewidth=1.5,
-                    marker="o" if key == metric else None,
-                    markersize=3,
-                )
-                low, high = [min(v) for v in values], [max(v) for v in values]
-                ax.fill_between(
-                    steps, low, high, color=COLORS[name], alpha=0.15, linewidth=0
-                )
-            if key == metric:
-                target = shown(summary["target"])
+    def shown(value: float, key: str) -> float:
+        return 100 * (1 - value) if is_accuracy and key == metric else value
+
+    for row in range(2):
+        key = (("loss", metric))[row]
+        of_row = axes[row::2].ravel()
+        for ax in of_row[1:]:
+            ax.sharey(of_row[0])
+        for ax, name in zip(of_row, names):
+            for each, color in ((name, "C0"), ("synchronous", "black")):
+                plot(ax, each, key, color)
+            if row:
+                target = shown(summary["target"], key)
                 ax.axhline(target, color="grey", linewidth=1, linestyle=":")
-                ax.annotate(
-                    "target",
-                    (0, target),
-                    xycoords=("axes fraction", "data"),
-                    xytext=(3, 2),
-                    textcoords="offset points",
-                    fontsize=8,
-                    color="grey",
-                )
+            else:
+                ax.set_title(name.replace(" +", "\n+"), fontsize=9)
+            if is_accuracy:
+                ax.set_yscale("log")
+                ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+                ax.yaxis.set_major_formatter("{x:g}")
+                ax.yaxis.set_minor_formatter(NullFormatter())
+            ax.xaxis.set_major_locator(MaxNLocator(3, integer=True))
+            ax.tick_params(labelsize=8)
             ax.grid(alpha=0.3, which="both")
-        axes[0, column].set_title(title, fontsize=11)
-        axes[0, column].legend(frameon=False, fontsize=8)
-        axes[1, column].set_xlabel("step")
-    axes[0, 0].set_ylabel("training loss")
-    words = metric.replace("_", " ")
-    axes[1, 0].set_ylabel(words)
-    if is_accuracy:
-        axes[1, 0].set_ylabel(f"{words.removesuffix(' accuracy')} error, %")
-        for row in (0, 1):
-            axis = axes[row, 0].yaxis
-            axes[row, 0].set_yscale("log")
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-            axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter(NullFormatter())
-    axes[1, 0].xaxis.set_major_locator(MaxNLocator(integer=True))
+        for ax in of_row[len(names) :]:
+            ax.set_visible(False)
+    for i in range(2 * blocks):
+        axes[i, 0].set_ylabel(words if i % 2 else "training loss")
+        for ax in axes[i, 1:]:
+            ax.tick_params(labelleft=False)
+    for ax in axes[-1]:
+        ax.set_xlabel("step", fontsize=9)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

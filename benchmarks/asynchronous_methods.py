@@ -18,6 +18,7 @@ folder and is not run again. `--redraw` makes the tables and the picture again f
 """
 
 import argparse
+import collections
 import functools
 import math
 import pathlib
@@ -551,22 +552,29 @@ def summary(found: dict[str, tuple[Task, dict]]) -> str:
 
 
 def draw(found: dict[str, tuple[Task, dict]], path: pathlib.Path) -> None:
-    """The metric at the end of every method, at every number of stages: a panel for each task."""
+    """The metric at the end of the methods, at every number of stages: a panel for each task.
+
+    A method with one result has a row in the tables alone.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    used = {method for _, rows in found.values() for _, method in rows}
-    names = [method for method in METHODS if method in used]
+    used = collections.Counter(
+        method for _, rows in found.values() for _, method in rows
+    )
+    names = [method for method in METHODS if used[method] > 1]
     figure, panels = pyplot.subplots(
         1, len(found), figsize=(4 * len(found) + 2, 0.34 * len(names) + 1.6), sharey=True,
         layout="constrained", squeeze=False,
     )  # fmt: skip
     for ax, (task, rows) in zip(panels[0], found.values(), strict=True):
-        stages = sorted({S for S, _ in rows})
+        drawn = {cell: row for cell, row in rows.items() if cell[1] in names}
+        stages = sorted({S for S, _ in drawn})
         best = rows[1, winner(task, rows, 1)].mean
-        ax.axvline(best, color="black", linewidth=1, linestyle=":")
+        label = "best synchronous method"
+        ax.axvline(best, color="black", linewidth=1, linestyle=":", label=label)
         for i, S in enumerate(stages):
             marker, color = ("D", "black") if S == 1 else ("o", f"C{i - 1}")
             label = "synchronous" if S == 1 else f"{S} stages"
@@ -578,13 +586,20 @@ def draw(found: dict[str, tuple[Task, dict]], path: pathlib.Path) -> None:
                 ax.plot(row.ends, y, color=color, alpha=0.4)
                 ax.plot(row.mean, y[0], marker, color=color, ms=5, label=label)
                 label = None
-        ax.set_xlabel(task.metric)
+        better = "lower is better" if task.better is min else "higher is better"
+        ax.set_xlabel(f"{task.metric} ({better})")
         ax.grid(alpha=0.3)
-    panels[0][0].set_yticks(range(len(names)), names)
+    labels = [name.replace(" +", " with ") for name in names]
+    panels[0][0].set_yticks(range(len(names)), labels)
     panels[0][0].invert_yaxis()
     for ax, name in zip(panels[0], found, strict=True):
         ax.set_title(TITLES[name], fontsize=11)
-    panels[0][-1].legend(frameon=False, fontsize=8)
+    figure.legend(
+        *panels[0][0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+    )
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 

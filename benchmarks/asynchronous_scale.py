@@ -872,15 +872,18 @@ def draw(task: Task, summary: dict, path: pathlib.Path) -> None:
     """Training loss and metric of every method: the mean of the seeds, and their range."""
     from matplotlib import pyplot
 
+    # An accuracy is in percent, as in the other pictures.
+    is_accuracy = summary["metric"].endswith("accuracy")
+    factors = (1, 100 if is_accuracy else 1)
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     for i, (name, row) in enumerate(summary["methods"].items()):
         color = "black" if name == "synchronous" else f"C{i - 1}"
-        for ax, column in zip(axes, (1, 2)):
+        for ax, column, factor in zip(axes, (1, 2), factors):
             whole = [c for c in row["curves"] if all(map(math.isfinite, c[-1]))]
             if not whole:
                 continue
             steps = [point[0] for point in whole[0]]
-            values = np.array([[point[column] for point in c] for c in whole])
+            values = np.array([[factor * point[column] for point in c] for c in whole])
             ax.plot(steps, values.mean(0), color=color, label=name, marker="o", ms=3)
             ax.fill_between(
                 steps, values.min(0), values.max(0), color=color, alpha=0.15
@@ -888,11 +891,12 @@ def draw(task: Task, summary: dict, path: pathlib.Path) -> None:
             ax.grid(alpha=0.3)
             ax.set_xlabel("step")
     axes[0].set_ylabel("training loss")
-    axes[1].set_ylabel(summary["metric"])
-    axes[1].axhline(summary["target"], color="grey", linewidth=1, linestyle=":")
+    target = factors[1] * summary["target"]
+    axes[1].set_ylabel(summary["metric"] + (", %" if is_accuracy else ""))
+    axes[1].axhline(target, color="silver", linewidth=1, linestyle=":", zorder=0)
     axes[1].annotate(
         "target",
-        (0, summary["target"]),
+        (0, target),
         xycoords=("axes fraction", "data"),
         xytext=(3, 2),
         textcoords="offset points",
@@ -934,11 +938,11 @@ def draw_stages(task: Task, points: dict, path: pathlib.Path) -> None:
         ax.xaxis.set_major_locator(FixedLocator(STAGES))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.xaxis.set_minor_locator(NullLocator())
-        ax.axhline(10, color="grey", linewidth=1, linestyle=":")
+        ax.set_ylim(bottom=45)
         ax.set_xlabel("stages")
         ax.set_title(f"{ticks} ticks", fontsize=11)
         ax.grid(alpha=0.3)
-    axes[0].set_ylabel("test accuracy, % (dotted: a guess)")
+    axes[0].set_ylabel("test accuracy, % (a guess: 10)")
     axes[0].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

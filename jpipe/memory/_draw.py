@@ -36,6 +36,12 @@ PANELS = ("bytes", "blocks", "intervals")
 
 _MOST_ROWS = 60
 
+_LEAST_SHARE = 0.6
+"""The share of the allocated bytes below which the used ones get the whole axis."""
+
+_LEAST_SEEN = 0.005
+"""The share of the axis from which a use can be seen, and is in the legend."""
+
 
 def draw(
     timeline: "Timeline", path: str | os.PathLike[str], panels: Sequence[str] = ()
@@ -69,17 +75,18 @@ def draw(
     heights = {"bytes": 2.8, "blocks": 0.5 + 0.13 * len(rows), "intervals": 2.6}
     of_panels = [heights[name] for name in panels]
     figure = Figure(figsize=(9, sum(of_panels) + 0.5), layout="constrained")
-    figure.suptitle(timeline.title, fontsize=10, x=0.01, ha="left")
     grid = figure.add_gridspec(len(panels), 2, height_ratios=of_panels)
     for i, name in enumerate(panels):
         if name == "intervals":
             _histogram(timeline, figure.add_subplot(grid[i, 0]))
-            _scatter(timeline, figure.add_subplot(grid[i, 1]))
+            # The colours of the uses stand in the panel of bytes.
+            _scatter(timeline, figure.add_subplot(grid[i, 1]), "bytes" not in panels)
         else:
             axes = figure.add_subplot(grid[i, :])
             _stack(timeline, axes) if name == "bytes" else _gantt(timeline, rows, axes)
             axes.set_xlim(0, timeline.period)
             axes.set_xlabel(timeline.unit, fontsize=8)
+    figure.axes[0].set_title(timeline.title, fontsize=10, loc="left")
     for axes in figure.axes:
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
@@ -98,21 +105,36 @@ def _unit(most: float) -> tuple[float, str]:
 
 
 def _stack(timeline: "Timeline", axes: "Axes") -> None:
-    """Bytes by use over time, the idle ones on top."""
-    by_use = timeline.by_use()
+    """Bytes by use over time. Idle bytes are drawn above them if they leave them room, and are said otherwise."""
+    by_use = dict(timeline.by_use())
     factor, unit = _unit(timeline.peak)
+    used = sum(of_use for use, of_use in by_use.items() if use != "idle")
+    most = timeline.peak
+    if np.max(used) < _LEAST_SHARE * timeline.peak:
+        by_use.pop("idle")
+        most = np.max(used) * 1.15
+        axes.text(
+            0.99,
+            0.97,
+            f"allocated at all times: {size_text(timeline.peak)}; the rest is idle",
+            transform=axes.transAxes,
+            ha="right",
+            va="top",
+            fontsize=8,
+        )
     moments = np.append(timeline.moments, timeline.period)
     bottom = np.zeros(len(moments))
     for use, of_use in by_use.items():
         top = bottom + np.append(of_use, of_use[-1]) / factor
         axes.fill_between(
-            moments, bottom, top, step="post", color=COLORS[use], lw=0, label=use
-        )
+            moments, bottom, top, step="post", color=COLORS[use], lw=0,
+            label=use if np.max(of_use) > _LEAST_SEEN * most else None,
+        )  # fmt: skip
         bottom = top
     for mark in timeline.marks[1:]:
         axes.axvline(mark, color="white", lw=0.3)
     axes.set_ylabel(unit, fontsize=8)
-    axes.set_ylim(0, timeline.peak / factor * 1.02)
+    axes.set_ylim(0, most / factor * 1.02)
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(
         handles[::-1],
@@ -204,9 +226,10 @@ def _histogram(timeline: "Timeline", axes: "Axes") -> None:
         axes.set_xscale("log")
     axes.set_xlabel(f"interval between accesses, {timeline.unit}", fontsize=8)
     axes.set_ylabel("number", fontsize=8)
+    axes.set_title("how long arrays wait between two accesses", fontsize=8, loc="left")
 
 
-def _scatter(timeline: "Timeline", axes: "Axes") -> None:
+def _scatter(timeline: "Timeline", axes: "Axes", legend: bool) -> None:
     by_use: dict[str, list] = {}
     for interval in timeline.intervals():
         by_use.setdefault(interval.use, []).append(
@@ -220,6 +243,7 @@ def _scatter(timeline: "Timeline", axes: "Axes") -> None:
         axes.set_xscale("log")
         axes.set_yscale("log", base=2)
         axes.yaxis.set_major_formatter(lambda y, _: size_text(y))
+    if by_use and legend:
         axes.legend(
             fontsize=6, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5)
         )
