@@ -270,16 +270,19 @@ def read_page(app, name, content):
 _NUMBERS = re.compile(r"[-\d\s.,%/=±×–+~]*\d[-\d\s.,%/=±×–+~]*|-|–")
 
 
-def mark_numbers(app, doctree):
-    """Gives cells of tables that hold numbers alone the class "numbers", so that they do not wrap."""
+def mark_cells(app, doctree):
+    """Gives cells of tables that hold numbers alone the class "numbers", and those with sentences the class "prose"."""
     for entry in doctree.findall(nodes.entry):
+        code = sum(len(each.astext()) for each in entry.findall(nodes.literal))
         if _NUMBERS.fullmatch(entry.astext()):
             entry["classes"].append("numbers")
+        elif len(entry.astext()) - code > 25:
+            entry["classes"].append("prose")
 
 
 def setup(app):
     app.connect("source-read", read_page)
-    app.connect("doctree-read", mark_numbers)
+    app.connect("doctree-read", mark_cells)
     app.connect("env-check-consistency", check_reference)
     # Before Napoleon, which reads the sections.
     app.connect("autodoc-process-docstring", format_docstring, priority=100)
