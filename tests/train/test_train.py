@@ -627,7 +627,16 @@ def test_an_interrupt_loses_nothing(
 # -- Help -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], []])
+def test_without_arguments_the_usual_commands_are_shown(capsys):
+    assert main([]) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert "`--help` lists all options" in first
+    commands = [line.strip() for line in lines if line]
+    assert len(commands) == 3
+    assert all(each.startswith("python train/train.py --") for each in commands)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"]])
 def test_help_shows_commands_and_options(words, capsys):
     assert main(words) == 0
     out = capsys.readouterr().out
