@@ -207,11 +207,6 @@ class Part(NamedTuple):
     outputs: Sequence[int]
 
 
-def jaxpr_text(function: Callable[..., Sequence], *avals: Any) -> str:
-    """The text of `function`, from and to flat lists of arrays: equal texts are equal programs."""
-    return Equations.trace(function, *avals).text()
-
-
 # -- Variables and values
 
 
