@@ -4,8 +4,11 @@ On a machine with only a CPU, the CPU is split into several devices.
 """
 
 import contextlib
+import importlib
 import os
 import pathlib
+import warnings
+import zlib
 
 import jax
 
@@ -44,17 +47,60 @@ def cache_compilations(folder: str | None) -> None:
     """Keeps compiled programs in a folder, from where later runs load them.
 
     A folder that the user has named to JAX, by the option `jax_compilation_cache_dir` or as
-    JAX_COMPILATION_CACHE_DIR, is used instead.
+    JAX_COMPILATION_CACHE_DIR, is used instead. An entry that a killed run has left incomplete is
+    replaced.
 
     Args:
       folder: the folder; "~" is the home directory. None: programs are compiled anew.
     """
-    if folder is None or jax.config.jax_compilation_cache_dir is not None:
+    if folder is None:
         return
-    path = pathlib.Path(folder).expanduser().absolute()
-    jax.config.update("jax_compilation_cache_dir", str(path))
-    # A model has many small programs, such as those that initialise its layers.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    if jax.config.jax_compilation_cache_dir is None:
+        path = pathlib.Path(folder).expanduser().absolute()
+        jax.config.update("jax_compilation_cache_dir", str(path))
+        # A model has many small programs, such as those that initialise its layers.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    _replace_incomplete_entries()
+
+
+def _replace_incomplete_entries() -> None:
+    """Removes the incomplete entries of the cache as soon as JAX fails to read an entry.
+
+    JAX warns of such an entry, compiles the program, and does not write over the entry: each later
+    run would warn and compile again. It warns before it writes, so it then writes a complete entry.
+    """
+    show = warnings.showwarning
+
+    def remove_and_show(message, category, filename, lineno, file=None, line=None):
+        if str(message).startswith("Error reading persistent compilation cache"):
+            for entry in pathlib.Path(jax.config.jax_compilation_cache_dir).glob("*-cache"):
+                # Another process may remove it at the same time.
+                with contextlib.suppress(OSError):
+                    if not _is_complete(entry.read_bytes()):
+                        entry.unlink()
+            message = f"{message}. The program is compiled again, and its entry is replaced."
+        show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = remove_and_show
+
+
+def _is_complete(entry: bytes) -> bool:
+    """Whether all of an entry of JAX's cache can be decompressed."""
+    if not entry.startswith(b"\x28\xb5\x2f\xfd"):
+        decompress = zlib.decompress
+    else:
+        # JAX compresses by Zstandard where it is installed.
+        for name in ("compression.zstd", "zstandard"):
+            with contextlib.suppress(ImportError):
+                decompress = importlib.import_module(name).decompress
+                break
+        else:
+            return True
+    try:
+        decompress(entry)
+    except Exception:  # each library has an exception of its own
+        return False
+    return True
 
 
 def check_devices(

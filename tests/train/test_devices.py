@@ -24,12 +24,13 @@ print(float(jax.jit(lambda x: (x @ x).sum())(jax.numpy.eye(3))), len(loaded) > 0
 """
 
 
-def run(folder, **environment):
+def run(folder, warns=False, **environment):
     variables = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}
     variables |= {"PYTHONPATH": ".", "JAX_PLATFORMS": "cpu", **environment}
     command = [sys.executable, "-c", PROGRAM, str(folder)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    assert ("its entry is replaced" in done.stderr) == warns, done.stderr
     return done.stdout.split()
 
 
@@ -38,6 +39,17 @@ def test_the_second_run_loads_what_the_first_has_compiled(tmp_path):
     assert run(folder) == ["3.0", "False"]
     assert any(folder.iterdir())
     assert run(folder) == ["3.0", "True"]
+
+
+@pytest.mark.parametrize("length", [0, 1, 300])
+def test_an_entry_that_a_killed_run_has_left_incomplete_is_replaced(tmp_path, length):
+    run(tmp_path)
+    entries = {path: path.read_bytes() for path in tmp_path.glob("*-cache")}
+    for path, content in entries.items():
+        path.write_bytes(content[:length])
+    assert run(tmp_path, warns=True) == ["3.0", "False"]
+    assert all(len(path.read_bytes()) > 300 for path in entries)
+    assert run(tmp_path) == ["3.0", "True"]
 
 
 def test_the_home_directory_is_found(tmp_path):
