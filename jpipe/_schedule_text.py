@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jpipe._cells import IDLE, idle_cells
-from jpipe.foreign import shortened
+from jpipe.foreign import shortened, shown
 
 if TYPE_CHECKING:
     from jpipe.schedule import Schedule
@@ -152,7 +152,7 @@ def with_mark(schedule: "Schedule", message: str, tick: int | None, column: int)
     shown_columns = _around(column + 1, len(table[0]))
     lines = _align([[table[r][c] for c in shown_columns] for r in shown_rows])
     lines[shown_rows.index(marked_row)] += "  <-- here"
-    return "\n".join([f"schedule {schedule.name!r}, {where}: {message}", *lines])
+    return "\n".join([f"schedule {shown(schedule.name)}, {where}: {message}", *lines])
 
 
 _MOST_SHOWN = 40

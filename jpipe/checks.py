@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from jpipe.compress import Compressor, SparseCompressor, StreamingPCA
 from jpipe.engine.loss_scale import LossScale
+from jpipe.foreign import shown
 from jpipe.layers.avals import is_inexact, is_key
 from jpipe.layers.layer import Layer
 from jpipe.layers.state_update import StateUpdate
@@ -36,14 +37,14 @@ def check_schedule(schedule: Any) -> Schedule:
     """The schedule, if it is a legal table that trains."""
     if not isinstance(schedule, Schedule):
         raise ValueError(
-            f"`schedule` must be a `jpipe.Schedule`, got {schedule!r}. Make one with "
+            f"`schedule` must be a `jpipe.Schedule`, got {shown(schedule)}. Make one with "
             "`jpipe.schedules`, for example "
             "`jpipe.schedules.one_f_one_b(num_stages=4, num_microbatches=8)`."
         )
     schedule.check()
     if schedule.forward_only:
         raise ValueError(
-            f"`schedule` {schedule.name!r} is forward-only, and a pipeline trains. "
+            f"`schedule` {shown(schedule.name)} is forward-only, and a pipeline trains. "
             "`Pipeline.predict` makes its own forward-only table."
         )
     return schedule
@@ -87,7 +88,7 @@ def check_recompute(recompute: Any) -> Any:
         remedy = did_you_mean(name, ["none", "full", *policies])
     raise ValueError(
         '`recompute` must be "none", "full" or a policy of `jax.checkpoint_policies`, got '
-        f"{recompute!r}.{remedy}"
+        f"{shown(recompute)}.{remedy}"
     )
 
 
@@ -95,12 +96,12 @@ def floating_dtype(dtype: Any) -> np.dtype | None:
     """`compute_dtype` as a dtype, if it is one of floating-point numbers, or None."""
     try:
         checked = None if dtype is None else jnp.dtype(dtype)
-    except TypeError:
+    except (TypeError, ValueError, RecursionError):  # it is written out, or not a dtype
         checked = np.dtype(object)
     if checked is not None and not jnp.issubdtype(checked, jnp.floating):
         raise ValueError(
             "`compute_dtype` must be a floating-point dtype, such as `jnp.bfloat16`, or "
-            f"None, got {dtype!r}."
+            f"None, got {shown(dtype)}."
         )
     return checked
 
@@ -110,10 +111,10 @@ def check_loss_scale(scale: Any, schedule: Schedule) -> LossScale | None:
     if scale is None:
         return None
     if isinstance(scale, (int, float)) and not isinstance(scale, bool):
-        scale = LossScale(float(scale), None, largest=np.inf)
+        scale = LossScale(scale, None, largest=np.inf)
     if not isinstance(scale, LossScale):
         raise ValueError(
-            f"`loss_scale` must be a number, a `jpipe.LossScale` or None, got {scale!r}."
+            f"`loss_scale` must be a number, a `jpipe.LossScale` or None, got {shown(scale)}."
         )
     if scale.growth_interval is not None and not schedule.synchronous:
         raise ValueError(
@@ -153,7 +154,7 @@ def check_ties(ties: Any) -> list:
             raise ValueError(
                 'each of `ties` must be a sequence of `(layer, "dotted.path")` pairs, such '
                 'as `[(0, "token.embedding"), (-1, "embedding")]`, got '
-                f"{tie!r}."
+                f"{shown(tie)}."
             )
     return list(ties)
 
@@ -174,7 +175,7 @@ def check_mesh(mesh: Any, schedule: Schedule) -> Mesh:
     if sizes[STAGE] != schedule.num_devices:
         raise ValueError(
             f'the axis "stage" of `mesh` must have the {schedule.num_devices} devices of '
-            f"schedule {schedule.name!r}, got {sizes[STAGE]}. Use "
+            f"schedule {shown(schedule.name)}, got {sizes[STAGE]}. Use "
             f"`jpipe.make_mesh(stage={schedule.num_devices})`, or a schedule for "
             f"{sizes[STAGE]} devices."
         )
@@ -186,7 +187,7 @@ def check_overlap(overlap: Any, mesh: Mesh) -> bool:
     """`overlap`, decided by the platform of the devices if it is None."""
     if overlap not in (None, True, False):
         raise ValueError(
-            f"`overlap` must be True, False or None, got {overlap!r}. With None the "
+            f"`overlap` must be True, False or None, got {shown(overlap)}. With None the "
             "platform of the devices decides."
         )
     if overlap is None:
@@ -197,7 +198,9 @@ def check_overlap(overlap: Any, mesh: Mesh) -> bool:
 def check_shard_optimizer(shard: Any, mesh: Mesh, schedule: Schedule) -> bool:
     """`shard_optimizer`; there must be replicas that can share an update."""
     if shard not in (True, False):
-        raise ValueError(f"`shard_optimizer` must be True or False, got {shard!r}.")
+        raise ValueError(
+            f"`shard_optimizer` must be True or False, got {shown(shard)}."
+        )
     if shard and mesh.shape.get(DATA, 1) == 1 and not schedule.has_copies:
         raise ValueError(
             "`shard_optimizer` shares the optimizer's state between the replicas of a stage, and there is one replica: "
@@ -216,7 +219,7 @@ def check_compress_gradients(
         return None
     if not isinstance(compressor, Compressor):
         raise ValueError(
-            f"`compress_gradients` must be a compressor of `jpipe.compress`, got {compressor!r}. For example "
+            f"`compress_gradients` must be a compressor of `jpipe.compress`, got {shown(compressor)}. For example "
             "`jpipe.compress.PowerSGD(rank=4)`."
         )
     if mesh.shape.get(DATA, 1) == 1 and not schedule.has_copies:
@@ -251,7 +254,7 @@ def check_accumulate_gradients(
     if not isinstance(compressor, StreamingPCA):
         raise ValueError(
             "`accumulate_gradients` must be a `jpipe.compress.StreamingPCA`, which updates factors from the inputs of a "
-            f"layer and the gradients by its outputs, got {compressor!r}. For example `jpipe.compress.StreamingPCA(rank=4)`. "
+            f"layer and the gradients by its outputs, got {shown(compressor)}. For example `jpipe.compress.StreamingPCA(rank=4)`. "
             "Other compressors need the gradient: they are for `compress_gradients`."
         )
     for name, value in others.items():
@@ -278,7 +281,7 @@ def message_compression(compress: Any) -> MessageCompression:
         if unknown or not compress:
             raise ValueError(
                 '`compress_messages` must be a compressor or a dict with one for "activations", "gradients" or both, '
-                f"got a dict with {sorted(map(str, compress)) or 'nothing'}. For example "
+                f"got a dict with {shown(list(compress)) if compress else 'nothing'}. For example "
                 '`{"activations": jpipe.compress.Quantize(8)}`.'
             )
         found = MessageCompression(**compress)
@@ -289,7 +292,7 @@ def message_compression(compress: Any) -> MessageCompression:
     for compressor in found:
         if not isinstance(compressor, Compressor | None):
             raise ValueError(
-                f"`compress_messages` must be a compressor of `jpipe.compress`, got {compressor!r}. For example "
+                f"`compress_messages` must be a compressor of `jpipe.compress`, got {shown(compressor)}. For example "
                 "`jpipe.compress.Quantize(bits=8)`."
             )
     return found
@@ -330,7 +333,7 @@ def check_compiler_options(options: Any) -> dict[str, bool | int | float | str]:
         if not (isinstance(name, str) and isinstance(value, bool | int | float | str)):
             raise ValueError(
                 "`compiler_options` must be a dict of options of XLA, name -> bool, number or text, "
-                f"got {options!r}. For example: {{'xla_gpu_enable_triton_gemm': False}}."
+                f"got {shown(options)}. For example: {{'xla_gpu_enable_triton_gemm': False}}."
             )
     return dict(options)
 
@@ -348,7 +351,7 @@ def batch_size(batch: Any) -> int:
         )
     if not jax.tree.leaves(batch["inputs"]):
         raise ValueError(
-            f'`batch["inputs"]` must hold an array, which feeds layer 0, got {batch["inputs"]!r}.'
+            f'`batch["inputs"]` must hold an array, which feeds layer 0, got {shown(batch["inputs"])}.'
         )
     sizes = {}
     for path, leaf in jax.tree.leaves_with_path(dict(batch)):
@@ -358,7 +361,7 @@ def batch_size(batch: Any) -> int:
             remedy = " Convert lists with `np.asarray`." if is_in_list else ""
             raise ValueError(
                 f"`{name}` must be an array with a leading minibatch axis, got "
-                f"{leaf!r}.{remedy}"
+                f"{shown(leaf)}.{remedy}"
             )
         if not (jnp.issubdtype(leaf.dtype, jnp.number) or leaf.dtype == bool):
             raise ValueError(
@@ -534,7 +537,7 @@ def check_offload(
     if not isinstance(offload, Offload):
         raise ValueError(
             "`offload` must be a `jpipe.Offload`, such as `jpipe.Offload(optimizer=1.0)`, or None, got "
-            f"{offload!r}."
+            f"{shown(offload)}."
         )
     if not offload:
         return offload
@@ -583,10 +586,10 @@ def check_device_memory(device_memory: Any, offload: Any, mesh: Mesh) -> float |
         except ValueError as error:
             raise ValueError(f"`device_memory` {error}") from None
     is_number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
-    if not is_number or not 0 < limit < np.inf:
+    if not is_number or not 0 < limit < 2**64:
         raise ValueError(
             '`device_memory` must be a number of bytes above 0, such as 2e9 or "2GiB", or None, got '
-            f"{device_memory!r}."
+            f"{shown(device_memory)}."
         )
     kinds = memory_kinds(mesh.devices.flat[0])
     if HOST_MEMORY not in kinds:
@@ -651,7 +654,7 @@ def check_stages(
         _check_sequence(layer, i, update, schedule, s, num_replicas)
         if update.moves and mixes_minibatches(schedule, s):
             raise ValueError(
-                f"layer {i} ({layer.name}) has mutable state, and schedule {schedule.name!r} runs "
+                f"layer {i} ({layer.name}) has mutable state, and schedule {shown(schedule.name)} runs "
                 f"forwards of two minibatches at the same time on copies of its stage, {s}. The "
                 "state moves once per minibatch. Use paired ticks, or a stage without copies."
             )

@@ -12,6 +12,8 @@ import reprlib
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 _MOST_SHOWN = 200
 
 
@@ -89,10 +91,14 @@ def shown(value: Any) -> str:
       >>> shown("gpip"), len(shown("9" * 100_000)) <= 200
       ("'gpip'", True)
     """
+    if isinstance(value, np.generic):
+        value = value.item()  # 0.5, not np.float64(0.5)
     try:
         return _SHORT.repr(value)
     except ValueError:  # Python does not write out a number of thousands of digits
         return f"{type(value).__name__} of thousands of digits"
+    except RecursionError:
+        return f"{type(value).__name__} that is nested too deeply"
 
 
 def shortened(message: str, most: int = 4000) -> str:

@@ -21,6 +21,8 @@ import time
 from collections.abc import Sequence
 from typing import BinaryIO
 
+from jpipe.foreign import shown
+
 COORDINATOR_ADDRESS = "JPIPE_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "JPIPE_NUM_PROCESSES"
 PROCESS_ID = "JPIPE_PROCESS_ID"
@@ -68,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     n = options.num_processes
     if n < 1:
-        parser.error(f"-n must be at least 1, got {n}")
+        parser.error(f"-n must be at least 1, got {shown(n)}")
     try:
         devices = device_variables(n, options.devices, os.environ)
     except ValueError as error:

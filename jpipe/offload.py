@@ -4,6 +4,7 @@ import dataclasses
 import numbers
 from typing import Any, NamedTuple
 
+from jpipe.foreign import shown
 from jpipe.packing import CHUNK
 from jpipe.suggest import suggests
 
@@ -55,7 +56,7 @@ class Offload:
         if not isinstance(chunk, numbers.Integral) or chunk < LEAST_CHUNK:
             raise ValueError(
                 "`chunk` of `Offload` is the number of weights whose state moves at once, a whole number of at least "
-                f"{LEAST_CHUNK} (a tile of a TPU), got {chunk!r}."
+                f"{LEAST_CHUNK} (a tile of a TPU), got {shown(chunk)}."
             )
         kept: Any = self.activations
         if kept is None:
@@ -67,7 +68,7 @@ class Offload:
         ):
             raise ValueError(
                 "`activations` of `Offload` is the number of microbatches whose stashes stay on a device, a whole number of "
-                f"at least {LEAST_SLOTS} (one that is written and one that is read), got {kept!r}. None keeps all."
+                f"at least {LEAST_SLOTS} (one that is written and one that is read), got {shown(kept)}. None keeps all."
             )
 
     def __bool__(self) -> bool:
@@ -80,7 +81,7 @@ def _check_share(name: str, share: Any, what: str) -> None:
     is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
     if not is_number or not 0 <= share <= 1:
         raise ValueError(
-            f"`{name}` of `Offload` is the part of the {what} that goes to host memory, from 0 to 1, got {share!r}. 1.0 "
+            f"`{name}` of `Offload` is the part of the {what} that goes to host memory, from 0 to 1, got {shown(share)}. 1.0 "
             "keeps all of it there."
         )
 

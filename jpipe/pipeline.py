@@ -24,6 +24,7 @@ from jpipe.compress import Compressor, StreamingPCA
 from jpipe.costs import Memory, ShardRecord, StageRecord
 from jpipe.engine.loss_scale import LossScale
 from jpipe.fit import fit
+from jpipe.foreign import shown
 from jpipe.layers.as_layers import as_layers, shared_weights
 from jpipe.layers.avals import shapes_text
 from jpipe.layers.axis_rules import AxisRules, check_axis_rules
@@ -508,7 +509,7 @@ class Pipeline:
         checks.check_state(state)
         if optimizer not in ("same", "matching"):
             raise ValueError(
-                f'`optimizer` of `adopt` must be "same" or "matching", got {optimizer!r}.'
+                f'`optimizer` of `adopt` must be "same" or "matching", got {shown(optimizer)}.'
             )
         portable.check_nothing_in_flight(state)
         if batch is None:

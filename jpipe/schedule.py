@@ -493,7 +493,7 @@ class Schedule:
             )
             for i in np.flatnonzero(first[cell] != np.arange(len(m)))[:1]:
                 raise ValueError(
-                    f"schedule {name!r}, tick {t[i]}, stage {stage[c[i]]}: {field} "
+                    f"schedule {shown(name)}, tick {t[i]}, stage {stage[c[i]]}: {field} "
                     f"{number[first[cell[i]]]} and {field} {number[i]} in one cell; a "
                     f"column runs one {field} per tick."
                 )

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jpipe.foreign import shown
 from jpipe.schedule import IDLE, Schedule
 
 __all__ = ["Costs", "Timing", "simulate"]
@@ -81,11 +82,11 @@ class Costs:
             if not fits or (is_fraction and np.isinf(value)):
                 if is_fraction:
                     raise ValueError(
-                        f"`jitter` must be a fraction of a tick, at least 0, got {cost}: "
+                        f"`jitter` must be a fraction of a tick, at least 0, got {shown(cost)}: "
                         "0.05 makes a tick 5% longer."
                     )
                 raise ValueError(
-                    f"`{field.name}` must be at least 0, got {cost}: it is a time. Pass "
+                    f"`{field.name}` must be at least 0, got {shown(cost)}: it is a time. Pass "
                     "seconds, or multiples of one forward."
                 )
         for name in ("num_cores", "cores_per_device"):
@@ -204,7 +205,7 @@ def simulate(
     schedule.check()
     if mode not in ("lockstep", "dependencies"):
         raise ValueError(
-            f'`mode` must be "lockstep" or "dependencies", got {mode!r}: the first is one '
+            f'`mode` must be "lockstep" or "dependencies", got {shown(mode)}: the first is one '
             "program on all devices, the second one program per device."
         )
     if mode == "dependencies" and (costs.num_cores or costs.tick or costs.jitter):

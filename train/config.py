@@ -18,6 +18,7 @@ import jax
 import optax
 
 import jpipe
+from jpipe.foreign import shown
 from jpipe.sizes import parse_size
 from models import Model
 from train.mnist import MNIST, MNISTPixels
@@ -286,7 +287,7 @@ class MeshConfig:
             if unknown:
                 raise ValueError(
                     f"`rules.{name}` must be stage, data, fsdp or model, several of them separated "
-                    f"by commas, or none, got {axes!r}."
+                    f"by commas, or none, got {shown(axes)}."
                 )
 
     @property

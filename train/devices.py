@@ -73,12 +73,16 @@ def _replace_incomplete_entries() -> None:
 
     def remove_and_show(message, category, filename, lineno, file=None, line=None):
         if str(message).startswith("Error reading persistent compilation cache"):
-            for entry in pathlib.Path(jax.config.jax_compilation_cache_dir).glob("*-cache"):
+            for entry in pathlib.Path(jax.config.jax_compilation_cache_dir).glob(
+                "*-cache"
+            ):
                 # Another process may remove it at the same time.
                 with contextlib.suppress(OSError):
                     if not _is_complete(entry.read_bytes()):
                         entry.unlink()
-            message = f"{message}. The program is compiled again, and its entry is replaced."
+            message = (
+                f"{message}. The program is compiled again, and its entry is replaced."
+            )
         show(message, category, filename, lineno, file, line)
 
     warnings.showwarning = remove_and_show

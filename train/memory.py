@@ -21,7 +21,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from jpipe.command_line import Parser
-from jpipe.foreign import shortened
+from jpipe.foreign import shortened, shown
 from train import flags
 from train.plan import count, size
 
@@ -42,7 +42,7 @@ def position(text: str) -> int:
     """Reads a whole number of at least 0."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(
-            f"must be a whole number of at least 0, got {text!r}."
+            f"must be a whole number of at least 0, got {shown(text)}."
         )
     return int(text)
 
@@ -51,7 +51,7 @@ def picture(text: str) -> str:
     """Reads the name of a picture."""
     if pathlib.Path(text).suffix not in (".svg", ".png", ".pdf"):
         raise argparse.ArgumentTypeError(
-            f"must end in .svg, .png or .pdf, got {text!r}."
+            f"must end in .svg, .png or .pdf, got {shown(text)}."
         )
     return text
 

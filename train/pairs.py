@@ -9,6 +9,7 @@ import pathlib
 
 import numpy as np
 
+from jpipe.foreign import shown
 from train.data import Batch, Dataset
 from train.files import read_bytes
 
@@ -129,7 +130,7 @@ def _read(path: str) -> list[tuple[bytes, bytes]]:
             raise ValueError(
                 f"line {number} of `{path}` must hold a sentence, a tab and its "
                 f"translation, got {len(sentences)} columns: "
-                f"{line[:40].decode(errors='replace')!r}. Correct or remove the line."
+                f"{shown(line[:40].decode(errors='replace'))}. Correct or remove the line."
             )
         pairs.append((sentences[0], sentences[1]))
     return pairs

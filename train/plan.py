@@ -40,7 +40,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from jpipe import solvers
 from jpipe.command_line import Parser
-from jpipe.foreign import shortened
+from jpipe.foreign import shortened, shown
 from jpipe.sizes import parse_size
 from train import flags
 
@@ -67,7 +67,7 @@ def count(text: str) -> int:
     """Reads a whole number of at least 1."""
     if not (text.isdecimal() and int(text) >= 1):
         raise argparse.ArgumentTypeError(
-            f"must be a whole number of at least 1, got {text!r}."
+            f"must be a whole number of at least 1, got {shown(text)}."
         )
     return int(text)
 

@@ -27,7 +27,7 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from jpipe.command_line import Parser
-from jpipe.foreign import shortened
+from jpipe.foreign import shortened, shown
 from train import flags
 from train.plan import count, size
 
@@ -46,7 +46,7 @@ def duration(text: str) -> float:
         assert 0 < seconds < math.inf
     except (AssertionError, ValueError):
         raise argparse.ArgumentTypeError(
-            f"must be a time above 0 such as 60s, 2m or 1h, got {text!r}."
+            f"must be a time above 0 such as 60s, 2m or 1h, got {shown(text)}."
         ) from None
     return seconds
 

@@ -43,6 +43,7 @@ from jpipe.checkpoints._manifest import (
 from jpipe.checkpoints._quiet import reason, without_tracebacks_of_threads
 from jpipe.checkpoints._weights_file import load_params, save_params
 from jpipe.checks import check_state
+from jpipe.foreign import shown
 from jpipe.paths import local_path
 from jpipe.pipeline import Pipeline
 from jpipe.processes import from_first, gather_texts, processes_of
@@ -118,7 +119,7 @@ class Checkpoints:
     def __init__(self, directory: str | os.PathLike, keep: int | None = 3):
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(
-                f"`keep` must be a number of steps, at least 1, or None, got {keep!r}."
+                f"`keep` must be a number of steps, at least 1, or None, got {shown(keep)}."
             )
         # Orbax needs an absolute path.
         self.directory = pathlib.Path(
@@ -153,7 +154,9 @@ class Checkpoints:
             were saved stay.
         """
         if isinstance(step, bool) or not isinstance(step, int | np.integer) or step < 0:
-            raise ValueError(f"`step` must be an integer of at least 0, got {step!r}.")
+            raise ValueError(
+                f"`step` must be an integer of at least 0, got {shown(step)}."
+            )
         check_state(state)
         _check_processes(state.program.settings.mesh)
         try:
@@ -166,7 +169,7 @@ class Checkpoints:
         named = steps_in(self.directory)
         if later := [n for n in named if n > step and self._seems_whole(n)]:
             raise ValueError(
-                f"`step` must not be before the steps that `{self.directory}` has, got {step} after "
+                f"`step` must not be before the steps that `{self.directory}` has, got {shown(step)} after "
                 f"{later[-1]}: the newest step is the one that `restore` takes. Use another directory, "
                 "or delete the folders of the later steps."
             )

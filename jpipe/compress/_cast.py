@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.compress._compressor import Compressor, Wire
+from jpipe.foreign import shown
 from jpipe.suggest import suggests
 
 
@@ -33,11 +34,11 @@ class Cast(Compressor):
         try:
             # NumPy takes None for float64.
             dtype = None if self.dtype is None else jnp.dtype(self.dtype)
-        except TypeError:
+        except (TypeError, ValueError):  # NumPy writes it out
             dtype = None
         if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
             raise ValueError(
-                f"`dtype` of Cast must be a floating-point type, got {self.dtype!r}. Choose for "
+                f"`dtype` of Cast must be a floating-point type, got {shown(self.dtype)}. Choose for "
                 "example bfloat16, float16 or float8_e4m3fn; integers come of Quantize."
             )
         held = np.array([-1, np.nan]).astype(dtype)

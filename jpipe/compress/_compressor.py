@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpipe.foreign import shown
+
 Wire = dict[str, jax.Array]
 """Name -> array, as it is sent."""
 
@@ -203,5 +205,5 @@ def check_number(compressor: Any, name: str, whole: bool = True) -> None:
     kind = numbers.Integral if whole else numbers.Real
     if isinstance(value, bool) or not isinstance(value, kind):
         raise ValueError(
-            f"`{name}` of {type(compressor).__name__} must be a {'whole ' * whole}number, got {value!r}."
+            f"`{name}` of {type(compressor).__name__} must be a {'whole ' * whole}number, got {shown(value)}."
         )

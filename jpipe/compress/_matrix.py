@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.compress._compressor import Compressor, Replicas, Wire, check_number
+from jpipe.foreign import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class LowRankCompressor(Compressor):
         check_number(self, "seed")
         if self.rank < 1:
             raise ValueError(
-                f"`rank` of {type(self).__name__} must be at least 1, got {self.rank}: it is the number of "
+                f"`rank` of {type(self).__name__} must be at least 1, got {shown(self.rank)}: it is the number of "
                 f"{self._rank_counts}. 1 to 10 are usual."
             )
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from jpipe.compress._compressor import Compressor
+from jpipe.foreign import shown
 from jpipe.suggest import suggests
 
 
@@ -41,7 +42,7 @@ def compress_gradients(
     """
     if not isinstance(compressor, Compressor):
         raise ValueError(
-            f"`compressor` must be a compressor of `jpipe.compress`, got {compressor!r}. For example "
+            f"`compressor` must be a compressor of `jpipe.compress`, got {shown(compressor)}. For example "
             "`jpipe.compress.PowerSGD(rank=4)`."
         )
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jpipe.compress import _sparse
 from jpipe.compress._compressor import SparseCompressor, Wire, check_number, size_of
+from jpipe.foreign import shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class PackedCompressor(SparseCompressor):
         if not (0 < self.density <= 1):
             raise ValueError(
                 f"`density` of {type(self).__name__} must be above 0 and at most 1, got "
-                f"{self.density}: it is the part of the entries that are sent. Take 0.01 for "
+                f"{shown(self.density)}: it is the part of the entries that are sent. Take 0.01 for "
                 "one in a hundred."
             )
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.compress._compressor import Compressor, Wire, check_number, size_of
+from jpipe.foreign import shown
 from jpipe.suggest import suggests
 
 
@@ -54,17 +55,17 @@ class Quantize(Compressor):
             check_number(self, name)
         if self.bits not in (4, 8):
             raise ValueError(
-                f"`bits` of Quantize must be 8 or 4, got {self.bits}: there is no code of other "
+                f"`bits` of Quantize must be 8 or 4, got {shown(self.bits)}: there is no code of other "
                 "lengths. For 16 bits take Cast('bfloat16')."
             )
         if self.block < 1:
             raise ValueError(
-                f"`block` of Quantize must be at least 1, got {self.block}: every scale needs an "
+                f"`block` of Quantize must be at least 1, got {shown(self.block)}: every scale needs an "
                 "entry. 256 is usual."
             )
         if not isinstance(self.stochastic, bool):
             raise ValueError(
-                f"`stochastic` of Quantize must be True or False, got {self.stochastic!r}."
+                f"`stochastic` of Quantize must be True or False, got {shown(self.stochastic)}."
             )
 
     def init(self, like: Any) -> Any:

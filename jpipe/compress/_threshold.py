@@ -10,6 +10,7 @@ from jax import lax
 
 from jpipe.compress._compressor import Wire, check_number, size_of
 from jpipe.compress._packed import PackedCompressor, num_kept
+from jpipe.foreign import shown
 from jpipe.suggest import suggests
 
 
@@ -66,12 +67,12 @@ class Threshold(PackedCompressor):
         check_number(self, "room", whole=False)
         if self.every < 1:
             raise ValueError(
-                f"`every` of Threshold must be at least 1, got {self.every}: 1 computes the "
+                f"`every` of Threshold must be at least 1, got {shown(self.every)}: 1 computes the "
                 "threshold of each array; the paper takes 1000."
             )
         if not (1 <= self.room < math.inf):
             raise ValueError(
-                f"`room` of Threshold must be at least 1, got {self.room}: a wire has room for "
+                f"`room` of Threshold must be at least 1, got {shown(self.room)}: a wire has room for "
                 "`room * density` of the entries. 1.5 leaves room for a density that drifts."
             )
 

@@ -1,12 +1,14 @@
 """Loss scaling keeps the gradients of float16 computations from rounding to zero."""
 
 import dataclasses
+import numbers
 from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.suggest import suggests
 
 
@@ -34,19 +36,25 @@ class LossScale:
     largest: float = 2.0**24
 
     def __post_init__(self) -> None:
-        if not 0 < self.initial < np.inf:
-            raise ValueError(
-                f"`initial` of a loss scale must be above 0 and finite, got {self.initial}."
-            )
-        if self.growth_interval is not None and self.growth_interval < 1:
-            raise ValueError(
-                f"`growth_interval` must be at least 1 update, or None, got {self.growth_interval}."
-            )
-        if not self.factor > 1:
-            raise ValueError(f"`factor` must be above 1, got {self.factor}.")
+        largest = float(np.finfo(np.float32).max)
+        limits = {
+            "initial": (0.0, largest, f"above 0 and at most {largest:.2g} (float32)"),
+            "factor": (1.0, largest, f"above 1 and at most {largest:.2g} (float32)"),
+            "growth_interval": (0.0, 2**31 - 1, "at least 1 update (int32), or None"),
+            "largest": (0.0, np.inf, "above 0"),
+        }
+        for name, (above, most, meaning) in limits.items():
+            value = getattr(self, name)
+            if name == "growth_interval" and value is None:
+                continue
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number or not above < value <= most:
+                raise ValueError(
+                    f"`{name}` of a loss scale must be {meaning}, got {shown(value)}."
+                )
         if self.largest < self.initial:
             raise ValueError(
-                f"`largest` must be at least `initial` ({self.initial}), got {self.largest}."
+                f"`largest` must be at least `initial` ({shown(self.initial)}), got {shown(self.largest)}."
             )
 
     def shapes(self) -> dict[str, jax.ShapeDtypeStruct]:

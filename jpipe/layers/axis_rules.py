@@ -13,6 +13,7 @@ from typing import Any
 from flax.core.spmd import get_logical_axis_rules, logical_axis_rules
 from jax.sharding import Mesh
 
+from jpipe.foreign import shown
 from jpipe.layers.constraint import on_mesh
 from jpipe.mesh import DATA, FSDP, MODEL
 from jpipe.packing import axes, axes_by_dim
@@ -56,7 +57,7 @@ def check_axis_rules(rules: Any) -> AxisRules:
         if not (is_sequence and _is_rule(rule)):
             raise ValueError(
                 "`axis_rules` must be a sequence of pairs of a logical name and an axis of the mesh, several axes "
-                f'or None, such as `(("mlp", "model"), ("embed", "fsdp"))`, got {rule!r}.'
+                f'or None, such as `(("mlp", "model"), ("embed", "fsdp"))`, got {shown(rule)}.'
             )
     return tuple(
         (name, target if target is None or isinstance(target, str) else tuple(target))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
+from jpipe.foreign import shown
 from jpipe.layers.avals import is_inexact
 from jpipe.suggest import suggests
 
@@ -167,7 +168,7 @@ def _names(names: str | Sequence[str], argument: str) -> tuple[str, ...]:
     for name in result:
         if not isinstance(name, str):
             raise ValueError(
-                f"`{argument}` must be a name or several, got {name!r} in {result}."
+                f"`{argument}` must be a name or several, got {shown(name)} in {shown(result)}."
             )
     return result
 

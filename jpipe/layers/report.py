@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.layers.layer import Layer
 from jpipe.suggest import suggests
 
@@ -48,11 +49,13 @@ def report(name: str, value: Any) -> None:
       ...     return jnp.tanh(x)
     """
     if not isinstance(name, str):
-        raise ValueError(f"`name` of `jpipe.report` must be a string, got {name!r}.")
+        raise ValueError(
+            f"`name` of `jpipe.report` must be a string, got {shown(name)}."
+        )
     array = jnp.asarray(value)
     if array.shape != () or not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
-            f"`jpipe.report({name!r}, value)` takes a floating-point scalar, got {array.dtype}{list(array.shape)}. Take "
+            f"`jpipe.report({shown(name)}, value)` takes a floating-point scalar, got {array.dtype}{list(array.shape)}. Take "
             "the mean or the sum."
         )
     collected = _COLLECTED.get()
@@ -108,7 +111,7 @@ def report_weights(
     """
     if not isinstance(name, str):
         raise ValueError(
-            f"`name` of `jpipe.report_weights` must be a string, got {name!r}."
+            f"`name` of `jpipe.report_weights` must be a string, got {shown(name)}."
         )
     if not callable(function):
         raise ValueError(

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
 from jpipe.lowering.everywhere import Follows, everywhere
 from jpipe.lowering.joint_updates import joint_updates
@@ -208,7 +209,7 @@ def lower(
     """
     if guard not in GUARDS:
         raise ValueError(
-            f"`guard` must be one of {', '.join(map(repr, GUARDS))}, got {guard!r}."
+            f"`guard` must be one of {', '.join(map(repr, GUARDS))}, got {shown(guard)}."
         )
     schedule = joint_updates(schedule)
     if routes is None:

@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.lowering.channels import Route
 from jpipe.lowering.spills import Spill, least_slots, spill, stashes_of
 from jpipe.schedule import IDLE, Schedule
@@ -170,7 +171,7 @@ def _spilled(
     if failed:
         least = least_slots(failed, schedule.num_ticks)
         raise ValueError(
-            f"`activations={num_slots}` of `Offload` is too few: schedule {schedule.name!r} needs {least} slots of a stash "
+            f"`activations={num_slots}` of `Offload` is too few: schedule {shown(schedule.name)} needs {least} slots of a stash "
             "on a device at once, with all others in host memory. Keep that many, or choose a schedule with fewer "
             "stages on a device."
         )

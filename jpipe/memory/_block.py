@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jpipe.foreign import shown
+
 USES = {
     "weights": "the newest version of the weights",
     "version": "older weight versions that an operation still reads, and weights that a parameter hook computes",
@@ -81,10 +83,12 @@ class Block:
     def __post_init__(self) -> None:
         if self.use not in USES:
             raise ValueError(
-                f"`use` must be one of {', '.join(map(repr, USES))}, got {self.use!r}."
+                f"`use` must be one of {', '.join(map(repr, USES))}, got {shown(self.use)}."
             )
         if self.num_bytes < 0:
-            raise ValueError(f"`num_bytes` must be at least 0, got {self.num_bytes}.")
+            raise ValueError(
+                f"`num_bytes` must be at least 0, got {shown(self.num_bytes)}."
+            )
         if not 0 <= self.allocated <= self.freed:
             raise ValueError(
                 f"{self.name}: a block is freed after it is allocated, and both come after the beginning of the step, "
@@ -93,7 +97,7 @@ class Block:
         for access in self.accesses:
             if access.kind not in KINDS:
                 raise ValueError(
-                    f'`kind` of an access must be "write" or "read", got {access.kind!r}.'
+                    f'`kind` of an access must be "write" or "read", got {shown(access.kind)}.'
                 )
 
 
@@ -131,7 +135,7 @@ def blocks_of_csv(text: str) -> list[Block]:
     fields = [f.name for f in dataclasses.fields(Block)]
     if reader.fieldnames != fields:
         raise ValueError(
-            f"the first line must be {','.join(fields)}, got {','.join(reader.fieldnames or ())!r}."
+            f"the first line must be {','.join(fields)}, got {shown(','.join(reader.fieldnames or ()))}."
         )
     blocks = []
     for row in reader:

@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from jpipe.foreign import shown
+
 PARTS = {"parameters": 2, "master": 4, "momentum": 4, "variance": 4}
 """Parts of the state of mixed-precision Adam -> bytes for each parameter. A gradient takes the place of its parameter."""
 
@@ -66,7 +68,7 @@ def pack_chunks(sizes: Sequence[int], chunk_size: int) -> ChunkLayout:
     if chunk_size < largest:
         raise ValueError(
             f"`chunk_size` must be at least {largest}, the numbers of the largest tensor, because a tensor lies in one "
-            f"chunk, got {chunk_size}."
+            f"chunk, got {shown(chunk_size)}."
         )
     chunks, offsets = [], []
     chunk, free = -1, 0
@@ -104,7 +106,7 @@ def best_chunk_size(
     most = 8 * largest if most is None else most
     if most < least:
         raise ValueError(
-            f"`most` must be at least {least}, which the largest tensor needs, got {most}."
+            f"`most` must be at least {least}, which the largest tensor needs, got {shown(most)}."
         )
     candidates = {least}
     for i in range(len(sizes)):

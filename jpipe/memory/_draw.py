@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.memory._block import USES, Block, size_text, spans
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def draw(
     unknown = [name for name in panels if name not in PANELS]
     if unknown:
         raise ValueError(
-            f"`panels` must be some of {', '.join(map(repr, PANELS))}, got {unknown[0]!r}."
+            f"`panels` must be some of {', '.join(map(repr, PANELS))}, got {shown(unknown[0])}."
         )
     try:
         import matplotlib

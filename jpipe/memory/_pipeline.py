@@ -14,6 +14,7 @@ import numpy as np
 
 from jpipe.costs import batch_bytes
 from jpipe.engine.layout import REPLICATED, ArrayGroup
+from jpipe.foreign import shown
 from jpipe.memory._block import Access, Block
 from jpipe.memory._clock import Clock
 from jpipe.memory._rings import rings
@@ -35,7 +36,7 @@ def pipeline_timeline(
     num_devices = program.settings.schedule.num_devices
     if not hasattr(device, "__index__") or not 0 <= device < num_devices:
         raise ValueError(
-            f'`device` must be a position along the axis "stage", 0 to {num_devices - 1}, got {device!r}.'
+            f'`device` must be a position along the axis "stage", 0 to {num_devices - 1}, got {shown(device)}.'
         )
     compiled = program.lower().compile()
     builder = Builder(program, int(device), profile)

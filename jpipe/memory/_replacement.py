@@ -9,6 +9,8 @@ import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from jpipe.foreign import shown
+
 if TYPE_CHECKING:
     from jpipe.memory._timeline import Timeline
 
@@ -132,21 +134,21 @@ def _check(
 ) -> None:
     if policy not in POLICIES:
         raise ValueError(
-            f"`policy` must be one of {', '.join(map(repr, POLICIES))}, got {policy!r}."
+            f"`policy` must be one of {', '.join(map(repr, POLICIES))}, got {shown(policy)}."
         )
     if not hasattr(rounds, "__index__") or rounds < 1:
-        raise ValueError(f"`rounds` must be at least 1, got {rounds!r}.")
+        raise ValueError(f"`rounds` must be at least 1, got {shown(rounds)}.")
     for block, kind in trace:
         if kind not in ("read", "write"):
             raise ValueError(
-                f'an access is "read" or "write", got {kind!r} of {block}.'
+                f'an access is "read" or "write", got {shown(kind)} of {block}.'
             )
         if block not in sizes:
             raise ValueError(f"`sizes` has no entry for {block!r}. Add its bytes.")
     needed = max((sizes[block] for block, _ in trace), default=0)
     if needed > capacity:
         raise ValueError(
-            f"`capacity` must be at least {needed} bytes, the largest block, got {capacity}."
+            f"`capacity` must be at least {needed} bytes, the largest block, got {shown(capacity)}."
         )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.memory._block import UNITS, USES, Access, Block, Interval, size_text, spans
 
 
@@ -39,7 +40,7 @@ class Timeline:
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", tuple(self.blocks))
         if not self.period > 0:
-            raise ValueError(f"`period` must be above 0, got {self.period}.")
+            raise ValueError(f"`period` must be above 0, got {shown(self.period)}.")
         if self.unit not in UNITS:
             raise ValueError(
                 f"`unit` must be one of {', '.join(map(repr, UNITS))}, got {self.unit!r}."
@@ -47,7 +48,7 @@ class Timeline:
         for block in self.blocks:
             if block.allocated >= self.period and block.num_bytes:
                 raise ValueError(
-                    f"{block.name}: a block is allocated within the step, before {self.period}, got {block.allocated}."
+                    f"{block.name}: a block is allocated within the step, before {self.period}, got {shown(block.allocated)}."
                 )
 
     # -- Bytes over time
@@ -167,7 +168,7 @@ class Timeline:
         for name, rate in (("to_host", to_host), ("to_device", to_device)):
             if not rate > 0:
                 raise ValueError(
-                    f"`{name}` must be above 0 bytes per second, got {rate}."
+                    f"`{name}` must be above 0 bytes per second, got {shown(rate)}."
                 )
         found = [
             interval

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jpipe.foreign import shown
 from jpipe.optim.delays import is_wrong
 from jpipe.suggest import suggests
 
@@ -105,18 +106,20 @@ def scale_by_basis_rotation(
     """
     for name, decay in (("b1", b1), ("b2", b2)):
         if is_wrong(decay, lambda b: 0 <= b < 1):
-            raise ValueError(f"`{name}` must be at least 0 and below 1, got {decay}.")
+            raise ValueError(
+                f"`{name}` must be at least 0 and below 1, got {shown(decay)}."
+            )
     if is_wrong(frequency, lambda f: f >= 1 and f == f // 1):
         raise ValueError(
-            f"`frequency` must be a whole number of updates, at least 1, got {frequency}."
+            f"`frequency` must be a whole number of updates, at least 1, got {shown(frequency)}."
         )
     for name, value, known in (("source", source, Source), ("sides", sides, Sides)):
         if value not in get_args(known):
             raise ValueError(
-                f"`{name}` must be one of {', '.join(map(repr, get_args(known)))}, got {value!r}."
+                f"`{name}` must be one of {', '.join(map(repr, get_args(known)))}, got {shown(value)}."
             )
     if max_size is not None and is_wrong(max_size, lambda size: size >= 1):
-        raise ValueError(f"`max_size` must be at least 1, got {max_size}.")
+        raise ValueError(f"`max_size` must be at least 1, got {shown(max_size)}.")
 
     def first_basis(weight):
         rotated = _rotated_sides(weight, sides, max_size)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe.foreign import shown
 from jpipe.optim.declarations import Declaration
 from jpipe.suggest import suggests
 
@@ -48,7 +49,7 @@ def clip_by_global_norm(
     """
     if not max_norm > 0:
         raise ValueError(
-            f"`max_norm` must be above 0, got {max_norm}: it is the largest norm allowed."
+            f"`max_norm` must be above 0, got {shown(max_norm)}: it is the largest norm allowed."
         )
 
     def update(updates, state, params=None, *, global_norm=None, **extra_args):

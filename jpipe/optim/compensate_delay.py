@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe.foreign import shown
 from jpipe.optim.declarations import Declaration
 from jpipe.optim.delays import is_wrong
 from jpipe.suggest import suggests
@@ -75,15 +76,15 @@ def compensate_delay(
     """
     if is_wrong(strength, lambda s: 0 <= s < jnp.inf):
         raise ValueError(
-            f"`strength` must be at least 0, got {strength}: it multiplies the squared gradient."
+            f"`strength` must be at least 0, got {shown(strength)}: it multiplies the squared gradient."
         )
     if decay is not None and is_wrong(decay, lambda m: 0 <= m < 1):
         raise ValueError(
-            f"`decay` must be at least 0 and below 1, got {decay}. Pass None for a constant "
+            f"`decay` must be at least 0 and below 1, got {shown(decay)}. Pass None for a constant "
             "strength."
         )
     if is_wrong(eps, lambda e: e > 0):
-        raise ValueError(f"`eps` must be above 0, got {eps}.")
+        raise ValueError(f"`eps` must be above 0, got {shown(eps)}.")
 
     def init(params):
         if decay is None:

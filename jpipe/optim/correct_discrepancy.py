@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe.foreign import shown
 from jpipe.optim.declarations import Declaration, reads_state
 from jpipe.optim.delays import (
     NumericTree,
@@ -83,7 +84,7 @@ def correct_discrepancy(
     """
     if decay is not None and is_wrong(decay, lambda d: 0 < d < 1):
         raise ValueError(
-            f"`decay` must be between 0 and 1, both excluded, got {decay}. Pass None for the "
+            f"`decay` must be between 0 and 1, both excluded, got {shown(decay)}. Pass None for the "
             "theory's."
         )
     check_delay(delay)

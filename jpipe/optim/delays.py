@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jpipe.foreign import shown
+
 NumericTree: TypeAlias = (
     chex.Numeric | Iterable["NumericTree"] | Mapping[Any, "NumericTree"]
 )
@@ -31,7 +33,7 @@ def check_delay(delay: Any, name: str = "delay") -> None:
         ):
             raise ValueError(
                 f"`{name}{jax.tree_util.keystr(path)}` must be a number of updates, at "
-                f"least 0, got {number!r}."
+                f"least 0, got {shown(number)}."
             )
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe.foreign import shown
 from jpipe.optim.delays import find_states, is_wrong
 from jpipe.suggest import suggests
 
@@ -60,7 +61,7 @@ def ema_weights(decay: chex.Numeric) -> optax.GradientTransformationExtraArgs:
     """
     if is_wrong(decay, lambda d: 0 <= d < 1):
         raise ValueError(
-            f"`decay` must be at least 0 and below 1, got {decay}: the average is over about "
+            f"`decay` must be at least 0 and below 1, got {shown(decay)}: the average is over about "
             "1 / (1 - decay) updates."
         )
 

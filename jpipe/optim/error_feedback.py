@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe.foreign import shown
 from jpipe.optim.declarations import Declaration
 from jpipe.optim.delays import (
     NumericTree,
@@ -86,7 +87,7 @@ def error_feedback(
     """
     if is_wrong(strength, lambda s: 0 <= s < jnp.inf):
         raise ValueError(
-            f"`strength` must be at least 0, got {strength}: it is the part of the error that "
+            f"`strength` must be at least 0, got {shown(strength)}: it is the part of the error that "
             "is fed back. To feed nothing back, leave `error_feedback` out."
         )
     check_delay(delay)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe.foreign import shown
 from jpipe.optim.delays import is_wrong
 from jpipe.suggest import suggests
 
@@ -75,9 +76,13 @@ def scale_by_nadam(
     """
     for name, decay in (("b1", b1), ("b2", b2)):
         if is_wrong(decay, lambda b: 0 <= b < 1):
-            raise ValueError(f"`{name}` must be at least 0 and below 1, got {decay}.")
+            raise ValueError(
+                f"`{name}` must be at least 0 and below 1, got {shown(decay)}."
+            )
     if is_wrong(momentum_decay, lambda psi: psi >= 0):
-        raise ValueError(f"`momentum_decay` must be at least 0, got {momentum_decay}.")
+        raise ValueError(
+            f"`momentum_decay` must be at least 0, got {shown(momentum_decay)}."
+        )
 
     def init(params):
         zeros = optax.tree.zeros_like(params)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe.foreign import shown
 from jpipe.optim.declarations import Declaration, reads_state
 from jpipe.optim.delays import NumericTree, as_float, check_delay, find_states, move
 from jpipe.suggest import suggests
@@ -66,7 +67,7 @@ def predict_weights(
     if learning_rate is not None and not callable(learning_rate):
         raise ValueError(
             "`learning_rate` must be a schedule, a function of the number of updates so far, got "
-            f"{learning_rate!r}. At a constant rate leave it out."
+            f"{shown(learning_rate)}. At a constant rate leave it out."
         )
 
     def init(params):

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe.foreign import shown
 from jpipe.optim.declarations import Declaration
 from jpipe.optim.delays import (
     NumericTree,
@@ -72,7 +73,7 @@ def scale_by_delay(
     """
     if is_wrong(annealing_steps, lambda k: k > 0):
         raise ValueError(
-            f"`annealing_steps` must be above 0, got {annealing_steps}: it is a number of "
+            f"`annealing_steps` must be above 0, got {shown(annealing_steps)}: it is a number of "
             "updates. To scale nothing, leave `scale_by_delay` out."
         )
     check_delay(delay)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe.foreign import shown
 from jpipe.optim.declarations import Declaration, reads_state
 from jpipe.optim.delays import (
     NumericTree,
@@ -73,7 +74,7 @@ def spike_compensation(
     """
     if is_wrong(momentum, lambda m: 0 <= m < 1):
         raise ValueError(
-            f"`momentum` must be at least 0 and below 1, got {momentum}. With 0 it is SGD "
+            f"`momentum` must be at least 0 and below 1, got {shown(momentum)}. With 0 it is SGD "
             "without momentum."
         )
     check_delay(delay)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jpipe.foreign import shown
 from jpipe.optim.delays import check_delay
 from jpipe.suggest import suggests
 
@@ -65,17 +66,24 @@ def largest_stable_rate(
     """
     if not (np.all(np.asarray(curvature) > 0) and np.all(np.isfinite(curvature))):
         raise ValueError(
-            f"`curvature` must be above 0, got {curvature}: where the loss does not curve upwards, no learning rate is "
+            f"`curvature` must be above 0, got {shown(curvature)}: where the loss does not curve upwards, no learning rate is "
             "too large for lemma 1."
         )
     if not 0 <= momentum < 1:
-        raise ValueError(f"`momentum` must be at least 0 and below 1, got {momentum}.")
-    delays = np.asarray(delay, float)
+        raise ValueError(
+            f"`momentum` must be at least 0 and below 1, got {shown(momentum)}."
+        )
+    try:
+        delays = np.asarray(delay, float)
+    except (OverflowError, TypeError, ValueError):
+        raise ValueError(
+            f"`delay` must be a number of updates or an array of them, got {shown(delay)}."
+        ) from None
     for number in delays.ravel():
         check_delay(float(number))
         if number != int(number):
             raise ValueError(
-                f"`delay` must be a whole number of updates, got {number}: lemma 1 is about one delay. Take the "
+                f"`delay` must be a whole number of updates, got {shown(number)}: lemma 1 is about one delay. Take the "
                 "largest."
             )
     if momentum:
@@ -149,7 +157,7 @@ def largest_curvature(
     """
     if max_iterations < 1:
         raise ValueError(
-            f"`max_iterations` must be at least 1, got {max_iterations}: each is a product of the Hessian with a vector."
+            f"`max_iterations` must be at least 1, got {shown(max_iterations)}: each is a product of the Hessian with a vector."
         )
     leaves, tree = jax.tree.flatten(params)
     if not leaves:

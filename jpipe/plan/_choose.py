@@ -13,6 +13,7 @@ import numpy as np
 
 from jpipe import schedules
 from jpipe.compress import Compressor
+from jpipe.foreign import shown
 from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.plan._predict import Prediction, predict
 from jpipe.plan._profile import Profile, balance_by_memory, balance_by_time
@@ -171,7 +172,7 @@ def choose(
     for value in recompute:
         if value not in _SAME_PROGRAMS:
             raise ValueError(
-                f'`recompute` must be "none" or "full", got {value!r}. To price a policy, make '
+                f'`recompute` must be "none" or "full", got {shown(value)}. To price a policy, make '
                 "the profile with it."
             )
     sharing = (
@@ -183,7 +184,7 @@ def choose(
         sharing = [False]
     if host_bandwidth is not None and not host_bandwidth > 0:
         raise ValueError(
-            f"`host_bandwidth` must be bytes per second above 0, or None, got {host_bandwidth!r}."
+            f"`host_bandwidth` must be bytes per second above 0, or None, got {shown(host_bandwidth)}."
         )
     compressed = dict(
         compress_messages=compress_messages,

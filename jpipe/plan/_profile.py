@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jpipe.foreign import read_json
+from jpipe.foreign import read_json, shown
 from jpipe.layers.avals import num_bytes
 from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._profile_file import WrongField, decode, text_of
@@ -226,7 +226,7 @@ class Profile:
         """
         if operation not in (*PROGRAMS[2:], "forward"):
             raise ValueError(
-                f"`operation` must be 'forward', 'backward', 'input_grad', 'weight_grad' or 'update', got {operation!r}."
+                f"`operation` must be 'forward', 'backward', 'input_grad', 'weight_grad' or 'update', got {shown(operation)}."
             )
         programs = programs_of(operation, self.recompute)
 
@@ -274,7 +274,7 @@ class Profile:
             wanted, got = getattr(self, name), getattr(other, name)
             if wanted != got:
                 raise ValueError(
-                    f"`other` must be a profile with the same `{name}`, {wanted!r}, got {got!r}. Measure the updates again."
+                    f"`other` must be a profile with the same `{name}`, {wanted!r}, got {shown(got)}. Measure the updates again."
                 )
         layers = tuple(
             dataclasses.replace(layer, update=measured.update)

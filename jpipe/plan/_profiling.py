@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import optax
 
+from jpipe.foreign import shown
 from jpipe.layers.avals import num_bytes, real_dtype, shapes_text
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.trace import Traced
@@ -83,7 +84,7 @@ def profile(
     for name in programs:
         if name not in PROGRAMS:
             raise ValueError(
-                f"`programs` must be of {', '.join(map(repr, PROGRAMS))}, got {name!r}."
+                f"`programs` must be of {', '.join(map(repr, PROGRAMS))}, got {shown(name)}."
             )
     devices = jax.local_devices()[:1] if devices is None else list(devices)
     updates, update_of_layer = trace_updates(traced, optimizer)

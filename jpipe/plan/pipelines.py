@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from jpipe.costs import inner_layers
+from jpipe.foreign import shown
 from jpipe.layers.trace import Traced
 from jpipe.plan._loops import PROGRAMS
 from jpipe.plan._profile import (
@@ -54,7 +55,7 @@ def profile_pipeline(
     ):
         raise ValueError(
             "`num_microbatches` must be a whole number, at least 1, got "
-            f"{num_microbatches!r}."
+            f"{shown(num_microbatches)}."
         )
     microbatch = settings.microbatch(batch, num_microbatches)
     key_impl = jax.config.jax_default_prng_impl

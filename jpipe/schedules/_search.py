@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jpipe._intervals import covering
+from jpipe.foreign import shown
 from jpipe.schedule import Schedule, check_counts
 from jpipe.schedules.gpipe import gpipe
 from jpipe.schedules.interleaved import interleaved
@@ -99,7 +100,7 @@ def search(
     check_counts(num_stages=S, num_microbatches=num_microbatches, num_devices=D)
     if S % D:
         raise ValueError(
-            f"`num_devices` must divide the {S} stages, got {D}: every device has the same "
+            f"`num_devices` must divide the {S} stages, got {shown(D)}: every device has the same "
             "number of stages. Use a divisor."
         )
     activations = np.broadcast_to(np.asarray(activations, float), S)

@@ -7,6 +7,7 @@ returns it, so that a search over schedules need not catch exceptions.
 
 from collections.abc import Sequence
 
+from jpipe.foreign import shown
 from jpipe.schedule import wrong_counts
 from jpipe.schedules.copies import wrong_replicas
 
@@ -23,7 +24,7 @@ def wrong_ticks(ticks: str) -> str | None:
     if ticks in TICKS:
         return None
     return (
-        f"`ticks` must be 'paired' or 'unit', got {ticks!r}: a paired tick holds a forward "
+        f"`ticks` must be 'paired' or 'unit', got {shown(ticks)}: a paired tick holds a forward "
         "and a whole backward, a unit tick one of forward, input gradient and weight "
         "gradient. Pass one of the two."
     )

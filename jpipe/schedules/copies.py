@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.schedule import IDLE, wrong_counts
 
 
@@ -27,29 +28,31 @@ def wrong_replicas(
     """
     if replicas is None:
         return None
-    shown = tuple(replicas) if isinstance(replicas, Sequence | np.ndarray) else replicas
-    if not isinstance(shown, tuple) or isinstance(replicas, str):
+    counts = (
+        tuple(replicas) if isinstance(replicas, Sequence | np.ndarray) else replicas
+    )
+    if not isinstance(counts, tuple) or isinstance(replicas, str):
         return (
-            f"`replicas` must be a sequence of integers, one per stage, got {replicas!r}: it "
+            f"`replicas` must be a sequence of integers, one per stage, got {shown(replicas)}: it "
             f"says how many devices run each stage. Pass for example "
             f"{(3,) + (1,) * (num_stages - 1)}, or None for one device per stage."
         )
-    if len(shown) != num_stages:
+    if len(counts) != num_stages:
         return (
             f"`replicas` must have one number for each of the {num_stages} stages, got "
-            f"{shown}, which has {len(shown)}: it says how many devices run each stage. "
+            f"{shown(counts)}, which has {len(counts)}: it says how many devices run each stage. "
             f"Pass {num_stages} numbers."
         )
-    for s, count in enumerate(shown):
+    for s, count in enumerate(counts):
         if wrong_counts(count=count):
             return (
-                f"`replicas` must hold integers of at least 1, got {count!r} for stage {s}: "
+                f"`replicas` must hold integers of at least 1, got {shown(count)} for stage {s}: "
                 "a stage runs on one device or more. Pass 1 or more."
             )
-    if num_microbatches < max(shown):
-        s = shown.index(max(shown))
+    if num_microbatches < max(counts):
+        s = counts.index(max(counts))
         return (
-            f"`num_microbatches` must be at least {max(shown)}, the copies of stage {s}, got "
+            f"`num_microbatches` must be at least {max(counts)}, the copies of stage {s}, got "
             f"{num_microbatches}: copies take microbatches in turn, and a copy would have "
             "none. Use more microbatches or fewer `replicas`."
         )

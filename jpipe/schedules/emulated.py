@@ -3,6 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jpipe.foreign import shown
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules.arguments import raise_refusal
 from jpipe.suggest import suggests
@@ -40,12 +41,12 @@ def emulated(schedule: Schedule) -> Schedule:
     """
     if not isinstance(schedule, Schedule):
         raise ValueError(
-            f"`schedule` must be a `jpipe.Schedule`, got {schedule!r}. Call a builder of `jpipe.schedules`, such as "
+            f"`schedule` must be a `jpipe.Schedule`, got {shown(schedule)}. Call a builder of `jpipe.schedules`, such as "
             "`jpipe.schedules.pipemare(8, 4)`."
         )
     if schedule.forward_only:
         raise ValueError(
-            f"`schedule` {schedule.name!r} only runs forward: emulation is for training, where the passes read weights of "
+            f"`schedule` {shown(schedule.name)} only runs forward: emulation is for training, where the passes read weights of "
             "different ages. Pass a schedule that trains."
         )
     if schedule.emulates is not None:
@@ -132,7 +133,7 @@ def random_delays(
     )
     if not isinstance(most, int | np.integer) or most < 0:
         raise ValueError(
-            f"`most` must be a whole number of updates, at least 0, got {most!r}."
+            f"`most` must be a whole number of updates, at least 0, got {shown(most)}."
         )
     draw = np.random.default_rng(seed)
     return draw.integers(0, most, (num_microbatches, num_stages), endpoint=True)
@@ -143,13 +144,16 @@ def _delays(name: str, delays: ArrayLike, num_microbatches: int) -> np.ndarray:
     given = np.asarray(delays)
     if given.dtype.kind not in "iu" or given.size == 0 or (given < 0).any():
         raise ValueError(
-            f"`{name}` must be whole numbers of updates, at least 0, one for each stage, got {delays!r}."
+            f"`{name}` must be whole numbers of updates, at least 0, one for each stage, got {shown(delays)}."
         )
     if given.ndim not in (1, 2) or given.ndim == 2 and len(given) != num_microbatches:
         raise ValueError(
             f"`{name}` must have shape [stages] or [{num_microbatches}, stages], the first axis for "
             f"`num_microbatches`, got shape {given.shape}."
         )
+    stages = given.shape[-1]
+    ticks = num_microbatches * (2 * stages - 1)
+    raise_refusal(wrong_counts(num_stages=stages, ticks=ticks))
     return np.tile(given, (1 if given.ndim == 2 else num_microbatches, 1)).astype(int)
 
 

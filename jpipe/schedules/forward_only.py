@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules.arguments import raise_refusal
 from jpipe.schedules.copies import in_groups
@@ -26,7 +27,7 @@ def refusal(
         return None
     return (
         f"`stage` must name each of the {num_stages} stages once, or once for each of its "
-        f"columns, got {stages}: prediction runs all stages."
+        f"columns, got {shown(stages)}: prediction runs all stages."
     )
 
 

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules.arguments import raise_refusal, wrong_ticks
 from jpipe.schedules.list_scheduling import Operation, Progress, list_schedule
@@ -22,14 +23,14 @@ def refusal(
         nearest = f"{fewer} or {more}" if fewer else f"{more}"
         return (
             "`num_stages` of an interleaved schedule must be a multiple of `num_chunks`, "
-            f"got {num_stages} stages and {num_chunks} chunks: `num_stages` counts the "
+            f"got {shown(num_stages)} stages and {num_chunks} chunks: `num_stages` counts the "
             "chunks of all devices (not devices, as Megatron-LM does), and every device "
             f"runs `num_chunks` of them. Use {nearest} stages, or another `num_chunks`."
         )
     if num_microbatches % num_devices:
         return (
             "`num_microbatches` of an interleaved schedule must be a multiple of its "
-            f"{num_devices} devices, got {num_microbatches}: {num_stages} stages with "
+            f"{num_devices} devices, got {shown(num_microbatches)}: {num_stages} stages with "
             f"{num_chunks} chunks per device are {num_devices} devices, and microbatches "
             f"go through the chunks of a device in groups of {num_devices}. Use "
             f"{-(-num_microbatches // num_devices) * num_devices}."

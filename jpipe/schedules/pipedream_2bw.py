@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from jpipe.foreign import shown
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.copies import has_copies, warm_up
@@ -32,7 +33,7 @@ def refusal(
         return None
     return (
         f"`num_microbatches` of PipeDream-2BW must be at least {least} for {num_stages} "
-        f"stages{copies} in {ticks} ticks, got {num_microbatches}: a third weight version would be "
+        f"stages{copies} in {ticks} ticks, got {shown(num_microbatches)}: a third weight version would be "
         f"needed. Use {least} or more."
     )
 

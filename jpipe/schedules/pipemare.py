@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.copies import has_copies
@@ -30,7 +31,7 @@ def refusal(
     ):
         return (
             "`max_delay` must be a whole number of updates, at least 1, or None for no bound, got "
-            f"{max_delay!r}: a pipeline that never drains has microbatches in flight at every update."
+            f"{shown(max_delay)}: a pipeline that never drains has microbatches in flight at every update."
         )
     table = _table(num_stages, num_microbatches, ticks, replicas)
     delay = int(table.facts().forward_delay.max())

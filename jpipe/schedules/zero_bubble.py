@@ -1,5 +1,6 @@
 """Zero-bubble schedules: weight gradients wait, and run where a device would be idle."""
 
+from jpipe.foreign import shown
 from jpipe.schedule import Schedule, check_counts, wrong_counts
 from jpipe.schedules.arguments import raise_refusal
 from jpipe.schedules.list_scheduling import Operation, Progress, Rule, list_schedule
@@ -129,7 +130,7 @@ def refusal_of_v(num_stages: int, num_microbatches: int) -> str | None:
     if wrong or num_stages % 2 == 0:
         return wrong
     return (
-        f"`num_stages` of ZB-V must be even, got {num_stages}: `num_stages` counts the "
+        f"`num_stages` of ZB-V must be even, got {shown(num_stages)}: `num_stages` counts the "
         f"stages of all devices, and every device has two. Use {num_stages + 1}."
     )
 

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpipe.foreign import parse, read_json, read_text
+from jpipe.foreign import parse, read_json, read_text, shown
 from jpipe.suggest import did_you_mean
 
 _GB = 1e9
@@ -89,7 +89,7 @@ class Machine:
         for i, level in enumerate(self.levels):
             if not (isinstance(level.size, int) and level.size >= 1):
                 raise ValueError(
-                    f"`size` of level {i} must be a whole number of at least 1, got {level.size}."
+                    f"`size` of level {i} must be a whole number of at least 1, got {shown(level.size)}."
                 )
             _check_link(f"level {i}", level.bandwidth, level.latency)
         for name in ("flops", "memory_bandwidth", "memory_bytes"):
@@ -102,17 +102,19 @@ class Machine:
             isinstance(item_bytes, int) and item_bytes >= 1
         ):
             raise ValueError(
-                f"`product_item_bytes` must be a whole number of at least 1, or None, got {item_bytes!r}."
+                f"`product_item_bytes` must be a whole number of at least 1, or None, got {shown(item_bytes)}."
             )
         if not (isinstance(self.on_chip_bytes, int) and self.on_chip_bytes >= 0):
             raise ValueError(
-                f"`on_chip_bytes` must be a whole number of at least 0, got {self.on_chip_bytes!r}."
+                f"`on_chip_bytes` must be a whole number of at least 0, got {shown(self.on_chip_bytes)}."
             )
         if not isinstance(self.overlap, bool):
-            raise ValueError(f"`overlap` must be true or false, got {self.overlap!r}.")
+            raise ValueError(
+                f"`overlap` must be true or false, got {shown(self.overlap)}."
+            )
         if not 0 <= self.overhead < math.inf:
             raise ValueError(
-                f"`overhead` must be seconds, at least 0, got {self.overhead}."
+                f"`overhead` must be seconds, at least 0, got {shown(self.overhead)}."
             )
         for link in self.links:
             name = f"the link between devices {link.first} and {link.second}"
@@ -147,7 +149,7 @@ class Machine:
                 return name, level.bandwidth, level.latency
             below = group
         raise ValueError(
-            f"devices must be 0..{self.num_devices - 1}, got {source} and {target}."
+            f"devices must be 0..{self.num_devices - 1}, got {shown(source)} and {target}."
         )
 
     def message_seconds(self, source: int, target: int, num_bytes: float) -> float:
@@ -201,12 +203,12 @@ class Machine:
 def _check_link(name: str, bandwidth: float, latency: float) -> None:
     if not bandwidth > 0:
         raise ValueError(
-            f"{name} is dead: its bandwidth must be bytes per second above 0, got {bandwidth}. Repair the value, or leave the "
+            f"{name} is dead: its bandwidth must be bytes per second above 0, got {shown(bandwidth)}. Repair the value, or leave the "
             "link out."
         )
     if not 0 <= latency < math.inf:
         raise ValueError(
-            f"{name}: the latency must be seconds, at least 0, got {latency}."
+            f"{name}: the latency must be seconds, at least 0, got {shown(latency)}."
         )
 
 
@@ -309,7 +311,7 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
     file = pathlib.Path(path)
     if not file.exists():
         raise ValueError(
-            f"there is no machine {str(path)!r}: give a TOML or JSON file, or one of {', '.join(PRESETS)}."
+            f"there is no machine {shown(str(path))}: give a TOML or JSON file, or one of {', '.join(PRESETS)}."
             + did_you_mean(str(path), PRESETS)
         )
     if file.suffix == ".json":
@@ -329,21 +331,21 @@ def read_machine(path: str | os.PathLike[str]) -> Machine:
 
 def _records(kind: type, values: Any, name: str) -> tuple:
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise ValueError(f"`{name}` must be a list, got {values!r}.")
+        raise ValueError(f"`{name}` must be a list, got {shown(values)}.")
     return tuple(_record(kind, v, f"`{name}[{i}]`") for i, v in enumerate(values))
 
 
 def _record(kind: type, values: Any, name: str) -> Any:
     if not isinstance(values, Mapping):
-        raise ValueError(f"{name} must have named fields, got {values!r}.")
+        raise ValueError(f"{name} must have named fields, got {shown(values)}.")
     fields = {field.name: field for field in dataclasses.fields(kind)}
     for key, value in values.items():
         if key not in fields:
             raise ValueError(
-                f"{name} has no field {key!r}." + did_you_mean(key, fields)
+                f"{name} has no field {shown(key)}." + did_you_mean(key, fields)
             )
         if fields[key].type is float and not isinstance(value, int | float):
-            raise ValueError(f"`{key}` of {name} must be a number, got {value!r}.")
+            raise ValueError(f"`{key}` of {name} must be a number, got {shown(value)}.")
     missing = [
         key
         for key, field in fields.items()

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe.foreign import shown
 from jpipe.soap.flatten import Equation, Value
 from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.products import product_of
@@ -58,7 +59,7 @@ def measure(
     each = graph.operators[operator]
     if each.equations is None:
         raise ValueError(
-            f"operator {each.name!r} has no equations to measure: the graph was read from a file. Trace the function."
+            f"operator {shown(each.name)} has no equations to measure: the graph was read from a file. Trace the function."
         )
     function, values, tensors = local_program(graph, operator, shape)
     rng = np.random.default_rng(0)

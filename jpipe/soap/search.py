@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.soap.costs import Analytic, Costs
 from jpipe.soap.delta import Simulator
 from jpipe.soap.graph import OperatorGraph
@@ -172,7 +173,7 @@ def search(
         "memory_limit": memory_limit,
     }.items():
         if value is not None and not value > 0:
-            raise ValueError(f"`{name}` must be above 0, got {value}.")
+            raise ValueError(f"`{name}` must be above 0, got {shown(value)}.")
     space = Space(graph, machine.num_devices) if space is None else space
     if space.num_devices != machine.num_devices:
         raise ValueError(

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.soap.graph import Operator, OperatorGraph
 from jpipe.soap.splits import factor_axes, refusal
 from jpipe.soap.strategy import Config
@@ -41,10 +42,12 @@ class Space:
         in_stages: bool = False,
     ):
         if num_devices < 1:
-            raise ValueError(f"`num_devices` must be at least 1, got {num_devices}.")
+            raise ValueError(
+                f"`num_devices` must be at least 1, got {shown(num_devices)}."
+            )
         unknown = set(kinds) - set("SAPR")
         if unknown:
-            raise ValueError(f'`kinds` must be letters of "SAPR", got {kinds!r}.')
+            raise ValueError(f'`kinds` must be letters of "SAPR", got {shown(kinds)}.')
         self.graph = graph
         self.num_devices = num_devices
         self._kinds = kinds

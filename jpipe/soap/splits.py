@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.soap.exchange import PRIMITIVES, Exchange, Fetch, window_of
 from jpipe.soap.flatten import Equation, Value
 from jpipe.soap.graph import (
@@ -183,7 +184,7 @@ def refusal(
         return _no_mesh(operator, config, sizes)
     if in_stages and not reads_tiles(operator, config):
         return (
-            f"shards of operator {operator.name!r} with degrees {config.degrees} read parts of their neighbours, which XLA sends "
+            f"shards of operator {shown(operator.name)} with degrees {config.degrees} read parts of their neighbours, which XLA sends "
             "by collective permutes. A device of another stage would have to join them, and runs something else. "
             "Search with `Space(graph, num_devices, in_stages=True)` (`train/search.py --in-stages`)."
         )
@@ -406,7 +407,7 @@ def splits(
 def _no_mesh(operator: Operator, config: Config, sizes: Mapping[str, int]) -> str:
     axes = " x ".join(f"{name}={size}" for name, size in sizes.items())
     return (
-        f"operator {operator.name!r} with degrees {config.degrees} on devices {config.devices} is no split over the mesh {axes}: an "
+        f"operator {shown(operator.name)} with degrees {config.degrees} on devices {config.devices} is no split over the mesh {axes}: an "
         "operator runs on the whole mesh, its loops split over axes of it. Search with `Space(graph, num_devices, "
         "executable=True)`, for a pipeline with `in_stages=True` (`train/search.py --in-stages`), and put operators that run on other "
         "devices into other stages."

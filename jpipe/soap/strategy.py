@@ -49,7 +49,7 @@ def check_strategy(
 
 def check_config(operator: Operator, config: Config, num_devices: int) -> None:
     """Raises ValueError if an operator cannot be split so."""
-    name, degrees = f"operator {operator.name!r}", config.degrees
+    name, degrees = f"operator {shown(operator.name)}", config.degrees
     if len(degrees) != len(operator.loops):
         raise ValueError(
             f"{name} has {len(operator.loops)} loops, got {len(degrees)} degrees: {degrees}."
@@ -319,19 +319,19 @@ def from_records(
             )
         if not isinstance(each["degrees"], Mapping):
             raise ValueError(
-                f"operator {name!r}: degrees are by kind and number of the loop, got {shown(each['degrees'])}."
+                f"operator {shown(name)}: degrees are by kind and number of the loop, got {shown(each['degrees'])}."
             )
         given[name] = each
     missing = [name for name in names if name not in given]
     if missing:
-        raise ValueError(f"the strategy lacks operator {missing[0]!r}.")
+        raise ValueError(f"the strategy lacks operator {shown(missing[0])}.")
     strategy = []
     for operator in graph.operators:
         each = given[operator.name]
         wanted = [f"{loop.kind}{i}" for i, loop in enumerate(operator.loops)]
         if set(each["degrees"]) != set(wanted):
             raise ValueError(
-                f"operator {operator.name!r} has the loops {', '.join(wanted)}, got {shown(list(each['degrees']))}."
+                f"operator {shown(operator.name)} has the loops {', '.join(wanted)}, got {shown(list(each['degrees']))}."
             )
         degrees = [each["degrees"][name] for name in wanted]
         strategy.append(
@@ -354,7 +354,7 @@ def _whole_numbers(operator: str, what: str, values: Any) -> tuple[int, ...]:
     )
     if not are_whole:
         raise ValueError(
-            f"operator {operator!r}: {what} must be whole numbers, got {shown(values)}."
+            f"operator {shown(operator)}: {what} must be whole numbers, got {shown(values)}."
         )
     return tuple(values)
 
@@ -388,6 +388,6 @@ def load_strategy(
         ) from None
     if made_for != num_devices:
         raise ValueError(
-            f"`{path}` is for {shown(made_for)} devices, got {num_devices}. Search again for {num_devices}."
+            f"`{path}` is for {shown(made_for)} devices, got {shown(num_devices)}. Search again for {num_devices}."
         )
     return from_records(graph, records, num_devices)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.soap.costs import Costs
 from jpipe.soap.graph import PRODUCTS, OperatorGraph
 from jpipe.soap.lifetimes import Held, Lifetimes
@@ -90,7 +91,7 @@ class Tasks:
         shards: Shards | None = None,
     ):
         if sync not in ("ring", "server"):
-            raise ValueError(f'`sync` must be "ring" or "server", got {sync!r}.')
+            raise ValueError(f'`sync` must be "ring" or "server", got {shown(sync)}.')
         self.graph = graph
         self.machine = machine
         self.costs = costs

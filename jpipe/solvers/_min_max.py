@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jpipe.foreign import shown
+
 
 def min_max(costs: Sequence[float], num_stages: int) -> list[int]:
     """Cuts a chain of layers into stages so that the most expensive stage costs least.
@@ -58,7 +60,7 @@ def checked_costs(costs: Sequence[float], num_stages: int) -> np.ndarray:
     array = np.asarray(costs, np.float64)
     if not 1 <= num_stages <= len(array):
         raise ValueError(
-            f"`num_stages` must be in 1..{len(array)}, the number of layers, got {num_stages}."
+            f"`num_stages` must be in 1..{len(array)}, the number of layers, got {shown(num_stages)}."
         )
     if not (np.isfinite(array).all() and (array >= 0).all()):
         raise ValueError(

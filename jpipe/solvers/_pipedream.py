@@ -2,11 +2,13 @@
 
 import math
 import operator
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.solvers._states import States, states
 from jpipe.solvers.graph import Graph, Solution, Stage
 from jpipe.solvers.pipedream_costs import (
@@ -116,12 +118,12 @@ def pipedream(
     levels = _levels(num_devices, bandwidth)
     if cost_model not in COST_MODELS:
         raise ValueError(
-            f"`cost_model` must be one of {', '.join(COST_MODELS)}, got {cost_model!r}."
+            f"`cost_model` must be one of {', '.join(COST_MODELS)}, got {shown(cost_model)}."
         )
     limit = graph.memory_limit if memory_limit is None else memory_limit
     limit = math.inf if limit is None else limit
     if not limit > 0:
-        raise ValueError(f"`memory_limit` must be above 0 bytes, got {limit!r}.")
+        raise ValueError(f"`memory_limit` must be above 0 bytes, got {shown(limit)}.")
     _check_nodes(graph, transfers)
 
     kept = _kept(graph)
@@ -172,7 +174,7 @@ def _levels(
     if not sizes or len(sizes) != len(speeds):
         raise ValueError(
             "`num_devices` and `bandwidth` must have one number for each level, innermost first, got "
-            f"{num_devices!r} and {bandwidth!r}."
+            f"{shown(num_devices)} and {shown(bandwidth)}."
         )
     levels: list[Level] = []
     below, devices = 1, 1
@@ -183,11 +185,14 @@ def _levels(
             size = 0
         if size < 1:
             raise ValueError(
-                f"`num_devices` must be whole numbers, at least 1, got {num_devices!r}."
+                f"`num_devices` must be whole numbers, at least 1, got {shown(num_devices)}."
             )
-        if not isinstance(speed, (int, float, np.number)) or not 0 < speed < math.inf:
+        if (
+            not isinstance(speed, (int, float, np.number))
+            or not 0 < speed <= sys.float_info.max
+        ):
             raise ValueError(
-                f"`bandwidth` must be finite and above 0, got {bandwidth!r}: without it transfers would be "
+                f"`bandwidth` must be finite and above 0, got {shown(bandwidth)}: without it transfers would be "
                 "free. To leave out the transfers of activations, pass transfers=False."
             )
         levels.append(Level(size, float(speed), below, devices))
@@ -214,7 +219,7 @@ def _check_nodes(graph: Graph, transfers: bool) -> None:
         else:
             continue
         raise ValueError(
-            f"PipeDream's model does not cover the node {node.id!r}: it {wrong}."
+            f"PipeDream's model does not cover the node {shown(node.id)}: it {wrong}."
         )
 
 
@@ -311,7 +316,7 @@ def _does_not_fit(
     largest = max(graph.nodes, key=lambda node: node.device_bytes)
     message = f"no plan fits `memory_limit` ({costs.limit:,.0f} bytes): the least that suffices is {least:,}"
     if largest.device_bytes > costs.limit:
-        message += f", and the node {largest.id!r} alone takes {math.ceil(largest.device_bytes):,}"
+        message += f", and the node {shown(largest.id)} alone takes {math.ceil(largest.device_bytes):,}"
     return message + ". Use more devices, smaller minibatches, or recompute."
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.solvers._scipy import import_scipy
 from jpipe.solvers.graph import Graph, Solution, Stage
 
@@ -175,13 +176,13 @@ def placement(
         )
     for name, value in (("num_devices", num_devices), ("num_hosts", num_hosts)):
         if value < 0:
-            raise ValueError(f"`{name}` must be at least 0, got {value}.")
+            raise ValueError(f"`{name}` must be at least 0, got {shown(value)}.")
     if num_devices + num_hosts < 1:
         raise ValueError(
             "`num_devices` and `num_hosts` must not both be 0: nothing could run. Add a device."
         )
     if not limit >= 0:
-        raise ValueError(f"`memory_limit` must be at least 0, got {limit}.")
+        raise ValueError(f"`memory_limit` must be at least 0, got {shown(limit)}.")
 
     transfers = _transfers(graph, bandwidth)
     key_of: dict[tuple, int] = {}
@@ -239,7 +240,7 @@ def placement(
         if math.isinf(problem.device[g]) and math.isinf(problem.host[g]):
             first_id, more = graph.nodes[nodes[0]].id, len(nodes) - 1
             raise ValueError(
-                f"node {first_id!r}{f' with {more} nodes that must be beside it' if more else ''} can be placed nowhere: "
+                f"node {shown(first_id)}{f' with {more} nodes that must be beside it' if more else ''} can be placed nowhere: "
                 f"{memory[g]:g} bytes, {num_devices} devices of {limit:g} bytes, {num_hosts} hosts. Raise "
                 "`memory_limit` or `num_hosts`, measure `host`, or split the node."
             )
@@ -249,7 +250,7 @@ def placement(
 def _transfers(graph: Graph, bandwidth: float | None) -> tuple[float, ...]:
     """For each node, the time of its output to cross a border, and of its gradient to come back if there is one."""
     if bandwidth is not None and not bandwidth > 0:
-        raise ValueError(f"`bandwidth` must be above 0, got {bandwidth}.")
+        raise ValueError(f"`bandwidth` must be above 0, got {shown(bandwidth)}.")
     both_passes = any(node.backward and not node.is_backward for node in graph.nodes)
     with_gradient = both_passes and not any(node.is_backward for node in graph.nodes)
     transfers = []
@@ -258,7 +259,7 @@ def _transfers(graph: Graph, bandwidth: float | None) -> tuple[float, ...]:
         if transfer is None:
             if bandwidth is None and after and node.output_bytes:
                 raise ValueError(
-                    f"`bandwidth` must be given, got None: node {node.id!r} has {node.output_bytes:g} bytes of output "
+                    f"`bandwidth` must be given, got None: node {shown(node.id)} has {node.output_bytes:g} bytes of output "
                     "and no `transfer`. Pass bytes per unit of time, or math.inf for transfers that take no time."
                 )
             transfer = node.output_bytes / bandwidth if bandwidth is not None else 0.0

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from jpipe.foreign import shown
 from jpipe.solvers._linearised import best_along_order
 from jpipe.solvers._merge import merge
 from jpipe.solvers._placement import (
@@ -74,9 +75,11 @@ def throughput_ip(
       which also leaves fewer equal solutions.
     """
     if not time_limit > 0:
-        raise ValueError(f"`time_limit` must be above 0 seconds, got {time_limit}.")
+        raise ValueError(
+            f"`time_limit` must be above 0 seconds, got {shown(time_limit)}."
+        )
     if not gap >= 0:
-        raise ValueError(f"`gap` must be at least 0, got {gap}.")
+        raise ValueError(f"`gap` must be at least 0, got {shown(gap)}.")
     gap = max(gap, _TOLERANCE)
     limits = (num_devices, num_hosts, memory_limit, bandwidth)
     problem = placement(graph, *limits, contiguous=contiguous)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+from jpipe.foreign import shown
 from jpipe.schedule import check_counts
 from jpipe.solvers.machine import Machine
 
@@ -111,7 +112,7 @@ def two_bw(
     )
     if schedule not in _VERSIONS:
         raise ValueError(
-            f"`schedule` must be one of {', '.join(_VERSIONS)}, got {schedule!r}."
+            f"`schedule` must be one of {', '.join(_VERSIONS)}, got {shown(schedule)}."
         )
     fitting, least = [], math.inf
     for width in range(1, machine.num_devices + 1):

@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any
 
-from jpipe.foreign import read_text
+from jpipe.foreign import read_text, shown
 from jpipe.solvers.graph import FORMAT, LIMITS, FaultyItem, Graph, Id, Node
 
 
@@ -33,7 +33,7 @@ def read_graph(path: str | os.PathLike, format: str = "jpipe") -> Graph:
     """
     if format not in READERS:
         raise ValueError(
-            f"`format` must be one of {', '.join(READERS)}, got {format!r}."
+            f"`format` must be one of {', '.join(READERS)}, got {shown(format)}."
         )
     return READERS[format](str(path), read_text(path, "utf-8-sig"))
 
@@ -60,7 +60,7 @@ def _graph(path, nodes, edges, **limits) -> Graph:
                     raise FaultyItem(
                         "edge",
                         e,
-                        f"an edge must join ids of nodes, got {end!r}. Correct it, or add the node.",
+                        f"an edge must join ids of nodes, got {shown(end)}. Correct it, or add the node.",
                     )
         joined = tuple((position[u], position[v]) for _, u, v in edges)
         return dataclasses.replace(graph, edges=joined)
@@ -95,7 +95,7 @@ def _read_pipedream(path: str, text: str) -> Graph:
             ends = content.strip().split(" -- ")
             if len(ends) != 2:
                 raise ValueError(
-                    f"{path}:{line}: an edge must be `source -- destination`, got {content.strip()!r}."
+                    f"{path}:{line}: an edge must be `source -- destination`, got {shown(content.strip())}."
                 )
             edges.append((line, *ends))
             continue
@@ -180,7 +180,7 @@ def _read_json(path: str, text: str) -> tuple[_Record, list[_Record], _List]:
     for n, node in enumerate(nodes):
         if not isinstance(node, _Record):
             raise ValueError(
-                f"{path}:{nodes.line}: node {n} in the list must be an object, got {node!r}."
+                f"{path}:{nodes.line}: node {n} in the list must be an object, got {shown(node)}."
             )
     return content, nodes, edges
 
@@ -211,7 +211,7 @@ def _read_placement(path: str, text: str) -> Graph:
     for n, edge in enumerate(edge_records):
         if not isinstance(edge, _Record):
             raise ValueError(
-                f"{path}:{edge_records.line}: edge {n} in the list must be an object, got {edge!r}."
+                f"{path}:{edge_records.line}: edge {n} in the list must be an object, got {shown(edge)}."
             )
         source, destination = (_get(path, edge, key, Id) for key in _ENDS)
         cost = _get(path, edge, "cost")
@@ -261,12 +261,12 @@ def _read_jpipe(path: str, text: str) -> Graph:
     content, records, edges = _read_json(path, text)
     if content.get("format") != FORMAT:
         raise ValueError(
-            f"{path}:1: `format` must be {FORMAT!r}, got {content.get('format')!r}. Is `format` the format of this file?"
+            f"{path}:1: `format` must be {FORMAT!r}, got {shown(content.get('format'))}. Is `format` the format of this file?"
         )
     for n, edge in enumerate(edges):
         if not isinstance(edge, _List) or len(edge) != 2:
             raise ValueError(
-                f"{path}:{getattr(edge, 'line', edges.line)}: edge {n} in the list must be two ids, got {edge!r}."
+                f"{path}:{getattr(edge, 'line', edges.line)}: edge {n} in the list must be two ids, got {shown(edge)}."
             )
     nodes = []
     for record in records:
@@ -274,7 +274,7 @@ def _read_jpipe(path: str, text: str) -> Graph:
         for key in record:
             if key not in _FIELDS:
                 raise ValueError(
-                    f"{path}:{record.line}: a node has no field {key!r}. There are {', '.join(_FIELDS)}."
+                    f"{path}:{record.line}: a node has no field {shown(key)}. There are {', '.join(_FIELDS)}."
                 )
         fields: dict[str, Any] = dict(record)
         if "activation_bytes" in fields:

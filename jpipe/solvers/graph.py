@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from jpipe.foreign import shown
+
 Id = str | int
 
 
@@ -56,19 +58,21 @@ class Node:
 
     def __post_init__(self):
         if not isinstance(self.id, Id):
-            raise ValueError(f"`id` must be a string or an integer, got {self.id!r}.")
+            raise ValueError(
+                f"`id` must be a string or an integer, got {shown(self.id)}."
+            )
         if not isinstance(self.colocation, Id | None):
             raise ValueError(
-                f"`colocation` must be a string or an integer, got {self.colocation!r}."
+                f"`colocation` must be a string or an integer, got {shown(self.colocation)}."
             )
         if not isinstance(self.description, str):
             raise ValueError(
-                f"`description` must be a string, got {self.description!r}."
+                f"`description` must be a string, got {shown(self.description)}."
             )
         for name in ("is_backward", "on_device"):
             if getattr(self, name) not in (False, True):
                 raise ValueError(
-                    f"`{name}` must be true or false, got {getattr(self, name)!r}."
+                    f"`{name}` must be true or false, got {shown(getattr(self, name))}."
                 )
         for name in ("forward", "backward", "parameter_bytes"):
             _check_size(name, getattr(self, name))
@@ -77,7 +81,7 @@ class Node:
                 _check_size(name, getattr(self, name))
         if not isinstance(self.activation_bytes, tuple):
             raise ValueError(
-                f"`activation_bytes` must be a tuple with one size per output, got {self.activation_bytes!r}."
+                f"`activation_bytes` must be a tuple with one size per output, got {shown(self.activation_bytes)}."
             )
         for size in self.activation_bytes:
             _check_size("activation_bytes", size)
@@ -103,7 +107,7 @@ class Node:
 def _check_size(name: str, value: Any) -> None:
     if not isinstance(value, (int, float)) or not 0 <= value <= sys.float_info.max:
         raise ValueError(
-            f"`{name}` must be a finite number, at least 0, got {value!r}: it is a time or a size."
+            f"`{name}` must be a finite number, at least 0, got {shown(value)}: it is a time or a size."
         )
 
 
@@ -147,7 +151,7 @@ class Graph:
         for v, node in enumerate(self.nodes):
             if node.id in positions:
                 raise FaultyItem(
-                    "node", v, f"two nodes have the id {node.id!r}. Rename one."
+                    "node", v, f"two nodes have the id {shown(node.id)}. Rename one."
                 )
             positions[node.id] = v
         seen = set()
@@ -168,7 +172,7 @@ class Graph:
             count = getattr(self, name)
             if count is not None and (not isinstance(count, int) or count < 0):
                 raise ValueError(
-                    f"`{name}` must be a whole number, at least 0, got {count!r}."
+                    f"`{name}` must be a whole number, at least 0, got {shown(count)}."
                 )
         if self.memory_limit is not None:
             _check_size("memory_limit", self.memory_limit)

@@ -4,6 +4,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from jpipe.foreign import shown
+
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
@@ -50,13 +52,13 @@ class Machine:
         for name, value in positive.items():
             if not value > 0:
                 raise ValueError(
-                    f"`{name}` must be above 0, got {getattr(self, name)}: with it nothing could run."
+                    f"`{name}` must be above 0, got {shown(getattr(self, name))}: with it nothing could run."
                 )
         for name in ("latency", "tick", "jitter", "step"):
             if not 0 <= getattr(self, name) < math.inf:
                 what = "fraction of a tick" if name == "jitter" else "number of seconds"
                 raise ValueError(
-                    f"`{name}` must be a {what}, at least 0, got {getattr(self, name)}."
+                    f"`{name}` must be a {what}, at least 0, got {shown(getattr(self, name))}."
                 )
 
     @property

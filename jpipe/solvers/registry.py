@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable
 
+from jpipe.foreign import shown
 from jpipe.solvers._ideals import ideals
 from jpipe.solvers._linearised import linearised
 from jpipe.solvers._pipedream import pipedream
@@ -95,4 +96,6 @@ def get(name: str) -> Solver:
     if name in SOLVERS:
         return SOLVERS[name]
     guess = did_you_mean(name, names(), cutoff=0.4)
-    raise ValueError(f"unknown solver {name!r}.{guess} Known: {', '.join(names())}.")
+    raise ValueError(
+        f"unknown solver {shown(name)}.{guess} Known: {', '.join(names())}."
+    )

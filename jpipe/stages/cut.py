@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jpipe.compress import StreamingPCA
+from jpipe.foreign import shown
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.equations import Equations
@@ -242,17 +243,17 @@ def check_boundaries(
     if not are_indices or not all(hasattr(b, "__index__") for b in indices):
         raise ValueError(
             f"`boundaries` must be a list of whole numbers ({want}), one of {', '.join(map(repr, BALANCES))} to balance "
-            f"by that, or None to balance by FLOPs, got {indices or boundaries!r}."
+            f"by that, or None to balance by FLOPs, got {shown(indices or boundaries)}."
         )
     starts = [0, *map(int, indices), num_layers]
     if len(starts) != num_stages + 1:
         raise ValueError(
-            f"`boundaries` must hold {num_stages - 1} numbers for {num_stages} stages ({want}), got {indices}."
+            f"`boundaries` must hold {num_stages - 1} numbers for {num_stages} stages ({want}), got {shown(indices)}."
         )
     for s, (start, stop) in enumerate(itertools.pairwise(starts)):
         if start >= stop:
             raise ValueError(
-                f"`boundaries` must rise within 1..{num_layers - 1} ({want}), got {indices}: "
+                f"`boundaries` must rise within 1..{num_layers - 1} ({want}), got {shown(indices)}: "
                 f"stage {s} would hold layers {start}..{stop - 1}, which is none. Give every stage at least one layer."
             )
     return starts

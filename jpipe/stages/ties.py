@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 
+from jpipe.foreign import shown
 from jpipe.layers.layer import Layer
 from jpipe.suggest import did_you_mean
 
@@ -41,7 +42,7 @@ def resolve_ties(
             if path not in leaves:
                 hint = did_you_mean(path, leaves, cutoff=0)
                 raise ValueError(
-                    f"{name} ({layers[layer].name}) has no parameter {path!r}, only {', '.join(leaves) or 'none'}.{hint}"
+                    f"{name} ({layers[layer].name}) has no parameter {shown(path)}, only {', '.join(leaves) or 'none'}.{hint}"
                 )
             copy = layer, list(leaves).index(path)
             if copy in owner:
