@@ -1,6 +1,7 @@
 """Whose a state is: kept, shared between equal pipelines, copied, saved, refused."""
 
 import copy
+import dataclasses
 import functools
 import pickle
 
@@ -282,3 +283,26 @@ def test_only_init_fixes_the_cut():
     want = [r.layers for r in make_uneven().partition(large)]
     assert [r.layers for r in pipe.partition(large)] == want
     assert [r.layers for r in pipe.partition(small)] == want
+
+
+# -- Arrays that a user has changed
+
+
+@pytest.mark.parametrize(
+    "field", [f.name for f in dataclasses.fields(jpipe.PipelineState)]
+)
+def test_a_state_whose_arrays_were_changed_is_refused(field):
+    pipe = make(schedule=pipemare(2, 2))
+    state = pipe.init(KEY, batch_of())
+    arrays = getattr(state, field)
+    others: list = [None]
+    if field != "program" and jax.tree.leaves(arrays):
+        others.append(jax.tree.map(lambda a: np.zeros((*a.shape, 2), a.dtype), arrays))
+    if isinstance(arrays, dict):
+        others.append({**arrays, "another": np.zeros(3)})
+        others += [{}] * bool(arrays)
+    for other in others:
+        changed = dataclasses.replace(state, **{field: other})
+        for call in (pipe.get_params, lambda s: pipe.step(s, batch_of()), pipe.adopt):
+            with refused(f"and `{field}` holds others"):
+                call(changed)
