@@ -456,10 +456,12 @@ class _Writing:
             files = self._checksums()
             if self._leads:
                 dataclasses.replace(self._manifest, files=files).write(self._unfinished)
-                _sync(self._unfinished)
+                _sync(*self._unfinished.rglob("*"), self._unfinished)
                 replaced = [self._folder] if self._folder.exists() else []
                 unnamed = _unname([*replaced, *self._damaged])
                 self._unfinished.rename(self._folder)
+                # After a power cut the name is there, or the steps before still are.
+                _sync(self._directory)
                 unnamed += _unname(self._too_old())
                 for folder in unnamed:
                     shutil.rmtree(folder)
@@ -490,9 +492,9 @@ class _Writing:
         return [folder_of(self._directory, step) for step in old]
 
 
-def _sync(folder: pathlib.Path) -> None:
-    """Waits until the files of a folder are on the disk."""
-    for path in [*folder.rglob("*"), folder]:
+def _sync(*paths: pathlib.Path) -> None:
+    """Waits until files are on the disk; of folders, the names in them."""
+    for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -191,6 +191,24 @@ def test_the_newest_steps_are_kept(small, tmp_path):
     assert checkpoints.restore(pipe, batch, step=5).run == 5
 
 
+def test_a_new_name_is_on_the_disk_before_an_old_step_is_deleted(
+    small, tmp_path, monkeypatch
+):
+    synced, fsync = [], os.fsync
+
+    def record(descriptor):
+        if os.path.samestat(os.fstat(descriptor), os.stat(tmp_path)):
+            synced.append(sorted(p.name for p in tmp_path.iterdir()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with jpipe.Checkpoints(tmp_path, keep=1) as checkpoints:
+        for step in (1, 2):
+            checkpoints.save(step, small[2])
+    assert synced == [["00000001"], ["00000001", "00000002"]]
+    assert os.listdir(tmp_path) == ["00000002"]
+
+
 def test_a_save_removes_what_was_cut_off(small, tmp_path):
     for name in ("00000003.saving", "00000001.deleting", "notes"):
         (tmp_path / name / "inside").mkdir(parents=True)
