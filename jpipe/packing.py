@@ -190,6 +190,10 @@ class Place:
         """The first index of leaf i."""
         return self.base + i * self.stride
 
+    def alone(self, i: int) -> "Place":
+        """The place of leaf i as the first of a run, whose leaves follow one another at the next indices."""
+        return dataclasses.replace(self, base=int(self.start(i)), stride=1, count=1)
+
     @property
     def block(self) -> tuple[int, ...]:
         """The leaf's shape inside its array."""

@@ -180,7 +180,7 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
     for name, value in seconds.items():
         word = name.replace("_", " ")
         print(
-            f"{word:15} {value * 1e3:10.4g} ms a step, {data / value:6.3g} x data parallel"
+            f"{word:15} {value * 1e3:10.4g} ms per step, {data / value:6.3g} x data parallel"
         )
     print(
         f"\n{found.proposals} changes tried in {found.elapsed:.1f} s on {machine.name}, {args.devices} devices; "
@@ -276,7 +276,7 @@ def _draw(folder: pathlib.Path, graph, machine, costs, found) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     costs = soap.Analytic(machine) if costs is None else costs
     simulator = soap.Simulator(graph, machine, costs, found.strategy)
-    title = f"{found.seconds * 1e3:.4g} ms a step on {machine.name}"
+    title = f"{found.seconds * 1e3:.4g} ms per step on {machine.name}"
     path = folder / "timeline.svg"
     picture.save_timeline(path, simulator.tasks, simulator.timeline, title)
     picture.save_history(

@@ -34,7 +34,8 @@ _UPDATE, _BACKGROUND = "black", "#f3f3f3"
 _UNIT = 0.2  # of time, on the device's scale
 _LEAST_UNIT = 0.09  # of time, on the stage's scale: the width of a digit of small print
 _PANEL, _ROW = 36 * _UNIT, 0.36
-_LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 1.35, 1.75, 0.92, 0.5, 0.3
+# Above the panels is room for the legend, and below it for headers of three lines.
+_LEFT, _RIGHT, _TOP, _BOTTOM, _BETWEEN = 1.35, 1.75, 1.13, 0.5, 0.3
 _COLUMN = 0.56  # of a fact at the right
 
 _DIGIT = 0.64  # width of a digit, in font sizes
@@ -89,8 +90,8 @@ def figure(schedule: Schedule) -> "Figure":
             )
         )
         _draw_panel(axes, first, last, cells, layout)
+        _draw_facts(axes, facts, layout, has_header=i == 0)
     axes.set_xlabel(_axis_words(schedule), fontsize=8, loc="left")
-    _draw_facts(fig.axes[0], facts, layout)
 
     x = _LEFT / total_width
     fig.text(
@@ -269,14 +270,12 @@ def _draw_panel(
     axes.add_patch(
         Rectangle(corner, width, num_rows, fc=_BACKGROUND, ec="none", zorder=-1)
     )
-    right = first + _PANEL / layout.unit
-    axes.hlines(range(num_rows), last, right, color="#dddddd", lw=0.5, ls=":")
     times = [first, last]
     if layout.repeats is not None and first <= layout.repeats <= last:
         axes.axvline(layout.repeats, color=_UPDATE, lw=1, ls="--", clip_on=False)
         times = sorted({first, last, np.clip(layout.repeats, first, last)})
     axes.set_xticks(times, [f"{time / layout.shares:g}" for time in times])
-    axes.set_xlim(first, right)
+    axes.set_xlim(first, first + _PANEL / layout.unit)
     axes.set_ylim(num_rows - 0.5, -0.5)
     axes.set_yticks(range(num_rows), layout.row_labels)
     axes.tick_params(labelsize=8, left=False)
@@ -284,16 +283,16 @@ def _draw_panel(
     axes.spines[:].set_visible(False)
 
 
-def _draw_facts(axes: "Axes", facts: Facts, layout: _Layout) -> None:
-    """The facts that differ between stages, as columns at the right."""
-    _, right = axes.get_xlim()
+def _draw_facts(axes: "Axes", facts: Facts, layout: _Layout, has_header: bool) -> None:
+    """The facts that differ between stages, as columns at the right of the longest panel."""
+    right = axes.get_xlim()[0] + max(np.diff(layout.panels))
     for i, (name, values) in enumerate(_columns(facts).items()):
         x = right + (0.1 + _COLUMN * (i + 0.5)) / layout.unit
         words = [", ".join(str(values[s]) for s in row) for row in layout.stages_of_row]
         header = name.replace(" ", "\n")
         if layout.by_device and i == 0:
             header += "\nby stage"
-        for row, word in [(-0.62, header), *enumerate(words)]:
+        for row, word in [(-0.62, header)] * has_header + [*enumerate(words)]:
             axes.text(
                 x,
                 row,

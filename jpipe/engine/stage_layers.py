@@ -24,6 +24,7 @@ from jpipe.engine.transport import arrived_skips
 from jpipe.layers.avals import is_real
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.products import Product
+from jpipe.layers.state_update import StateUpdate
 from jpipe.mesh import FSDP
 from jpipe.packing import Lead, Place
 from jpipe.stages.accumulators import FactorPlaces
@@ -372,23 +373,17 @@ def _layer_extra(
 
 def _with_microbatch(
     stage: StageContext,
-    statistics: Packed,
-    run: LayerRun,
+    update: StateUpdate,
+    kept: list[jax.Array],
     records: Sequence[jax.Array],
-    i: jax.Array | int,
-) -> Packed:
-    """The statistics of layer i of a run with those of one more microbatch."""
-    update = stage.stages.mutable[run.kind]
-    column, i = stage.column("statistics"), stage.runtime_index(i)
-    kept = packing.read_all(statistics, run.statistics, column, i)
+) -> list[jax.Array]:
+    """The statistics of a layer with those of one more microbatch."""
     if stage.spec.schedule.has_copies:  # of each device
         at = stage.device.position
         mine = [lax.dynamic_index_in_dim(a, at, keepdims=False) for a in kept]
         new = update.added(mine, records)
-        new = [lax.dynamic_update_index_in_dim(a, b, at, 0) for a, b in zip(kept, new)]
-    else:
-        new = update.added(kept, records)
-    return packing.write_all(statistics, run.statistics, column, new, i, joined=True)
+        return [lax.dynamic_update_index_in_dim(a, b, at, 0) for a, b in zip(kept, new)]
+    return update.added(kept, records)
 
 
 class LayersResult(NamedTuple):
@@ -438,6 +433,10 @@ def run_layers(
     skips = arrived_skips(stage, read)
     # Loops carry only what they change.
     moving = mutable_state if moves_state else None
+    row = stage.column("statistics") if statistics is not None else ()
+    # The statistics of all layers are few numbers, which are written at once.
+    joined_at = stage.runtime_index(0)
+    joined: list[tuple[Place, jax.Array]] = []
     for r, run in enumerate(stage.program.runs):
         kind = stage.stages.layer_kinds[run.kind]
         popped = [leaf for name, _ in run.pop for leaf in skips.pop(name)]
@@ -465,13 +464,25 @@ def run_layers(
             update = stage.stages.mutable[run.kind]
             records, new = aux[: update.num_recorded], aux[update.num_recorded :]
             if statistics is not None and records:
-                statistics = _with_microbatch(stage, statistics, run, records, i)
+                places: Sequence = run.statistics
+                at = stage.runtime_index(i)
+                joins = stage.joins and i < min(_lengths(stage, r))
+                if joins:
+                    places, at = [place.alone(i) for place in places], joined_at
+                kept = packing.read_all(statistics, places, row, at)
+                kept = _with_microbatch(stage, update, kept, records)
+                if joins:
+                    joined.extend(zip(places, kept, strict=True))
+                else:
+                    statistics = packing.write_all(
+                        statistics, places, row, kept, at, joined=True
+                    )
             if moving is not None and update.sequence:
-                places = [run.state[j] for j in update.sequence]
+                moved = [run.state[j] for j in update.sequence]
                 values = update.sequence_values(extra[1:], new)
                 column, at = stage.column("mutable_state"), stage.runtime_index(i)
                 moving = packing.write_all(
-                    moving, places, column, values, at, joined=True
+                    moving, moved, column, values, at, joined=True
                 )
             return stage.stages.values.constrained(y), rings, statistics, moving
 
@@ -481,6 +492,12 @@ def run_layers(
         )
         x, *stashed = split_leaves(y, [leaves for _, leaves in run.stash])
         skips |= {name: leaves for (name, _), leaves in zip(run.stash, stashed)}
+    if joined:
+        assert statistics is not None
+        places, kept = zip(*joined)
+        statistics = packing.write_all(
+            statistics, places, row, kept, joined_at, joined=True
+        )
     return LayersResult(
         x, skips, rings, statistics, mutable_state if moving is None else moving
     )

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jpipe.soap.machine import Machine
 from jpipe.soap.simulate import Timeline
 from jpipe.soap.tasks import Tasks
 
@@ -73,11 +74,13 @@ def save_timeline(
         for row, spans in by_row.items():
             axes.broken_barh(spans, (row - 0.4, 0.8), color=COLORS[kind], lw=0)
     labels = [f"device {d}" for d in range(num_devices)]
-    labels += [f"link {i}" for i in range(len(links))]
+    ends = _ends_of_links(tasks.machine)
+    labels += [f"link {ends[link]}" for link in links]
     axes.set_yticks(range(len(rows)), labels, fontsize=7)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, timeline.seconds * 1e3)
-    axes.set_xlabel("milliseconds")
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_xlabel("milliseconds", fontsize=8)
     axes.set_title(title, fontsize=9, loc="left")
     handles = [Patch(fc=COLORS[kind], label=kind) for kind in COLORS if kind in bars]
     axes.legend(
@@ -89,6 +92,23 @@ def save_timeline(
         frameon=False,
     )
     _save(figure, axes, path)
+
+
+def _ends_of_links(machine: Machine) -> dict[int, str]:
+    """Number of a link -> the device or the devices that send over it, and those that receive."""
+    sources: dict[int, set[int]] = {}
+    targets: dict[int, set[int]] = {}
+    for source, row in enumerate(machine.routes()):
+        for target, (link, *_) in enumerate(row):
+            if link >= machine.num_devices:
+                sources.setdefault(link, set()).add(source)
+                targets.setdefault(link, set()).add(target)
+
+    def text(devices: set[int]) -> str:
+        first, last = min(devices), max(devices)
+        return f"{first}" if first == last else f"{first}..{last}"
+
+    return {link: f"{text(sources[link])} to {text(targets[link])}" for link in sources}
 
 
 def save_history(
