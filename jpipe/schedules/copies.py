@@ -7,9 +7,11 @@ Letters: S stages, s a stage; r_s copies of stage s; N microbatches, b a microba
 largest r_s; G = ceil(N / L) groups; w_s the warm-up of stage s; T ticks of a round.
 """
 
+import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -189,52 +191,52 @@ def unit_ticks(
     """
     N, S = num_microbatches, len(replicas)
     order = _Order(N, S)
+    every = np.arange(N)
     for s, (r, w) in enumerate(zip(replicas, warm_up(replicas), strict=True)):
-        of_copies = [range(k, N, r) for k in range(r)]
-        for b in range(N):
-            order.add(("backward", s, b), ("weight_grad", s, b))
-            if s > 0:
-                order.add(("forward", s - 1, b), ("forward", s, b))
-                order.add(("backward", s, b), ("backward", s - 1, b))
+        of_copies = [np.arange(k, N, r) for k in range(r)]
+        order.add(("backward", s, every), ("weight_grad", s, every))
+        if s > 0:
+            order.add(("forward", s - 1, every), ("forward", s, every))
+            order.add(("backward", s, every), ("backward", s - 1, every))
         for mine in of_copies:
-            n = len(mine)
-            for i in range(n):
-                ahead, j = divmod(i + w, n)
-                if synchronous and ahead:
-                    # No forward is left. Backwards follow each other.
-                    if i > 0:
-                        before = ("weight_grad", s, mine[i - 1])
-                        order.add(before, ("backward", s, mine[i]))
-                    order.add(("forward", s, mine[-1]), ("backward", s, mine[i]))
-                    continue
-                forward = ("forward", s, mine[j])
-                order.add(forward, ("backward", s, mine[i]), -ahead)
-                if not synchronous or i > 0:
-                    before = ("weight_grad", s, mine[i - 1])
-                    order.add(before, forward, ahead if i > 0 else ahead + 1)
+            i = np.arange(len(mine))
+            ahead, j = divmod(i + w, len(mine))
+            goes_on = np.full(len(mine), True)
             if synchronous:
-                for first, second in itertools.pairwise(mine[: w + 1]):
-                    order.add(("forward", s, first), ("forward", s, second))
+                # No forward is left. Backwards follow each other.
+                goes_on = ahead == 0
+                last = i[~goes_on]
+                order.add(("forward", s, mine[-1]), ("backward", s, mine[last]))
+                last = last[last > 0]
+                before = ("weight_grad", s, mine[last - 1])
+                order.add(before, ("backward", s, mine[last]))
+                first = mine[: w + 1]
+                order.add(("forward", s, first[:-1]), ("forward", s, first[1:]))
+            forward, backward = mine[j[goes_on]], mine[goes_on]
+            order.add(
+                ("forward", s, forward), ("backward", s, backward), -ahead[goes_on]
+            )
+            # The microbatch before the first is the last of the round before.
+            goes_on &= (i > 0) | (not synchronous)
+            before = ("weight_grad", s, mine[i[goes_on] - 1])
+            rounds = (ahead + (i == 0))[goes_on]
+            order.add(before, ("forward", s, mine[j[goes_on]]), rounds)
         for mine, other in itertools.product(of_copies, repeat=2):
             if synchronous:
                 continue
             order.add(("forward", s, other[-1]), ("forward", s, mine[0]), 1)
             order.add(("weight_grad", s, other[-1]), ("weight_grad", s, mine[0]), 1)
-            ahead, j = divmod(len(mine) + w, len(mine))
-            order.add(("weight_grad", s, other[-1]), ("forward", s, mine[j]), ahead)
+            turns, number = divmod(len(mine) + w, len(mine))
+            follower = ("forward", s, mine[number])
+            order.add(("weight_grad", s, other[-1]), follower, turns)
     if synchronous:
-        ticks = order.earliest(None)
-        assert ticks is not None, "a synchronous order has no cycle"
-    else:
-        num_ticks, ticks = 3 * -(-N // min(replicas)) - 1, None
-        while ticks is None:
-            num_ticks += 1
-            assert num_ticks <= 3 * N * (S + 1), "one microbatch at a time is a round"
-            ticks = order.earliest(num_ticks, together=True)
-            if ticks is None:
-                ticks = order.earliest(num_ticks)
-    chosen = _columns(N, replicas, ticks)
-    return chosen if synchronous else chosen | {"num_ticks": num_ticks}
+        return _columns(N, replicas, order.levels)
+    least, most = 3 * -(-N // min(replicas)), 3 * N * (S + 1)
+    for num_ticks, together in itertools.product(range(least, most + 1), (True, False)):
+        ticks = order.earliest(num_ticks, together=together)
+        if ticks is not None:
+            return _columns(N, replicas, ticks) | {"num_ticks": num_ticks}
+    raise AssertionError("one microbatch at a time is a round")
 
 
 def _columns(
@@ -258,53 +260,102 @@ class _Order:
 
     def __init__(self, num_microbatches: int, num_stages: int):
         self._shape = len(_KINDS), num_stages, num_microbatches
-        self._edges: list[tuple[int, int, int]] = []
+        self._parts: list[list[np.ndarray]] = []
 
-    def add(
-        self,
-        first: tuple[str, int, int],
-        second: tuple[str, int, int],
-        rounds: int = 0,
-    ) -> None:
-        """`first` of a round comes before `second` of the round `rounds` later."""
-        self._edges.append((self._number(*first), self._number(*second), rounds))
+    def add(self, first: tuple, second: tuple, rounds: int | np.ndarray = 0) -> None:
+        """`first` of a round comes before `second` of the round `rounds` later.
 
-    def _number(self, kind: str, s: int, b: int) -> int:
+        Args:
+          first, second: kind, stage and microbatches, a number or `[n]`.
+          rounds: a number or `[n]`.
+        """
+        numbers = self._numbers(*first), self._numbers(*second)
+        self._parts.append([*map(np.ravel, np.broadcast_arrays(*numbers, rounds))])
+
+    def _numbers(self, kind: str, s: int, b: int | np.ndarray) -> np.ndarray:
         place = _KINDS.index(kind), s, b
-        return int(np.ravel_multi_index(place, self._shape))
+        return np.ravel_multi_index(np.broadcast_arrays(*place), self._shape)
 
-    def earliest(
-        self, num_ticks: int | None, *, together: bool = False
-    ) -> np.ndarray | None:
+    @functools.cached_property
+    def _edges(self) -> "_Edges":
+        edges = _Edges(*map(np.concatenate, zip(*self._parts, strict=True)))
+        return edges.part(np.argsort(edges.first, kind="stable"))
+
+    @functools.cached_property
+    def levels(self) -> np.ndarray:
+        """`[kinds, S, N]`, the most operations that come one after the other before each.
+
+        Pairs that lead to a later round do not count. The others have no cycle, else no round would exist.
+        """
+        edges = self._edges.part(self._edges.rounds <= 0)
+        levels = np.zeros(math.prod(self._shape), int)
+        count = np.bincount(edges.first, minlength=len(levels))
+        starts = np.cumsum(count) - count
+        left = np.bincount(edges.second, minlength=len(levels))
+        ready = np.flatnonzero(left == 0)
+        while ready.size:
+            n = count[ready]
+            within = np.arange(n.sum()) - np.repeat(np.cumsum(n) - n, n)
+            at = np.repeat(starts[ready], n) + within
+            second = edges.second[at]
+            np.maximum.at(levels, second, levels[edges.first[at]] + 1)
+            np.subtract.at(left, second, 1)
+            ready = np.unique(second[left[second] == 0])
+        assert not left.any(), "operations of a round have no cycle"
+        return levels.reshape(self._shape)
+
+    @functools.cached_property
+    def _by_level(self) -> tuple[list["_Edges"], "_Edges"]:
+        """The pairs by the level of their second operation, and those that lead to a later round."""
+        edges, levels = self._edges, self.levels.ravel()
+        within, later = edges.part(edges.rounds <= 0), edges.part(edges.rounds > 0)
+        level = levels[within.second]
+        within, level = within.part(np.argsort(level, kind="stable")), np.sort(level)
+        ends = np.flatnonzero(np.diff(level)) + 1
+        return [_Edges(*p) for p in zip(*(np.split(a, ends) for a in within))], later
+
+    def earliest(self, num_ticks: int, *, together: bool = False) -> np.ndarray | None:
         """The earliest ticks `[kinds, S, N]` of a round that repeats every `num_ticks` ticks.
 
         These are longest paths from one forward, by relaxation, moved so that the first forward is
-        at tick 0. None: a path never ends, and there is no such round.
+        at tick 0. A turn follows all paths inside of a round, level by level, and then goes on to later rounds.
+        None: a path never ends, and there is no such round.
 
         Args:
-          num_ticks: T. None: nothing repeats, and every operation can be at tick 0.
+          num_ticks: T.
           together: whether microbatch 0 is the first that runs, so that copies which can run at
             the same time do.
         """
-        first, second, rounds = np.array(self._edges).T
-        apart = 1 - (num_ticks or 0) * rounds
-        if together:
-            number = np.arange(1, self._shape[-1])
-            first = np.append(first, 0 * number)
-            second, apart = np.append(second, number), np.append(apart, 0 * number)
+        by_level, later = self._by_level
         never = np.iinfo(np.int64).min // 2
-        ticks = np.full(np.prod(self._shape), 0 if num_ticks is None else never)
-        ticks[0] = 0
+        ticks = np.full(math.prod(self._shape), never)
+        # The first stage's forwards are the first numbers.
+        ticks[: self._shape[-1] if together else 1] = 0
         for _ in range(len(ticks) + 1):  # a path without a cycle is shorter
-            after = ticks.copy()
-            reached = ticks[first] > never // 2
-            np.maximum.at(
-                after, second[reached], ticks[first[reached]] + apart[reached]
-            )
-            if after[0] > 0:  # it comes before itself
+            for edges in by_level:
+                edges.follow(ticks, num_ticks)
+            before = ticks.copy()
+            later.follow(ticks, num_ticks)
+            if ticks[0] > 0:  # it comes before itself
                 return None
-            if np.array_equal(after, ticks):
+            if np.array_equal(before, ticks):
                 ticks = ticks.reshape(self._shape)
                 return ticks - ticks[0].min()
-            ticks = after
         return None
+
+
+class _Edges(NamedTuple):
+    """Pairs of operations in order, `[pairs]` each: see `_Order.add`."""
+
+    first: np.ndarray
+    second: np.ndarray
+    rounds: np.ndarray
+
+    def part(self, which: np.ndarray) -> "_Edges":
+        """Some of the pairs, or all in another order."""
+        return _Edges(*(a[which] for a in self))
+
+    def follow(self, ticks: np.ndarray, num_ticks: int) -> None:
+        """Moves the second operations behind the first, in place."""
+        after = ticks[self.first] + 1 - num_ticks * self.rounds
+        np.maximum.at(ticks, self.second, after)
