@@ -222,7 +222,7 @@ def memory(program: Program) -> Memory:
     used_state += (
         settings.num_replicas
         * settings.schedule.num_devices
-        * sum(state.num_bytes for _, state in updates.of_units)
+        * sum(unit.packing.num_bytes for unit in updates.of_units)
     )
     copies = 1 + len(layout["read_parameters"].shapes)
     analysis: Any = program.lower().compile().memory_analysis()

@@ -269,7 +269,7 @@ def places_of_leaf(program: Program, path: str) -> list[tuple[str, Block]]:
                     block = _block(lead, piece.place, piece.view, piece.index)
                     found.append((piece.place.array, block))
     for number, unit in enumerate(stages.vocabulary.units):
-        update, _ = engine.updates.of_units[number]
+        update = engine.updates.of_units[number].update
         paths = list(optimizer_paths(program, tuple(unit.places)))
         if path in paths:
             (piece,) = update.state[paths.index(path)]
@@ -320,14 +320,13 @@ def _locate_unit(
         found.mutable_state[layer.index] = stages.layers[layer.index].state
     rows = [(d,) for d in range(D)]
     assert program.engine.updates is not None
-    update, _ = program.engine.updates.of_units[number]
+    update, _, parted_state = program.engine.updates.of_units[number]
+    paths = optimizer_paths(program, tuple(unit.places))
     return {
         path: Location.of("optimizer_state", rows[0], piece.place)
         if leaf is None
         else parted("optimizer_state", rows, piece.place, leaf)
-        for (path, leaf), (piece,) in zip(
-            parted_state(program, unit).items(), update.state, strict=True
-        )
+        for path, leaf, (piece,) in zip(paths, parted_state, update.state, strict=True)
     }
 
 
@@ -393,26 +392,6 @@ def _part_on_host(array: jax.Array, part: int, is_needed: bool) -> Any:
 
 def _rows_of(array: jax.Array, start: int, size: int) -> jax.Array:
     return jax.lax.slice_in_dim(array, start, start + size)
-
-
-def parted_state(program: Program, unit: Unit) -> dict[str, PartedLeaf | None]:
-    """For each leaf of the optimizer's state of a unit, by path: how it is split; None: it is not.
-
-    A leaf is split as the parameter whose path ends its own, if both have the same shape.
-    """
-    parted = {
-        _path(layer.index, path): leaf
-        for layer in unit.layers
-        for (path, _), leaf in zip(
-            jax.tree.leaves_with_path(layer.layer.parameters), layer.leaves, strict=True
-        )
-    }
-    found: dict[str, PartedLeaf | None] = {}
-    for path, aval in optimizer_paths(program, tuple(unit.places)).items():
-        leaf = next((a for p, a in parted.items() if path.endswith(p)), None)
-        fits = leaf is not None and leaf.aval.shape == aval.shape
-        found[path] = leaf if fits else None
-    return found
 
 
 def _path(layer: int, path: tuple) -> str:

@@ -23,7 +23,6 @@ from jpipe.locations import (
     locations,
     optimizer_paths,
     owners,
-    parted_state,
     read,
     update_of,
 )
@@ -32,8 +31,8 @@ from jpipe.optim.identity import difference
 from jpipe.packing import Place
 from jpipe.processes import processes_of
 from jpipe.program import Program
-from jpipe.stages.optimizer import seen_by_optimizer, unit_tree
-from jpipe.stages.vocabulary import Unit
+from jpipe.stages.optimizer import seen_by_optimizer
+from jpipe.stages.vocabulary import PartedLeaf, Unit
 from jpipe.state import PipelineState, num_rounds
 from jpipe.warn import warn
 
@@ -696,37 +695,31 @@ def _pack_unit(
         have the same of a unit.
     """
     engine, stages = program.engine, program.stages
-    update, _ = engine.updates.of_units[number]
-    weights, _, optimizer_state = of_layers(tuple(unit.places))
-    state_leaves = [
-        leaf.parts_of(value) if leaf is not None else [value] * len(local)
-        for value, leaf in zip(
-            jax.tree.leaves(optimizer_state),
-            parted_state(program, unit).values(),
-            strict=True,
-        )
-    ]
-    parts_of = {
-        (i, j): leaf.parts_of(jax.tree.leaves(weights[i])[j])
-        for (i, j), leaf in unit.leaf_of().items()
-    }
+    update, _, parted_state = engine.updates.of_units[number]
+    layers = tuple(unit.places)
+    weights, _, optimizer_state = of_layers(layers)
+    state_leaves = jax.tree.leaves(optimizer_state)
+    values = jax.tree.leaves(seen_by_optimizer(stages, layers, weights))
+    read_weights = {"parameters": values}
+    for reader in engine.layout["read_parameters"].shapes:
+        delay = float(engine.delays[reader][unit.home])
+        hook = update.param_hooks[reader]
+        read_weights[reader] = hook(values, state_leaves, delay) if delay else values
+
+    def parts(leaf: PartedLeaf | None, value: Any) -> Sequence:
+        return [value] * len(local) if leaf is None else leaf.parts_of(value)
+
     every_version = (slice(None),)
-    for d, arrays in enumerate(local):
-        own_state = [parts[d] for parts in state_leaves]
-        for (i, j), parts in parts_of.items():
-            place = unit.places[i][j]
-            _write(arrays["parameters"], every_version, place, 0, parts[d])
-        for (piece,), leaf in zip(update.state, own_state, strict=True):
+    for reader, of_reader in read_weights.items():
+        for (place, leaf), value in zip(unit.stored().items(), of_reader, strict=True):
+            for arrays, part in zip(local, parts(leaf, value), strict=True):
+                packed = arrays["read_parameters"].get(reader, arrays["parameters"])
+                _write(packed, every_version, place, 0, part)
+    pieces = (piece for (piece,) in update.state)
+    for piece, leaf, value in zip(pieces, parted_state, state_leaves, strict=True):
+        for d, part in enumerate(parts(leaf, value)):
             for of_replica in states:
-                _write(of_replica[d], (0,), piece.place, 0, leaf)
-        for reader, packed in arrays["read_parameters"].items():
-            own = {leaf: parts[d] for leaf, parts in parts_of.items()}
-            values = jax.tree.leaves(unit_tree(stages, unit, own))
-            delay = float(engine.delays[reader][unit.home])
-            if delay:
-                values = update.param_hooks[reader](values, own_state, delay)
-            for ((place, _),), value in zip(update.parameters, values, strict=True):
-                _write(packed, every_version, place, 0, value)
+                _write(of_replica[d], (0,), piece.place, 0, part)
 
 
 # -- From a state to layers

@@ -200,7 +200,7 @@ class Program:
                 for group in update.groups
             ]
             + [[_slot_key(slot) for slot in update.shared]]
-            for update in (*updates.programs, *(u for u, _ in updates.of_units))
+            for update in (*updates.programs, *(u.update for u in updates.of_units))
         ]
         return {
             "batch": shapes_key(self.microbatch),

@@ -24,7 +24,7 @@ from jpipe.engine.shares import (
     with_share,
     write_turn,
 )
-from jpipe.engine.units import row_of, unit_of
+from jpipe.engine.units import part_of, row_of, unit_of, whole_of
 from jpipe.lowering.scalars import LaneScalars
 from jpipe.packing import Place
 from jpipe.stages.accumulators import FACTORS
@@ -100,7 +100,7 @@ class Apply:
         shared = turn.unscaled(
             self.merged.shared,
             [
-                turn.load(slots, self.position, None, updated)
+                turn.whole(slots, turn.load(slots, self.position, None, updated))
                 for slots in self.merged.shared
             ],
         )
@@ -228,11 +228,12 @@ class _Turn(NamedTuple):
             [self.load(slots, i, group.division, updated) for slots in side]
             for side in (group.inputs, outputs)
         )
+        inputs = list(map(self.whole, group.inputs, inputs))
 
         def compute() -> list[jax.Array]:
             unscaled = self.unscaled(group.inputs, inputs)
             values = group.run(*unscaled, *shared_and_extra)
-            return [values[j] for j in kept]
+            return [self.part(slots, values[j]) for slots, j in zip(outputs, kept)]
 
         keeps = self._keeps(group.division)
         if self.update.device.spec.lowered.guard == "cond":
@@ -287,6 +288,16 @@ class _Turn(NamedTuple):
             return leaf
         assert self.rank is not None
         return share_of(division, leaves, self.rank)
+
+    def whole(self, slots: LeafSlots, value: jax.Array) -> jax.Array:
+        """What the update takes of a loaded leaf: of a part, the whole."""
+        return value if slots.parted is None else whole_of(slots.parted, value)
+
+    def part(self, slots: LeafSlots, value: jax.Array) -> jax.Array:
+        """What is stored of a leaf that the update gives: see `whole`."""
+        if slots.parted is None:
+            return value
+        return part_of(self.update.device, slots.parted, value)
 
     def _stored(
         self,

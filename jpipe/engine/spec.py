@@ -268,7 +268,7 @@ class PassSpec:
             messages=self.routes,
             optimizer_state=None if self.updates is None else self.updates.state,
             units=[unit.packing for unit in found.units],
-            unit_states=[packing for _, packing in of_units],
+            unit_states=[unit.packing for unit in of_units],
             embedded=found.embedded,
             head_input=jax.tree.leaves(found.head_inputs),
         )

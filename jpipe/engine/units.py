@@ -4,26 +4,29 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jpipe.engine.arrays import Packed
 from jpipe.engine.context import Device
 from jpipe.lowering.scalars import LaneScalars
+from jpipe.mesh import STAGE
 from jpipe.stages.optimizer import StageUpdate
 from jpipe.stages.stage_update import MergedUpdate, merge_updates
+from jpipe.stages.vocabulary import PartedLeaf
 
 
 def programs_of(device: Device, lane: LaneScalars) -> Sequence[StageUpdate]:
     """The updates of which a lane runs one."""
     updates, unit = device.spec.updates, unit_of(device, lane)
-    return updates.programs if unit is None else [updates.of_units[unit][0]]
+    return updates.programs if unit is None else [updates.of_units[unit].update]
 
 
 def merged_of(device: Device, lane: LaneScalars) -> Sequence[MergedUpdate]:
     """The same updates, merged."""
     updates, unit = device.spec.updates, unit_of(device, lane)
-    return (
-        updates.merged if unit is None else merge_updates([updates.of_units[unit][0]])
-    )
+    if unit is None:
+        return updates.merged
+    return merge_updates([updates.of_units[unit].update])
 
 
 def unit_of(device: Device, lane: LaneScalars) -> int | None:
@@ -48,3 +51,19 @@ def gradients_of(device: Device, unit: int | None, gradients: Packed) -> Packed:
     packings = [u.packing for u in stages.vocabulary.units]
     names = (stages.accumulators if unit is None else packings[unit]).arrays
     return {name: a for name, a in gradients.items() if name in names}
+
+
+# -- Parts
+
+
+def whole_of(leaf: PartedLeaf, part: jax.Array) -> jax.Array:
+    """The whole of a leaf, from the parts of all devices. All devices call this."""
+    whole = lax.all_gather(part, STAGE, axis=leaf.dim, tiled=True)
+    return lax.slice_in_dim(whole, 0, leaf.aval.shape[leaf.dim], axis=leaf.dim)
+
+
+def part_of(device: Device, leaf: PartedLeaf, whole: jax.Array) -> jax.Array:
+    """This device's part of a leaf."""
+    padded = jnp.pad(whole, leaf.padding())
+    start = device.position * leaf.num_rows
+    return lax.dynamic_slice_in_dim(padded, start, leaf.num_rows, leaf.dim)

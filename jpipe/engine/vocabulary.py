@@ -31,11 +31,12 @@ from jpipe.engine.operations import (
     microbatch_of,
 )
 from jpipe.engine.transport import put_row
+from jpipe.engine.units import part_of, whole_of
 from jpipe.layers.avals import is_inexact
 from jpipe.lowering.rings import HEAD_GRADIENT
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import STAGE
-from jpipe.stages.vocabulary import PartedLeaf, VocabularyLayer
+from jpipe.stages.vocabulary import VocabularyLayer
 
 _COLUMN = 0
 """A device has one part of a vocabulary layer, whatever the number of its stages."""
@@ -175,15 +176,9 @@ def _weights(
     places = device.spec.stages.vocabulary.unit_of(layer).places[layer.index]
     parts = packing.read_all(arrays, places, [lane.row])
     return [
-        part if leaf.is_split else _gathered(leaf, part)
+        part if leaf.is_split else whole_of(leaf, part)
         for leaf, part in zip(layer.leaves, parts, strict=True)
     ]
-
-
-def _gathered(leaf: PartedLeaf, part: jax.Array) -> jax.Array:
-    """The whole of a parameter."""
-    whole = lax.all_gather(part, STAGE, axis=leaf.dim, tiled=True)
-    return lax.slice_in_dim(whole, 0, leaf.aval.shape[leaf.dim], axis=leaf.dim)
 
 
 def _add_gradients(
@@ -192,17 +187,10 @@ def _add_gradients(
     """Adds the gradients of what the layer has read to this device's accumulators."""
     places = device.spec.stages.vocabulary.unit_of(layer).places[layer.index]
     parts = [
-        value if leaf.is_split else _own_part(device, leaf, value)
+        value if leaf.is_split else part_of(device, leaf, value)
         for leaf, value in zip(layer.leaves, values, strict=True)
     ]
     return packing.add_all(gradients, places, [_COLUMN], parts)
-
-
-def _own_part(device: Device, leaf: PartedLeaf, whole: jax.Array) -> jax.Array:
-    """This device's part of a value that is equal on all devices."""
-    padded = jnp.pad(whole, leaf.padding())
-    start = device.position * leaf.num_rows
-    return lax.dynamic_slice_in_dim(padded, start, leaf.num_rows, leaf.dim)
 
 
 # -- Forwards

@@ -38,6 +38,22 @@ class FlatUpdate:
     state_avals: Sequence
     reads_stale: bool
 
+    def owners(self) -> list[str | None]:
+        """For each leaf of the state the path of the parameter that it belongs to, or None.
+
+        It belongs to the parameter whose path is the end of its own path, if both have the same shape.
+        `optax.tree_map_params` cannot be used: it calls `optimizer.init` on a placeholder without layers, and functions
+        that label parameters by path fail on that.
+        """
+        variables = self.update.inputs[: len(self.parameters)]
+        shape_of = {p: v.aval.shape for p, v in zip(self.parameters, variables)}
+        found: list[str | None] = []
+        for path, aval in zip(self.state, self.state_avals, strict=True):
+            owner = next((p for p in shape_of if path.endswith(p)), None)
+            fits = owner is not None and shape_of[owner] == tuple(aval.shape)
+            found.append(owner if fits else None)
+        return found
+
     def expressions(
         self, numbers: dict, state_names: Mapping[str, Any]
     ) -> dict[str, tuple]:

@@ -11,9 +11,8 @@ share it.
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -52,9 +51,9 @@ from jpipe.stages.vector_blocks import (
     in_blocks,
     in_chunks,
     is_elementwise,
+    on_shape,
 )
-from jpipe.stages.vocabulary import Unit
-from jpipe.vocabulary import VocabularyError
+from jpipe.stages.vocabulary import PartedLeaf, Unit
 
 __all__ = [
     "EXTRA_ARGS",
@@ -65,10 +64,24 @@ __all__ = [
     "StageUpdates",
     "UpdateGroup",
     "make_updates",
+    "UnitUpdate",
     "seen_by_optimizer",
     "stage_tree",
-    "unit_tree",
 ]
+
+
+class UnitUpdate(NamedTuple):
+    """The update of a unit of vocabulary layers, of which each device has parts.
+
+    Attributes:
+      update: the update.
+      packing: how a device's state is packed.
+      parted: for each leaf of the state how it is split over the devices; None: each device has all of it.
+    """
+
+    update: StageUpdate
+    packing: Packing
+    parted: tuple[PartedLeaf | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +93,7 @@ class StageUpdates:
       program_of_stage: `[S]`, position in `programs`.
       state: how the optimizer's state is packed, one owner for each program and share.
       norm_dtype: dtype of the gradient's norm, at least float32.
-      of_units: for each unit of vocabulary layers its update, and how its state is packed.
+      of_units: the update of each unit of vocabulary layers.
       reads_stale: whether the optimizer reads the weights of `STALE_PARAMS`.
     """
 
@@ -88,7 +101,7 @@ class StageUpdates:
     program_of_stage: Sequence[int]
     state: Packing
     norm_dtype: np.dtype
-    of_units: Sequence[tuple[StageUpdate, Packing]] = ()
+    of_units: Sequence[UnitUpdate] = ()
     reads_stale: bool = False
 
     @functools.cached_property
@@ -176,10 +189,6 @@ def _state_leaves(
 ) -> list[Leaf]:
     """The optimizer's state, each leaf split as the parameter that it belongs to.
 
-    A state leaf belongs to the parameter whose path is the end of its own path, if both have the
-    same shape. `optax.tree_map_params` cannot be used: it calls `optimizer.init` on a placeholder
-    without layers, and functions that label parameters by path fail on that.
-
     Args:
       flat: the update.
       parameters: for each parameter leaf, `(place, row)` of its copies.
@@ -188,11 +197,7 @@ def _state_leaves(
     """
     places = {path: copies[0][0] for path, copies in zip(flat.parameters, parameters)}
     is_split = any(place.spec for place in places.values())
-    owners: list[str | None] = []
-    for path, aval in zip(flat.state, flat.state_avals, strict=True):
-        owner = next((p for p in places if path.endswith(p)), None)
-        fits = owner is not None and places[owner].shape == tuple(aval.shape)
-        owners.append(owner if fits else None)
+    owners = flat.owners()
     on_host = _largest_owners(owners, flat.state_avals, offload.optimizer)
     leaves = []
     num_found: collections.Counter[str | None] = collections.Counter()
@@ -277,7 +282,7 @@ def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> 
     inputs = weights + gradients + state_leaves + stale * draft.reads_stale
     outputs = weights + state_leaves + hooked
     # Every part may read scalars, constants of the optimizer, and extra arguments.
-    shapes = {place.shape for ((place, _), *_) in parameters}
+    shapes = {v.aval.shape for v in equations.inputs[: len(weights)]}
     constants = {
         v
         for v, after in zip(
@@ -450,10 +455,8 @@ def make_updates(
         for draft, of_program in zip(drafts.values(), grouped, strict=True)
     ]
     of_units = [
-        _unit_update(
-            stages, unit, optimizer, norm_dtype, hooks or {}, whole.reads_stale
-        )
-        for unit in stages.vocabulary.units
+        _unit_update(stages, unit, optimizer, flat, hooks or {})
+        for unit, flat in zip(stages.vocabulary.units, units, strict=True)
     ]
     return StageUpdates(
         programs, program_of_stage, packing, norm_dtype, of_units, whole.reads_stale
@@ -489,76 +492,86 @@ def _stage_update(draft: _Draft, grouped: Grouped) -> StageUpdate:
 # -- Vocabulary layers
 
 
-def unit_tree(stages: Stages, unit: Unit, parts: Mapping[tuple[int, int], Any]) -> list:
-    """What the optimizer sees of a unit: one entry per layer of the model, None for layers of others.
-
-    Args:
-      stages: the model.
-      unit: the unit.
-      parts: `(layer, leaf)` -> the part of a parameter.
-    """
-    trees: list = [None] * len(stages.layers)
-    for layer in unit.layers:
-        tree = jax.tree.structure(layer.layer.parameters)
-        leaves = [parts[layer.index, j] for j in range(len(layer.leaves))]
-        trees[layer.index] = tree.unflatten(leaves)
-    return seen_by_optimizer(stages, [layer.index for layer in unit.layers], trees)
-
-
 def _unit_update(
     stages: Stages,
     unit: Unit,
     optimizer: optax.GradientTransformationExtraArgs,
-    norm_dtype: np.dtype,
+    flat: FlatUpdate,
     hooks: Mapping[str, Callable],
-    reads_stale: bool,
-) -> tuple[StageUpdate, Packing]:
-    """The update of a device's parts of the layers of a unit, and how its state is packed.
+) -> UnitUpdate:
+    """The update of a device's parts of the layers of a unit.
 
-    The devices of a pipeline share the unit, and its replicas along "data" all update the same.
+    The devices of a pipeline share the unit, and its replicas along "data" all update the same. The optimizer sees whole
+    layers: what it does may depend on their shapes.
+
+    Args:
+      stages: the model.
+      unit: the unit.
+      optimizer: any Optax chain.
+      flat: the same on the layers of the unit.
+      hooks: as in `make_updates`.
     """
-    parts = {key: leaf.part for key, leaf in unit.leaf_of().items()}
-    tree = unit_tree(stages, unit, parts)
-    where = f"a part of the {unit.name}"
-    flat = flat_update(optimizer, tree, norm_dtype, where, reads_stale=reads_stale)
+    layers = [layer.index for layer in unit.layers]
+    tree = seen_by_optimizer(
+        stages, layers, [layer.parameters for layer in stages.layers]
+    )
     check_state_dtypes(flat)
     flat_hooks = {
         name: flat_hook(name, hook, optimizer, tree) for name, hook in hooks.items()
     }
-    tied_copies = {copy for copies in stages.ties for copy in copies[1:]}
-    places = [
-        [(place, 0)]
-        for i in unit.places
-        for j, place in enumerate(unit.places[i])
-        if (i, j) not in tied_copies
+    stored = unit.stored()
+    places = [[(place, 0)] for place in stored]
+    leaf_of = dict(zip(flat.parameters, stored.values(), strict=True))
+    parted = tuple(None if p is None else leaf_of[p] for p in flat.owners())
+    state_leaves = [
+        Leaf(aval if leaf is None else leaf.part_like(aval.dtype))
+        for leaf, aval in zip(parted, flat.state_avals, strict=True)
     ]
-    leaves = [Leaf(aval) for aval in flat.state_avals]
-    packing = Packing.of([leaves]).named(unit.name)
-    equations = with_hooks(flat, flat_hooks)
-    gradients = [copies[0] for copies in places]
+    packing = Packing.of([state_leaves]).named(unit.name)
     draft = _Draft(
-        equations,
+        with_hooks(flat, flat_hooks),
         flat_hooks,
         places,
-        gradients,
-        leaves,
+        [copies[0] for copies in places],
+        state_leaves,
         Replicas(1, 1),
-        reads_stale,
+        flat.reads_stale,
+    )
+    in_parts = _in_parts(draft, packing.places[0], [0])
+    parted_state = dict(zip(packing.places[0], parted, strict=True))
+
+    def with_parted(leaf: PackedLeaf) -> PackedLeaf:
+        ((place, _),) = leaf.copies
+        leaves = parted_state if leaf.arrays == "optimizer_state" else stored
+        return leaf._replace(parted=leaves[place])
+
+    in_parts = in_parts._replace(
+        parts=[
+            _on_parts(
+                part._replace(
+                    inputs=list(map(with_parted, part.inputs)),
+                    outputs=list(map(with_parted, part.outputs)),
+                )
+            )
+            for part in in_parts.parts
+        ],
+        common=list(map(with_parted, in_parts.common)),
     )
     vectors = stages.vectors
-    (in_parts,) = _in_blocks([_in_parts(draft, packing.places[0], [0])], vectors)
-    _check_elementwise(unit.name, in_parts.parts)
-    (grouped,), packing = group_updates([in_parts], packing, {}, vectors.weights)
-    return _stage_update(draft, grouped), packing
+    in_blocks = _in_blocks([in_parts], vectors)
+    (grouped,), packing = group_updates(in_blocks, packing, {}, vectors.weights)
+    return UnitUpdate(_stage_update(draft, grouped), packing, parted)
 
 
-def _check_elementwise(name: str, parts: Sequence[PackedPart]) -> None:
-    """Raises `ValueError` if the update of a part of a parameter is no part of the parameter's update."""
-    for part in parts:
-        sizes = {math.prod(p.shape) for leaf in part.leaves for p, _ in leaf.copies}
-        if sizes != {1} and not is_elementwise(part):
-            raise VocabularyError(
-                f"`optimizer` does not update the {name} element by element, and every device updates a part of it, "
-                'because a parameter names the axis "stage". Choose an optimizer such as Adam for these layers, or '
-                "leave the axis out of the parameter's partition."
-            )
+def _on_parts(part: PackedPart) -> PackedPart:
+    """A part of an update on the parts of parameters, if it works element by element; else on whole parameters."""
+    ways = {leaf.parted for leaf in part.leaves}
+    leaf = next(iter(ways))
+    if len(ways) > 1 or leaf is None or not is_elementwise(part):
+        return part
+
+    def as_stored(leaves: Sequence[PackedLeaf]) -> list[PackedLeaf]:
+        return [leaf._replace(parted=None) for leaf in leaves]
+
+    run = on_shape(part, leaf.part.shape)
+    return PackedPart(run, as_stored(part.inputs), as_stored(part.outputs))

@@ -121,7 +121,7 @@ def _layout(slots: LeafSlots) -> tuple:
         (dataclasses.replace(place, base=0, stride=0, count=1), starts.shape[1])
         for place, starts in slots.copies
     ]
-    return slots.arrays, tuple(copies)
+    return slots.arrays, slots.parted, tuple(copies)
 
 
 def _joined(groups: Sequence[UpdateGroup]) -> UpdateGroup:
@@ -142,5 +142,5 @@ def _joined_slots(of_members: Sequence[Sequence[LeafSlots]]) -> list[LeafSlots]:
             (copy[0][0], np.concatenate([starts for _, starts in copy]))
             for copy in zip(*(s.copies for s in slots), strict=True)
         ]
-        joined.append(LeafSlots(slots[0].arrays, copies))
+        joined.append(slots[0]._replace(copies=copies))
     return joined

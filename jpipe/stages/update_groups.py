@@ -25,6 +25,7 @@ from jpipe.stages.shares import (
     division_of_leaf,
 )
 from jpipe.stages.vector_blocks import PackedLeaf, PackedPart, is_elementwise, on_shape
+from jpipe.stages.vocabulary import PartedLeaf
 
 STATE = "optimizer_state"
 
@@ -37,10 +38,12 @@ class LeafSlots(NamedTuple):
       copies: for each copy of the leaf (several if tied) its place, and int32 `[turns, n]`, the first
         indices in that array. n is the number of leaves of a turn. State that is shared by whole leaves
         has one index for each share; it is 0 for a share without a leaf.
+      parted: see `PackedLeaf`.
     """
 
     arrays: str
     copies: Sequence[tuple[Place, np.ndarray]]
+    parted: PartedLeaf | None = None
 
 
 class UpdateGroup(NamedTuple):
@@ -453,4 +456,4 @@ def _slots(
     for c, (place, _) in enumerate(first.copies):
         starts = [[leaf.starts()[c] for leaf in of_turn] for of_turn in leaves]
         copies.append((place, np.array(starts, np.int32)))
-    return LeafSlots(first.arrays, copies)
+    return LeafSlots(first.arrays, copies, first.parted)

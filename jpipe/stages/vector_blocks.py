@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jpipe.layers.elementwise import ELEMENTWISE
 from jpipe.layers.equations import Equations, bind, value_of
 from jpipe.packing import Place
+from jpipe.stages.vocabulary import PartedLeaf
 
 
 class PackedLeaf(NamedTuple):
@@ -29,14 +30,16 @@ class PackedLeaf(NamedTuple):
     Attributes:
       arrays: "parameters", "gradients", "optimizer_state", or a pass whose weights a hook gives.
       copies: `(place, row)` of each copy; several if tied.
+      parted: how a leaf is split whose parts are there, if the update takes the whole; None: it takes what is there.
     """
 
     arrays: str
     copies: Sequence[tuple[Place, int]]
+    parted: PartedLeaf | None = None
 
     def layout(self) -> tuple:
         """What leaves of one group have in common."""
-        return self.arrays, tuple(place.array for place, _ in self.copies)
+        return self.arrays, self.parted, tuple(place.array for place, _ in self.copies)
 
     def starts(self) -> tuple[int, ...]:
         """The first index of each copy."""
@@ -182,6 +185,7 @@ def _vectors(parts: Sequence[PackedPart]) -> tuple[list[PackedPart], list[_Vecto
             works = is_elementwise(part)
             texts[text] = on_shape(part, (2,)).text() if works else None
         flat = all(place.flat for leaf in part.leaves for place, _ in leaf.copies)
+        flat = flat and not any(leaf.parted for leaf in part.leaves)
         if flat and texts[text] is not None:
             alike.setdefault((texts[text], part.layout()), []).append(part)
         else:

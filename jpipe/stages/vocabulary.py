@@ -7,7 +7,8 @@ the first or the last stage: all devices run it in the ticks in which its home r
 that its home reads, and update it when its home updates. `jpipe.vocabulary` says what each device computes.
 
 A device keeps a part of every parameter of the layer. What is not split by the vocabulary, such as a norm's scale, is
-split along its first dim and gathered before the layer reads it.
+split along its first dim and gathered before the layer reads it. An update of the optimizer that works element by
+element changes the parts. Any other gathers them, computes the update of the whole on every device, and keeps its part.
 
 Letters: P parts, one for each device of the axis "stage"; V versions.
 """
@@ -57,9 +58,13 @@ class PartedLeaf(NamedTuple):
     @property
     def part(self) -> jax.ShapeDtypeStruct:
         """A part."""
+        return self.part_like(self.aval.dtype)
+
+    def part_like(self, dtype: Any) -> jax.ShapeDtypeStruct:
+        """A part of an array of the parameter's shape and another dtype."""
         shape = list(self.aval.shape)
         shape[self.dim] = self.num_rows
-        return jax.ShapeDtypeStruct(tuple(shape), self.aval.dtype)
+        return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
     def padding(self) -> list[tuple[int, int]]:
         """What `pad` adds to the whole parameter, so that it has equal parts."""

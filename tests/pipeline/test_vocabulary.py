@@ -387,6 +387,99 @@ def test_no_stage_is_larger_or_slower_than_the_others():
     assert shares[None][0] > 0.5 and shares[None][1] > 2
 
 
+# Their update of one number depends on others of the matrix, and on its shape.
+OF_MATRICES = {
+    "muon": optax.contrib.muon(0.05),
+    "adafactor": optax.adafactor(
+        0.1,
+        min_dim_size_to_factor=D,
+        multiply_by_parameter_scale=False,  # biases begin with zeros
+        momentum=0.5,
+        weight_decay_rate=1e-2,
+    ),
+    "by shape": optax.chain(
+        optax.sgd(0.1), optax.stateless_with_tree_map(lambda u, p: u / p.shape[0])
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "optimizer,schedule,data",
+    [
+        ("muon", jpipe.schedules.one_f_one_b(4, N), 1),
+        pytest.param(
+            "by shape", jpipe.schedules.gpipe(2, N), 1, marks=pytest.mark.exhaustive
+        ),
+        pytest.param(
+            "adafactor", jpipe.schedules.gpipe(3, N), 2, marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_updates_of_whole_matrices_equal_the_plain_model(optimizer, schedule, data):
+    """The parts are gathered: 11 rows over 4 and 3 devices."""
+    model, transform = oracles.PlainModel(layers_of(None, None), KEY), OF_MATRICES
+    losses, _, params = oracles.train(
+        model, model.params, mean_loss, transform[optimizer], batches(3)
+    )
+    mesh = jpipe.make_mesh(stage=schedule.num_stages, data=data)
+    metrics, got, *_ = run(
+        pipeline(layers_of(), schedule, transform[optimizer], mesh=mesh)
+    )
+    assert_close([m["loss"] for m in metrics], list(map(np.asarray, losses)), "float32")
+    assert_close(got, params, "float32")
+
+
+@pytest.mark.parametrize(
+    "optimizer,schedule,options",
+    [
+        (
+            "muon",
+            jpipe.schedules.pipedream_2bw(2, N),
+            {"mesh": {"data": 2}, "shard_optimizer": True},
+        ),
+        ("adafactor", jpipe.schedules.pipemare(2, N), {}),
+        ("muon", jpipe.schedules.one_f_one_b(2, N), {"ties": TIES}),
+    ],
+)
+@pytest.mark.exhaustive
+def test_updates_of_whole_matrices_with_clipping_versions_and_ties(
+    optimizer, schedule, options
+):
+    tied = "ties" in options
+    options = options | {"mesh": jpipe.make_mesh(stage=2, **options.get("mesh", {}))}
+    clip = jpipe.optim.clip_by_global_norm(0.3)
+    assert_same(
+        layers_of(tied=tied),
+        layers_of(None, None, tied=tied),
+        schedule,
+        optimizer=optax.chain(clip, OF_MATRICES[optimizer]),
+        boundaries=[3],
+        **options,
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+@pytest.mark.exhaustive
+def test_a_state_of_whole_matrices_goes_to_other_numbers_of_stages(optimizer):
+    """What has the shape of a parameter is split as it is; sums over rows and columns are on every device."""
+    transform = OF_MATRICES[optimizer]
+    split = pipeline(layers_of(), jpipe.schedules.one_f_one_b(4, N), transform)
+    state = split.init(KEY, batches(1)[0])
+    state, _ = split.step(state, batches(2)[0])
+    whole = pipeline(layers_of(None, None), jpipe.schedules.gpipe(2, N), transform)
+    thirds = pipeline(layers_of(), jpipe.schedules.gpipe(3, N), transform)
+    by_way = thirds.adopt(whole.adopt(state))
+    again = split.adopt(by_way)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (again.parameters, again.optimizer_state),
+        (state.parameters, state.optimizer_state),
+    )
+    after, _ = split.step(state, batches(3)[2])
+    other, _ = thirds.step(by_way, batches(3)[2])
+    assert_close(thirds.get_params(other), split.get_params(after), "float32")
+
+
 # -- Refusals
 
 
@@ -433,13 +526,6 @@ def test_a_stage_needs_a_layer_of_its_own():
         pipe.init(KEY, batches(1)[0])
     with refused("need at least as many layers beside those"):
         pipe = pipeline(layers_of(num_blocks=2), jpipe.schedules.gpipe(3, N))
-        pipe.init(KEY, batches(1)[0])
-
-
-def test_an_optimizer_works_element_by_element():
-    adafactor = optax.adafactor(1e-2, min_dim_size_to_factor=2)
-    with refused("does not update the embedding element by element"):
-        pipe = pipeline(layers_of(), jpipe.schedules.gpipe(2, N), adafactor)
         pipe.init(KEY, batches(1)[0])
 
 
