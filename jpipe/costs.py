@@ -1,5 +1,6 @@
 """What a cut model costs: parameters and operations per stage, bytes per device."""
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -7,16 +8,18 @@ from typing import Any, NamedTuple
 import jax
 
 from jpipe import packing
-from jpipe.engine.layout import REPLICATED, ArrayGroup
+from jpipe.engine.layout import REPLICATED, ArrayGroup, StateLayout
 from jpipe.layers.avals import num_bytes as bytes_of
 from jpipe.layers.trace import Traced
 from jpipe.lowering.lower import STASHES
 from jpipe.mesh import DATA, HOST_MEMORY, STAGE
+from jpipe.packing import Packing, Place
 from jpipe.program import Program
 from jpipe.settings import Settings
 from jpipe.solvers import min_max
 from jpipe.stages.accumulators import flat_places
 from jpipe.stages.update_groups import Piece
+from jpipe.stages.vocabulary import PartedLeaf
 from jpipe.vocabulary import VocabularyError
 
 PARAMETERS = ("parameters", "read_parameters")
@@ -208,7 +211,7 @@ def memory(program: Program) -> Memory:
             used_gradients += len(of_stage) * of_gradients
     # What parts that are padded at their end use beyond the layer is padding too.
     for unit, num_versions in zip(stages.vocabulary.units, engine.rows_of_units):
-        of_unit = bytes_of([leaf.aval for leaf in unit.stored().values()])
+        of_unit = _bytes_of_parts(layout, unit.packing, unit.stored().items())
         used, used_gradients = used + num_versions * of_unit, used_gradients + of_unit
     assert updates is not None
     # On all replicas together.
@@ -219,10 +222,9 @@ def memory(program: Program) -> Memory:
         for pieces in updates.programs[u].state
         for piece in pieces
     )
-    used_state += (
-        settings.num_replicas
-        * settings.schedule.num_devices
-        * sum(unit.packing.num_bytes for unit in updates.of_units)
+    used_state += settings.num_replicas * sum(
+        _bytes_of_parts(layout, unit.packing, zip(unit.packing.places[0], unit.parted))
+        for unit in updates.of_units
     )
     copies = 1 + len(layout["read_parameters"].shapes)
     analysis: Any = program.lower().compile().memory_analysis()
@@ -243,6 +245,28 @@ def memory(program: Program) -> Memory:
             - (used * copies + used_gradients + used_state / settings.num_replicas)
             / settings.schedule.num_devices
         ),
+    )
+
+
+def _bytes_of_parts(
+    layout: StateLayout,
+    packing: Packing,
+    leaves: Iterable[tuple[Place, PartedLeaf | None]],
+) -> int:
+    """Bytes of leaves on all devices of the pipeline together, without what pads parts at their end.
+
+    Args:
+      layout: of the state.
+      packing: of the leaves.
+      leaves: for each its place, and how it is split; None: every device has all of it.
+    """
+    return sum(
+        layout.mesh.shape[STAGE] * layout.leaf_bytes([place], packing.arrays)
+        if leaf is None
+        else layout.leaf_bytes(
+            [dataclasses.replace(place, shape=leaf.aval.shape)], packing.arrays
+        )
+        for place, leaf in leaves
     )
 
 

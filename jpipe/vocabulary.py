@@ -264,19 +264,30 @@ def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
     if not isinstance(logits, SplitLogits):
         if jax.sharding.get_abstract_mesh().empty:
             return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-        # Where the compiler splits rows and vocabulary, XLA for TPUs cannot look labels up.
-        tokens = lax.broadcasted_iota(labels.dtype, logits.shape, logits.ndim - 1)
-        picked = jnp.where(tokens == labels[..., None], logits, 0).sum(axis=-1)
-        return jax.nn.logsumexp(logits, axis=-1) - picked
+        return jax.nn.logsumexp(logits, axis=-1) - _picked(logits, labels)
     values, current = logits.own()
     largest = lax.stop_gradient(values).max(axis=-1)
     largest = lax.pmax(largest, current.axis)
     total = jnp.exp(values - largest[..., None]).sum(axis=-1)
-    number, inside = _within(current, labels, values.shape[-1])
-    picked = jnp.take_along_axis(values, number[..., None], axis=-1)[..., 0]
-    picked = jnp.where(inside, picked, 0)
+    mesh, num_rows = jax.sharding.get_abstract_mesh(), values.shape[-1]
+    if any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
+        first = current.first_row(num_rows).astype(labels.dtype)
+        picked = _picked(values, labels - first)
+    else:
+        number, inside = _within(current, labels, num_rows)
+        picked = jnp.take_along_axis(values, number[..., None], axis=-1)[..., 0]
+        picked = jnp.where(inside, picked, 0)
     total, picked = _sum_of_parts(jnp.stack([total, picked]), current.axis)
     return jnp.log(total) + largest - picked
+
+
+def _picked(values: jax.Array, number: jax.Array) -> jax.Array:
+    """The value `[...]` at a number `[...]` along the last dim, 0 where there is none.
+
+    Where the compiler splits rows and vocabulary, XLA for CPUs and TPUs cannot look it up.
+    """
+    numbers = lax.broadcasted_iota(number.dtype, values.shape, values.ndim - 1)
+    return jnp.where(numbers == number[..., None], values, 0).sum(axis=-1)
 
 
 def argmax(logits: Any) -> jax.Array:

@@ -130,11 +130,14 @@ def _take_weights(
       batch: this pass's minibatch, `[N, microbatch, ...]`; None if nothing enters.
 
     Returns:
-      `[num_weights]`; None if the loss is a mean, or nothing reads a weight.
+      `[num_weights]`; None if the loss is a mean.
     """
     spec = device.spec
-    if spec.stages.loss_weight is None or batch is None:
-        return kept
+    if spec.stages.loss_weight is None:
+        return None
+    if batch is None:
+        # Without kept weights no loss is in flight, and no operation reads this one.
+        return jnp.ones(1, spec.weight_dtype) if kept is None else kept
     weight = device.minibatch_weight(batch)
     if kept is None:
         return weight[None]

@@ -25,7 +25,7 @@ from jpipe.lowering.array_rows import ArrayRows
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import HEAD_GRADIENT, STASHES, Lowered
 from jpipe.mesh import DATA, DEVICE_MEMORY, FSDP, HOST_MEMORY, STAGE
-from jpipe.packing import Packing
+from jpipe.packing import Leaf, Packing
 
 NUM_DISCARD_SLOTS = 1
 """An inbox ends with a discard slot, for the messages of ticks in which nothing arrives for it."""
@@ -93,8 +93,8 @@ class StatePackings:
       optimizer_state: the optimizer's state; None in forward-only tables.
       units: the parts of vocabulary layers.
       unit_states: the optimizer's state of each of `units`.
-      embedded: abstract leaves of the outputs of an embedding that all devices run together.
-      head_input: abstract leaves of the inputs of a head that all devices run together.
+      embedded: leaves of the outputs of an embedding that all devices run together.
+      head_input: leaves of the inputs of a head that all devices run together.
     """
 
     parameters: Packing
@@ -106,8 +106,8 @@ class StatePackings:
     optimizer_state: Packing | None = None
     units: Sequence[Packing] = ()
     unit_states: Sequence[Packing] = ()
-    embedded: Sequence[jax.ShapeDtypeStruct] = ()
-    head_input: Sequence[jax.ShapeDtypeStruct] = ()
+    embedded: Sequence[Leaf] = ()
+    head_input: Sequence[Leaf] = ()
 
     @property
     def state_on_host(self) -> frozenset[str]:
@@ -424,14 +424,16 @@ def buffer_shapes(
     shapes["staged"] = {
         ring: packed_shapes(mesh, packings.rings[ring], 1) for ring in lowered.spills
     }
-    shapes["embedded"] = stored_shapes(packings.embedded)
-    shapes["head_input"] = stored_shapes(packings.head_input)
+    shapes["embedded"] = stored_shapes(mesh, packings.embedded)
+    shapes["head_input"] = stored_shapes(mesh, packings.head_input)
     if not schedule.forward_only:
-        embedded = filter(is_inexact, packings.embedded)
-        shapes["embedded_gradient"] = stored_shapes(embedded)
+        embedded, head_input = (
+            [leaf for leaf in leaves if is_inexact(leaf.aval)]
+            for leaves in (packings.embedded, packings.head_input)
+        )
+        shapes["embedded_gradient"] = stored_shapes(mesh, embedded)
         shapes[HEAD_GRADIENT] = [
-            jax.ShapeDtypeStruct((slots[HEAD_GRADIENT], *a.shape), a.dtype)
-            for a in filter(is_inexact, packings.head_input)
+            _stored_shape(mesh, leaf, slots[HEAD_GRADIENT]) for leaf in head_input
         ]
     if lowered.num_batches > 1:
         num_rows = lowered.num_batches * schedule.num_microbatches
@@ -439,9 +441,28 @@ def buffer_shapes(
     return shapes
 
 
-def stored_shapes(avals: Iterable) -> list[jax.ShapeDtypeStruct]:
-    """The shapes of leaves of an activation in the state. All arrays there have a first axis, also those of single numbers."""
-    return [jax.ShapeDtypeStruct(a.shape or (1,), a.dtype) for a in avals]
+def stored_shapes(
+    mesh: Mesh | None, leaves: Iterable[Leaf]
+) -> list[jax.ShapeDtypeStruct]:
+    """The shapes of leaves of an activation in the state.
+
+    All arrays there have a first axis, which is split over devices: of a leaf that the compiler splits one more than the
+    leaf, of a single number one.
+    """
+    return [
+        _stored_shape(mesh, leaf, 1)
+        if leaf.spec or not leaf.aval.shape
+        else jax.ShapeDtypeStruct(leaf.aval.shape, leaf.aval.dtype)
+        for leaf in leaves
+    ]
+
+
+def _stored_shape(mesh: Mesh | None, leaf: Leaf, number: int) -> jax.ShapeDtypeStruct:
+    """The shape of a number of leaves in the state."""
+    shape, sharding = (number, *leaf.aval.shape), None
+    if mesh is not None and any(leaf.spec):
+        sharding = NamedSharding(mesh, _spelled([None, *leaf.spec]))
+    return jax.ShapeDtypeStruct(shape, leaf.aval.dtype, sharding=sharding)
 
 
 def stored_on_host(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -44,7 +44,7 @@ from jpipe.layers.backward import LayerProgram
 from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.rings import HEAD_GRADIENT, STASHES
 from jpipe.lowering.scalars import LaneScalars
-from jpipe.stages.cut import LayerRun
+from jpipe.stages.cut import LayerRun, Stages
 
 FORWARD_STASHES, SPLIT = ["input_stash", "weight_stash"], "split_residuals"
 # Rings by the operation that writes them: a forward, or a backward without weight gradient.
@@ -80,14 +80,20 @@ def microbatch_of(lane: LaneScalars, leaves: Sequence[jax.Array]) -> list[jax.Ar
     ]
 
 
-def as_stored(values: Sequence[jax.Array]) -> list[jax.Array]:
-    """Leaves of an activation, with the shapes of `jpipe.engine.layout.stored_shapes`."""
-    return [jnp.atleast_1d(a) for a in values]
+def as_stored(
+    stages: Stages, values: Sequence[jax.Array], old: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """Leaves of an activation, as those that they replace: see `jpipe.engine.layout.stored_shapes`."""
+    stored = [a.reshape(b.shape) for a, b in zip(values, old, strict=True)]
+    return stages.values.constrained(stored, 1) if stages.values.sizes else stored
 
 
-def from_stored(values: Sequence[jax.Array], avals: Iterable) -> list[jax.Array]:
+def from_stored(
+    stages: Stages, values: Sequence[jax.Array], avals: Iterable
+) -> list[jax.Array]:
     """The inverse of `as_stored`."""
-    return [a.reshape(like.shape) for a, like in zip(values, avals, strict=True)]
+    values = [a.reshape(like.shape) for a, like in zip(values, avals, strict=True)]
+    return stages.values.constrained(values)
 
 
 def _stage_inputs(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
@@ -98,7 +104,8 @@ def _stage_inputs(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
 
     def first() -> list[jax.Array]:
         if stage.stages.vocabulary.embedding is not None:
-            return from_stored(read.embedded, stage.stages.vocabulary.embedded)
+            avals = stage.stages.vocabulary.embedded
+            return from_stored(stage.stages, read.embedded, avals)
         return _microbatch(stage, stage.device.inputs)
 
     return stage.if_first(first, from_inbox)
@@ -204,7 +211,8 @@ def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         return _add_loss(stage, written, result.outputs, stashes)
 
     def to_head() -> Written:
-        return written.replace(head_input=as_stored(result.outputs))
+        stored = as_stored(stage.stages, result.outputs, written.head_input)
+        return written.replace(head_input=stored)
 
     if stage.stages.vocabulary.head is not None:
         return stage.if_last(to_head, send_activation)
@@ -404,7 +412,8 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     def to_embedding() -> Written:
         if stage.stages.vocabulary.embedding is None:
             return written
-        return written.replace(embedded_gradient=as_stored(gy))
+        stored = as_stored(stage.stages, gy, written.embedded_gradient)
+        return written.replace(embedded_gradient=stored)
 
     return stage.if_first(to_embedding, send_gradient)
 
@@ -436,12 +445,13 @@ def _loss_gradient(
     """The gradient of the minibatch's loss by the stage's outputs, times the loss scale."""
     if stage.stages.vocabulary.head is not None:
         of_head = stage.scalars.slot(HEAD_GRADIENT)
-        return [
+        gradients = [
             lax.dynamic_index_in_dim(
                 a, of_head, keepdims=False, allow_negative_indices=False
             )
             for a in read.head_gradient
         ]
+        return stage.stages.values.constrained(gradients)
     loss, rings = stage.stages.loss, _rings(written, read)
     places = stage.program.loss_stash
     again = loss.recomputes

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +25,7 @@ from jpipe.lowering.lower import STASHES, Lowered, guard_of, lower
 from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
 from jpipe.lowering.versions import VersionRows
 from jpipe.mesh import DATA
-from jpipe.packing import Packing, Place
+from jpipe.packing import Leaf, Packing, Place
 from jpipe.schedule import Schedule
 from jpipe.stages.accumulators import FACTORS, first_factors
 from jpipe.stages.codecs import first_states
@@ -269,9 +270,13 @@ class PassSpec:
             optimizer_state=None if self.updates is None else self.updates.state,
             units=[unit.packing for unit in found.units],
             unit_states=[unit.packing for unit in of_units],
-            embedded=found.embedded,
-            head_input=jax.tree.leaves(found.head_inputs),
+            embedded=self._activations(found.embedded),
+            head_input=self._activations(jax.tree.leaves(found.head_inputs)),
         )
+
+    def _activations(self, avals: Sequence[jax.ShapeDtypeStruct]) -> list[Leaf]:
+        """Abstract leaves of an activation, split as what layers pass on."""
+        return [Leaf(a, spec=self.stages.values.spec(a.shape)) for a in avals]
 
     @functools.cached_property
     def layout(self) -> StateLayout:

@@ -205,7 +205,7 @@ def add_gradients(
             formed = value.gradient() if isinstance(value, Product) else value
             plain.append((place, formed))
     places = [place for place, _ in plain]
-    whole = _gathered(places, [value for _, value in plain])
+    whole = gathered_along_fsdp(places, [value for _, value in plain])
     return packing.add_all(gradients, places, column, whole, i, joined=joined)
 
 
@@ -278,7 +278,8 @@ class StageWeights(NamedTuple):
             return packing.read(self.arrays, place, self.stage.version, i)
 
         values = [value(place) for place in run.parameters]
-        return _gathered(run.parameters, values, self.stage.spec.compute_dtype)
+        dtype = self.stage.spec.compute_dtype
+        return gathered_along_fsdp(run.parameters, values, dtype)
 
     def for_backward(
         self, run: LayerRun, kind: LayerProgram, i: jax.Array | int, fetched: Fetched
@@ -329,7 +330,7 @@ def _cast_at_once(
     return found
 
 
-def _gathered(
+def gathered_along_fsdp(
     places: Sequence[Place], values: Sequence[jax.Array], compute_dtype: Any = None
 ) -> list[jax.Array]:
     """Values of the shapes of a layer's parameters, whole along the axis "fsdp".

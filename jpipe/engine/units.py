@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpipe import packing
 from jpipe.engine.arrays import Packed
 from jpipe.engine.context import Device
 from jpipe.lowering.scalars import LaneScalars
@@ -58,6 +59,7 @@ def gradients_of(device: Device, unit: int | None, gradients: Packed) -> Packed:
 
 def whole_of(leaf: PartedLeaf, part: jax.Array) -> jax.Array:
     """The whole of a leaf, from the parts of all devices. All devices call this."""
+    part = packing.split_as((None,) * len(leaf.spec), part)
     whole = lax.all_gather(part, STAGE, axis=leaf.dim, tiled=True)
     return lax.slice_in_dim(whole, 0, leaf.aval.shape[leaf.dim], axis=leaf.dim)
 

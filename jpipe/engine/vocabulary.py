@@ -30,6 +30,7 @@ from jpipe.engine.operations import (
     loss_key,
     microbatch_of,
 )
+from jpipe.engine.stage_layers import gathered_along_fsdp
 from jpipe.engine.transport import put_row
 from jpipe.engine.units import part_of, whole_of
 from jpipe.layers.avals import is_inexact
@@ -63,9 +64,11 @@ def embed(
             device, layer, read, lane, "backward" if again else "forward"
         )
         outputs = _embedded(device, layer, lane, weights)
-        outputs += device.spec.stages.vocabulary.first_sums()
+        stages = device.spec.stages
+        outputs += stages.vocabulary.first_sums()
         return written.replace(
-            embedded=as_stored(outputs), op_count=written.op_count + 1
+            embedded=as_stored(stages, outputs, written.embedded),
+            op_count=written.op_count + 1,
         )
 
     return _run(device, "embed", lane, ["embedded", "op_count"], run, arrays)
@@ -87,7 +90,8 @@ def embed_backward(
         weights = _weights(device, layer, read, lane, "backward")
         outputs, backward = jax.vjp(inexact_outputs, weights)
         # What follows are gradients of sums of reported values, which begin with zeros.
-        gradient = from_stored(read.embedded_gradient[: len(outputs)], outputs)
+        gradient = read.embedded_gradient[: len(outputs)]
+        gradient = from_stored(device.spec.stages, gradient, outputs)
         (of_weights,) = backward(_from_device(device, home, gradient))
         gradients = _add_gradients(device, layer, written.gradients, of_weights)
         return written.replace(gradients=gradients, op_count=written.op_count + 1)
@@ -175,6 +179,7 @@ def _weights(
     arrays = read.read_parameters.get(weight_pass, read.parameters)
     places = device.spec.stages.vocabulary.unit_of(layer).places[layer.index]
     parts = packing.read_all(arrays, places, [lane.row])
+    parts = gathered_along_fsdp(places, parts, device.spec.compute_dtype)
     return [
         part if leaf.is_split else whole_of(leaf, part)
         for leaf, part in zip(layer.leaves, parts, strict=True)
@@ -190,7 +195,9 @@ def _add_gradients(
         value if leaf.is_split else part_of(device, leaf, value)
         for leaf, value in zip(layer.leaves, values, strict=True)
     ]
-    return packing.add_all(gradients, places, [_COLUMN], parts)
+    return packing.add_all(
+        gradients, places, [_COLUMN], gathered_along_fsdp(places, parts)
+    )
 
 
 # -- Forwards
@@ -214,18 +221,21 @@ def _embedded(
 ) -> list[jax.Array]:
     """The outputs of the embedding."""
     train = not device.spec.schedule.forward_only
-    inputs = microbatch_of(lane, device.inputs)
+    stages = device.spec.stages
+    inputs = stages.values.constrained(microbatch_of(lane, device.inputs))
     key = device.random_key(layer.index, lane.microbatch_number)
-    outputs = device.spec.stages.vocabulary.embedding_outputs(
+    outputs = stages.vocabulary.embedding_outputs(
         weights, jax.random.key_data(key), inputs, train
     )
-    return jax.tree.leaves(outputs)
+    return stages.values.constrained(jax.tree.leaves(outputs))
 
 
 def _head_inputs(device: Device, home: int, read: ReadOnly) -> list[jax.Array]:
     """The inputs of the head, from the last stage; zeros for those that it does not read."""
     found = device.spec.stages.vocabulary
-    inputs = from_stored(read.head_input, jax.tree.leaves(found.head_inputs))
+    inputs = from_stored(
+        device.spec.stages, read.head_input, jax.tree.leaves(found.head_inputs)
+    )
     wanted = [a for a, is_read in zip(inputs, found.head_reads, strict=True) if is_read]
     sent = iter(_from_device(device, home, wanted))
     return [
@@ -263,7 +273,7 @@ def _loss_and_gradients(
 ) -> tuple[jax.Array, list[jax.Array], list[jax.Array], list[jax.Array]]:
     """The loss of a microbatch, its aux, and the gradients by what the head reads and by its inputs."""
     stages = device.spec.stages
-    batch = microbatch_of(lane, device.batch)
+    batch = stages.values.constrained(microbatch_of(lane, device.batch))
     key = loss_key(device, lane)
     exact = [None if is_inexact(a) else a for a in inputs]
 
@@ -277,4 +287,4 @@ def _loss_and_gradients(
     inexact = [a for a in inputs if is_inexact(a)]
     values, backward, aux = jax.vjp(loss, weights, inexact, has_aux=True)
     of_weights, of_inputs = backward(loss_gradients(device, lane, read))
-    return values[0], aux, of_weights, of_inputs
+    return values[0], aux, of_weights, stages.values.constrained(of_inputs)

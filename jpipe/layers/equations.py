@@ -14,6 +14,7 @@ import jax
 import jax.extend.core as jex
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 
 from jpipe.layers import convolution
@@ -244,6 +245,8 @@ def bind(eqn: Any, values: Sequence) -> list:
     """The results of an equation for these operands."""
     if eqn.primitive is constrain_p:
         return [constrain(*values, **eqn.params)]
+    if eqn.primitive.name == "axis_index":  # of the mesh that the equation runs on
+        return [lax.axis_index(**eqn.params)]
     return _bind(eqn, values)
 
 

@@ -157,18 +157,23 @@ class ValueSplit:
         rows = microbatch_spec(shape, self.num_rows, self.sizes)
         return self.annotated.get(tuple(shape), rows)
 
-    def constrained(self, values: Sequence[jax.Array]) -> list[jax.Array]:
-        """Values, split. Without rows to split and without annotations the compiler decides.
+    def constrained(
+        self, values: Sequence[jax.Array], num_leading: int = 0
+    ) -> list[jax.Array]:
+        """Values, split, behind a number of leading axes. Without rows to split and without annotations the compiler decides.
 
         Values that leave a branch, or go round a loop, must be split alike in every branch and turn. XLA
         does not see to it.
         """
-        return [
-            lax.with_sharding_constraint(a, PartitionSpec(*self.spec(a.shape)))
-            if FSDP in self.sizes or tuple(a.shape) in self.annotated
-            else a
-            for a in values
-        ]
+
+        def constrained(a: jax.Array) -> jax.Array:
+            shape = tuple(a.shape[num_leading:])
+            if FSDP not in self.sizes and shape not in self.annotated:
+                return a
+            spec = [None] * num_leading + list(self.spec(shape))
+            return lax.with_sharding_constraint(a, PartitionSpec(*spec))
+
+        return list(map(constrained, values))
 
 
 def _output_specs(program: LayerProgram) -> list[tuple]:

@@ -524,7 +524,7 @@ def _unit_update(
     leaf_of = dict(zip(flat.parameters, stored.values(), strict=True))
     parted = tuple(None if p is None else leaf_of[p] for p in flat.owners())
     state_leaves = [
-        Leaf(aval if leaf is None else leaf.part_like(aval.dtype))
+        Leaf(aval) if leaf is None else Leaf(leaf.part_like(aval.dtype), spec=leaf.spec)
         for leaf, aval in zip(parted, flat.state_avals, strict=True)
     ]
     packing = Packing.of([state_leaves]).named(unit.name)

@@ -26,6 +26,7 @@ from jpipe.layers.avals import cast, real_dtype
 from jpipe.layers.axis_rules import AxisRules, constraints_on
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss, LossTerms
+from jpipe.layers.sharding import parameter_specs
 from jpipe.layers.trace import Traced, run_layer
 from jpipe.lowering.everywhere import Follows
 from jpipe.mesh import STAGE
@@ -43,12 +44,14 @@ class PartedLeaf(NamedTuple):
       dim: the dim along which the parts follow each other. The last part ends with zeros if P does not divide it.
       is_split: whether the layer reads the part; else it reads the whole parameter.
       num_parts: P.
+      spec: how the compiler splits a part over automatic axes of the mesh, as in `jpipe.packing.Leaf`.
     """
 
     aval: jax.ShapeDtypeStruct
     dim: int
     is_split: bool
     num_parts: int
+    spec: tuple = ()
 
     @property
     def num_rows(self) -> int:
@@ -312,19 +315,17 @@ def find(
         return NO_VOCABULARY
     found: dict[int, VocabularyLayer] = {}
     for i, layer in enumerate(layers):
-        leaves = _parted(layer, i, num_parts, axis_rules)
+        leaves = _parted(layer, i, num_parts, axis_rules, traced.values.sizes)
         if not any(leaf.is_split for leaf in leaves):
             continue
         _check_layer(layer, i, len(layers), leaves)
         found[i] = VocabularyLayer(i, layer, leaves, compute_dtype, key_impl)
     if not found:
         return NO_VOCABULARY
-    if traced.values.sizes:
-        names = ", ".join(map(repr, traced.values.sizes))
+    if traced.splits:
         raise vocabulary.VocabularyError(
-            f'layer {min(found)} names the axis "{STAGE}", and the mesh has axes that the compiler splits ({names}). '
-            f'Both at once are not supported: leave "{STAGE}" out of the parameter\'s partition, or choose a mesh '
-            f"without {names}."
+            f'layer {min(found)} names the axis "{STAGE}", and `strategy` says how every layer is split. Leave `strategy` '
+            "out, or leave the axis out of the parameter's partition."
         )
     embedding, head = found.get(0), found.get(len(layers) - 1)
     head_inputs: Any = None
@@ -350,9 +351,13 @@ def find(
 
 
 def _parted(
-    layer: Layer, index: int, num_parts: int, rules: AxisRules
+    layer: Layer,
+    index: int,
+    num_parts: int,
+    rules: AxisRules,
+    sizes: Mapping[str, int],
 ) -> tuple[PartedLeaf, ...]:
-    """The parameters of a layer, as they would be split."""
+    """The parameters of a layer, as they would be split; the compiler splits each part as it splits other weights."""
     leaves, tree = jax.tree.flatten(layer.parameters)
     specs = tree.flatten_up_to(layer.specs) if layer.specs else [()] * len(leaves)
     result = []
@@ -369,7 +374,14 @@ def _parted(
             )
         dim = dims[0] if dims else 0
         result.append(PartedLeaf(aval, dim, bool(dims), num_parts))
-    return tuple(result)
+    parts = tree.unflatten(
+        [leaf.part if leaf.aval.shape else leaf.aval for leaf in result]
+    )
+    of_parts = dataclasses.replace(layer, parameters=parts)
+    inner = parameter_specs(of_parts, index, sizes, rules)
+    return tuple(
+        leaf._replace(spec=spec) for leaf, spec in zip(result, inner, strict=True)
+    )
 
 
 def _is_over_stages(name: str, rules: AxisRules) -> bool:
@@ -481,7 +493,8 @@ def _units(
             for j in range(len(found[i].leaves))
             if owner_of.get((i, j), (i, j)) == (i, j)
         ]
-        packing = Packing.of([[Leaf(found[i].leaves[j].part) for i, j in owners]])
+        leaves = [found[i].leaves[j] for i, j in owners]
+        packing = Packing.of([[Leaf(leaf.part, spec=leaf.spec) for leaf in leaves]])
         packing = packing.named(name)
         place_of = dict(zip(owners, packing.places[0], strict=True))
         places = {

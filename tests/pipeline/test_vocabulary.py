@@ -1,6 +1,7 @@
 """An embedding and a head that all stages run together: the plain model's numbers, from equal parts."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -480,6 +481,101 @@ def test_a_state_of_whole_matrices_goes_to_other_numbers_of_stages(optimizer):
     assert_close(thirds.get_params(other), split.get_params(after), "float32")
 
 
+OVER_STAGES, OVER_BOTH = (
+    (("vocab", axes), *jpipe.AXIS_RULES) for axes in ("stage", ("stage", "model"))
+)
+
+
+@pytest.mark.parametrize(
+    "schedule,optimizer,rules,axes",
+    [
+        (jpipe.schedules.one_f_one_b(2, 2), SGD, OVER_STAGES, {"fsdp": 2, "data": 2}),
+        pytest.param(
+            *(jpipe.schedules.gpipe(2, 2), SGD, OVER_BOTH, {"model": 2}),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            jpipe.schedules.one_f_one_b(2, 2),
+            OF_MATRICES["adafactor"],
+            *(OVER_BOTH, {"fsdp": 2, "model": 2}),
+            marks=SLOW,
+        ),
+        pytest.param(
+            jpipe.schedules.gpipe(2, 2),
+            OF_MATRICES["muon"],
+            *(OVER_STAGES, {"fsdp": 4}),
+            marks=SLOW,
+        ),
+    ],
+)
+def test_axes_that_the_compiler_splits_equal_the_plain_model(
+    schedule, optimizer, rules, axes
+):
+    """Each part is split over them too, as the weights of stages are: [6, 4] of [11, 4] over 2 devices."""
+    model = oracles.PlainModel(layers_of(None, None), KEY)
+    losses, _, params = oracles.train(
+        model, model.params, mean_loss, optimizer, batches(3)
+    )
+    pipe = pipeline(
+        layers_of("vocab", "vocab"),
+        schedule,
+        optimizer,
+        mesh=jpipe.make_mesh(stage=2, **axes),
+        axis_rules=rules,
+    )
+    metrics, got, outputs, _ = run(pipe)
+    assert_close([m["loss"] for m in metrics], list(map(np.asarray, losses)), "float32")
+    assert_close(got, params, "float32")
+    batch = jax.tree.map(lambda a: a[:-1], batches(1)[0])
+    assert_close(outputs, np.asarray(model(params, batch["inputs"])), "float32")
+    state = pipe.init(KEY, batches(1)[0])
+    for group in (state.parameters, state.gradients):
+        names = {n for n in group if n.startswith(("embedding ", "head "))}
+        split = {n for n in names if group[n].sharding.spec[1:]}
+        assert {math.prod(group[n].shape[1:]) for n in split} >= {6 * D}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("axis", ["fsdp", pytest.param("model", marks=SLOW)])
+def test_axes_that_the_compiler_splits_in_asynchronous_tables(axis):
+    assert_same(
+        layers_of("vocab", "vocab", block=Experts),
+        layers_of(None, None, block=Experts),
+        jpipe.schedules.pipedream_2bw(2, N),
+        mesh=jpipe.make_mesh(stage=2, **{axis: 2}),
+        axis_rules=OVER_STAGES,
+        optimizer=ADAM,
+        loss=reporting_loss,
+        has_aux=True,
+        boundaries=[3],
+    )
+
+
+@pytest.mark.exhaustive
+def test_parts_that_the_compiler_splits_go_to_other_layouts_and_are_counted():
+    adam = optax.adam(0.05, eps=1e-2)
+    layers, options = layers_of("vocab", "vocab"), {"axis_rules": OVER_STAGES}
+    of_thirds = {**options, "mesh": jpipe.make_mesh(stage=3)}
+    of_fsdp = {**options, "mesh": jpipe.make_mesh(stage=2, fsdp=2)}
+    split = pipeline(layers, jpipe.schedules.one_f_one_b(2, 2), adam, **of_fsdp)
+    thirds = pipeline(layers, jpipe.schedules.one_f_one_b(3, 2), adam, **of_thirds)
+    state = split.init(KEY, batches(1)[0])
+    state, _ = split.step(state, batches(2)[0])
+    again = split.adopt(thirds.adopt(state))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (again.parameters, again.optimizer_state),
+        (state.parameters, state.optimizer_state),
+    )
+    # Of a device: the rows of the embedding, the positions and the head that are padding, in weights, gradients and
+    # two moments, with 2 x 2 devices. All other parts are even.
+    memory = split.memory(batches(1)[0])
+    assert memory.padding == 4 * 4 * (D + D + D) // 4
+    weights = split.shards(batches(1)[0])[0]
+    assert (weights.use, weights.num_bytes) == ("weights", memory.weights)
+    assert weights.split["fsdp"] > 0.8
+
+
 # -- Refusals
 
 
@@ -553,14 +649,6 @@ def test_tied_matrices_are_split_alike():
     with refused("must all be split over the axis"):
         layers = layers_of("stage", None, tied=True)
         pipeline(layers, jpipe.schedules.gpipe(2, N), ties=TIES).init(
-            KEY, batches(1)[0]
-        )
-
-
-def test_axes_that_the_compiler_splits():
-    with pytest.raises(ValueError, match="the mesh has axes that the compiler splits"):
-        mesh = jpipe.make_mesh(stage=2, fsdp=2)
-        pipeline(layers_of(), jpipe.schedules.gpipe(2, 2), mesh=mesh).init(
             KEY, batches(1)[0]
         )
 
