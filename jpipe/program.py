@@ -37,7 +37,6 @@ from jpipe.settings import Settings, shapes_key
 from jpipe.stages.hyperparams import first_values
 from jpipe.stages.optimizer import make_updates, seen_by_optimizer
 from jpipe.state import PipelineState
-from jpipe.vocabulary import VocabularyError
 
 
 class Program:
@@ -132,19 +131,8 @@ class Program:
 
     def _check_compression(self) -> None:
         """Raises ValueError if a gradient cannot be compressed, or accumulated."""
-        compressor, units = (
-            self.settings.compress_gradients,
-            self.stages.vocabulary.units,
-        )
+        compressor = self.settings.compress_gradients
         accumulate = self.settings.accumulate_gradients
-        given = {"compress_gradients": compressor, "accumulate_gradients": accumulate}
-        for argument, value in given.items():
-            if value is not None and units:
-                raise VocabularyError(
-                    f"`{argument}` compresses gradients of stages, and all stages run the "
-                    f"{' and the '.join(unit.name for unit in units)} together, because of an axis rule with "
-                    f'"stage". Leave the rule or `{argument}` out.'
-                )
         if accumulate is not None and not self.stages.factors.arrays:
             raise ValueError(
                 f"`accumulate_gradients` is of rank {accumulate.rank}, and no weight has a gradient that is a product of two "
@@ -154,7 +142,9 @@ class Program:
         for group in self.engine.gradient_groups:
             assert compressor is not None
             shape = "x".join(map(str, group.like.shape)) or "scalar"
-            compressor.check(group.like, f"the gradient of a weight ({shape})")
+            is_part = group.place.array not in self.stages.accumulators.arrays
+            words = "of a device's part of a weight" if is_part else "of a weight"
+            compressor.check(group.like, f"the gradient {words} ({shape})")
 
     def _state_shardings(self) -> tuple[Any, Any]:
         """The shardings of the arrays of `_pack_outputs`; None where it states them itself."""
@@ -200,7 +190,7 @@ class Program:
                 for group in update.groups
             ]
             + [[_slot_key(slot) for slot in update.shared]]
-            for update in (*updates.programs, *(u.update for u in updates.of_units))
+            for update in updates.of_all
         ]
         return {
             "batch": shapes_key(self.microbatch),

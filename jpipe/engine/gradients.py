@@ -26,6 +26,7 @@ from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import Device
 from jpipe.engine.copies import Ring
 from jpipe.engine.shares import each_stage
+from jpipe.engine.units import row_of
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import DATA
 from jpipe.stages.gradient_groups import GradientGroup
@@ -72,7 +73,7 @@ class Exchange(NamedTuple):
 
     Attributes:
       device: the device.
-      chunk: int32 `[]`, the column.
+      chunk: int32 `[]`, the column; 0 for a unit of vocabulary layers.
       replicas: of its stage.
       scale: `[]`, the loss scale of the gradients, or None.
     """
@@ -98,7 +99,7 @@ class Exchange(NamedTuple):
           num_updates: 0 or 1.
         """
         spec = self.device.spec
-        number = spec.updates.programs.index(program)
+        number = next(u for u, p in enumerate(spec.updates.of_all) if p is program)
         for group in spec.gradient_groups:
             starts = group.starts[number]
             if not len(starts):
@@ -171,7 +172,7 @@ def exchange_over_data(
     num_updates: jax.Array | int,
     arrays: Record,
 ) -> Record:
-    """The arrays after the replicas along "data" have exchanged the gradients of a lane's column.
+    """The arrays after the replicas along "data" have exchanged the gradients that a lane updates with.
 
     Args:
       device: the device.
@@ -181,7 +182,8 @@ def exchange_over_data(
       arrays: hold `EXCHANGE_WRITES`.
     """
     replicas = Replicas(device.spec.num_replicas)
-    exchange = Exchange(device, lane.chunk, replicas, _scale_of(device, arrays))
+    row = row_of(device, lane)
+    exchange = Exchange(device, row, replicas, _scale_of(device, arrays))
     gradients, compression = exchange.run(
         program, arrays.gradients, arrays.gradient_compression, num_updates
     )

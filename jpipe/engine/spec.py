@@ -153,7 +153,10 @@ class PassSpec:
         """The gradients, in groups that are compressed alike; `[]` if none are compressed."""
         if self.updates is None or self.compress_gradients is None:
             return []
-        return gradient_groups(self.updates.programs, self.stages.accumulators)
+        arrays = dict(self.stages.accumulators.arrays)
+        for unit in self.stages.vocabulary.units:
+            arrays |= unit.packing.arrays
+        return gradient_groups(self.updates.of_all, arrays)
 
     def first_gradient_compression(self) -> dict[str, Any]:
         """What compression of gradients keeps, on one device before training; `{}` without."""

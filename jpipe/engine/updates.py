@@ -211,8 +211,9 @@ def _run_lanes(
     writes: Sequence[str],
     run: Callable[[LaneScalars, StageUpdate, jax.Array | int, Written], Written],
     arrays: TickArrays,
+    units: Sequence[LaneScalars] = (),
 ) -> TickArrays:
-    """`_run_program` for every lane; `run` gets the lane, and not the number of the program."""
+    """`_run_program` for every lane, then for those of units; `run` gets the lane, and not the number of the program."""
 
     def run_lane(lane: LaneScalars, arrays: TickArrays) -> TickArrays:
         def of_lane(
@@ -225,7 +226,10 @@ def _run_lanes(
 
         return _run_program(device, lane, name, writes, of_lane, arrays)
 
-    return _for_each_lane(device, scalars, run_lane, arrays)
+    arrays = _for_each_lane(device, scalars, run_lane, arrays)
+    for unit in units:
+        arrays = run_lane(unit, arrays)
+    return arrays
 
 
 # -- Replicas
@@ -243,7 +247,7 @@ def _over_replicas(
     """
     spec = device.spec
     if spec.compress_gradients is not None:
-        return _over_compressed(device, scalars, arrays)
+        return _over_compressed(device, scalars, units, arrays)
     shared = spec.shares_updates
     if spec.num_replicas > 1:
         mean = functools.partial(_mean_over_replicas, device)
@@ -275,13 +279,18 @@ def _over_replicas(
 
 
 def _over_compressed(
-    device: Device, scalars: TickScalars, arrays: TickArrays
+    device: Device,
+    scalars: TickScalars,
+    units: Sequence[LaneScalars],
+    arrays: TickArrays,
 ) -> TickArrays:
     """The same for replicas that exchange compressed gradients."""
     if device.spec.schedule.has_copies:
         return exchange_over_copies(device, scalars, arrays)
     exchange = functools.partial(exchange_over_data, device)
-    return _run_lanes(device, scalars, "exchange", EXCHANGE_WRITES, exchange, arrays)
+    return _run_lanes(
+        device, scalars, "exchange", EXCHANGE_WRITES, exchange, arrays, units
+    )
 
 
 def _gather_weights(

@@ -1,13 +1,13 @@
 """Gradients in groups that are compressed alike: see `jpipe.engine.gradients`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from jpipe.compress import Compressor
-from jpipe.packing import Packing, Place
+from jpipe.packing import Place
 from jpipe.stages.optimizer import StageUpdate
 
 
@@ -33,13 +33,13 @@ class GradientGroup(NamedTuple):
 
 
 def gradient_groups(
-    updates: Sequence[StageUpdate], packing: Packing
+    updates: Sequence[StageUpdate], arrays: Mapping[str, jax.ShapeDtypeStruct]
 ) -> list[GradientGroup]:
     """The gradients of all updates in groups; a tied weight counts once in its stage.
 
     Args:
-      updates: the updates.
-      packing: of the gradients.
+      updates: of the stages, and of the parts of vocabulary layers.
+      arrays: the packed gradients.
     """
     found: dict[tuple, tuple[Place, list[list[int]]]] = {}
     for u, update in enumerate(updates):
@@ -52,7 +52,7 @@ def gradient_groups(
         GradientGroup(
             f"{array} {list(shape)}",
             place,
-            jax.ShapeDtypeStruct(shape, packing.arrays[array].dtype),
+            jax.ShapeDtypeStruct(shape, arrays[array].dtype),
             tuple(np.array(of_update, np.int32) for of_update in starts),
         )
         for (array, shape), (place, starts) in found.items()

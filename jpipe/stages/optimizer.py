@@ -104,6 +104,11 @@ class StageUpdates:
     of_units: Sequence[UnitUpdate] = ()
     reads_stale: bool = False
 
+    @property
+    def of_all(self) -> list[StageUpdate]:
+        """The distinct updates of stages, then those of units."""
+        return [*self.programs, *(unit.update for unit in self.of_units)]
+
     @functools.cached_property
     def merged(self) -> list[MergedUpdate]:
         """All programs, with loops for several stages at once."""

@@ -576,7 +576,72 @@ def test_parts_that_the_compiler_splits_go_to_other_layouts_and_are_counted():
     assert weights.split["fsdp"] > 0.8
 
 
+@pytest.mark.parametrize(
+    "schedule,optimizer",
+    [
+        (jpipe.schedules.one_f_one_b(2, 2), ADAM),
+        pytest.param(jpipe.schedules.pipedream_2bw(2, 2), SGD, marks=SLOW),
+    ],
+)
+@pytest.mark.exhaustive
+def test_replicas_exchange_compressed_gradients_of_parts(schedule, optimizer):
+    """A cast does the same to a part as to the whole, and what it loses comes later."""
+    assert_same(
+        layers_of(),
+        layers_of(None, None),
+        schedule,
+        optimizer=optimizer,
+        mesh=jpipe.make_mesh(stage=2, data=2),
+        compress_gradients=jpipe.compress.Cast(),
+        boundaries=[3],
+    )
+
+
+def test_compressed_gradients_without_loss_equal_the_plain_model():
+    _, (losses, _, params) = plain()
+    pipe = pipeline(
+        layers_of(),
+        jpipe.schedules.gpipe(2, 2),
+        mesh=jpipe.make_mesh(stage=2, data=2),
+        compress_gradients=jpipe.compress.TopK(1.0),
+    )
+    metrics, got, *_ = run(pipe)
+    assert_close([m["loss"] for m in metrics], list(map(np.asarray, losses)), "float32")
+    assert_close(got, params, "float32")
+    state = pipe.init(KEY, batches(1)[0])
+    errors = state.gradient_compression["error"]
+    assert {n.split()[0] for n in errors} >= {"embedding", "head"}
+
+
+@pytest.mark.parametrize("data", [1, pytest.param(2, marks=SLOW)])
+@pytest.mark.exhaustive
+def test_stages_accumulate_factors_beside_parts(data):
+    """The parts are accumulated as they are, as a tied matrix of whole layers is."""
+    assert_same(
+        layers_of(tied=True),
+        layers_of(None, None, tied=True),
+        jpipe.schedules.one_f_one_b(2, 2),
+        optimizer=ADAM,
+        ties=TIES,
+        mesh=jpipe.make_mesh(stage=2, data=data),
+        accumulate_gradients=jpipe.compress.StreamingPCA(1),
+        boundaries=[3],
+    )
+
+
 # -- Refusals
+
+
+def test_the_rank_of_compressed_gradients_of_parts():
+    with refused(
+        r"the gradient of a device's part of a weight \(1x4\).* at most rank 1"
+    ):
+        pipeline(
+            layers_of(),
+            jpipe.schedules.gpipe(4, N),
+            mesh=jpipe.make_mesh(stage=4, data=2),
+            compress_gradients=jpipe.compress.PowerSGD(2),
+        ).init(KEY, batches(1)[0])
 
 
 def test_layers_between_cannot_be_split():
