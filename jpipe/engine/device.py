@@ -191,14 +191,15 @@ def _empty_results(spec: PassSpec) -> dict[str, Any]:
 def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
     """All ticks; `rows` are those of the device in `ScalarTable.rows`.
 
-    On GPUs a tick begins with the update of the tick before, and the last update follows the loop. The
+    On GPUs a tick begins with the update of the tick before, and the last update follows the loop, but for tables with a
+    head after the update. The
     loop of a synchronous table then has no update. In other tables XLA would not begin a transfer
     before an update at the end of the tick, because it does not know that most ticks leave the update
     out.
     """
     spec = device.spec
     updates = spec.lowered.updates
-    late = spec.lowered.guard == "switch"
+    late = spec.lowered.guard == "switch" and not spec.lowered.head_after_update
     rows = spec.scalars.of_device(
         rows,
         device.round,
@@ -285,7 +286,8 @@ def _tick(
         statistics = sum_over_copies(device, scalars, "commit", arrays.statistics)
         arrays = arrays.replace(statistics=statistics)
         arrays = _run_operation("commit", device, scalars, arrays)
-    arrays = vocabulary.head(device, scalars, arrays)
+    if not spec.lowered.head_after_update:
+        arrays = vocabulary.head(device, scalars, arrays)
     if spec.recompute and not spec.schedule.forward_only:
         arrays = vocabulary.embed(device, scalars, arrays, again=True)
     arrays = receive(spec, arrays, scalars, gradients)
@@ -297,6 +299,8 @@ def _tick(
         arrays = vocabulary.embed_backward(device, scalars, arrays)
     if updates is not None and "update" in phase.operations:
         arrays = _update(device, scalars, updates, arrays)
+    if spec.lowered.head_after_update:
+        arrays = vocabulary.head(device, scalars, arrays)
     arrays = spills.end(spec, scalars, arrays, transfers)
     moved_last = moved(arrays, after=None)
     arrays = arrays.replace(**{name: {} for name in spec.tick_stashes})

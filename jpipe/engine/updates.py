@@ -513,7 +513,7 @@ def _norms(
     spec = device.spec
     num_chunks = spec.lowered.num_chunks
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
-    squares = _squares(device, scalars, arrays)
+    squares = _squares(device, scalars, units, arrays)
     if spec.shares_updates:
         squares = _of_shares(device, scalars, squares, arrays.gradients)
 
@@ -550,10 +550,14 @@ def _norms(
     return arrays, norms
 
 
-def _squares(device: Device, scalars: TickScalars, arrays: TickArrays) -> jax.Array:
-    """`[R + units]`, the squared norm of each column's and unit's gradient; anything if no column updates."""
+def _squares(
+    device: Device,
+    scalars: TickScalars,
+    units: Sequence[LaneScalars],
+    arrays: TickArrays,
+) -> jax.Array:
+    """`[R + units]`, the squared norm of each column's and unit's gradient; anything if no column and no unit updates."""
     dtype, num_chunks = device.spec.updates.norm_dtype, device.spec.lowered.num_chunks
-    units = range(len(device.spec.stages.vocabulary.units))
     rows, chunks = device.spec.array_rows["gradients"], jnp.arange(num_chunks)
     lead = device.lead("gradients", chunks)
 
@@ -568,8 +572,8 @@ def _squares(device: Device, scalars: TickScalars, arrays: TickArrays) -> jax.Ar
                 of_rows = jnp.where(is_used, of_rows[row], 0)
             total += of_rows
         totals = [total]
-        for unit in units:
-            part = gradients_of(device, unit, gradients)
+        for number in range(len(units)):
+            part = gradients_of(device, number, gradients)
             totals.append(sum(map(of_each_row, part.values()), jnp.zeros(1, dtype)))
         return totals[0] if len(totals) == 1 else jnp.concatenate(totals)
 
@@ -587,6 +591,8 @@ def _squares(device: Device, scalars: TickScalars, arrays: TickArrays) -> jax.Ar
         return now | (lane.program >= 0)
 
     now = _for_each_lane(device, scalars, updates, jnp.bool_(False))
+    for unit in units:
+        now = updates(unit, now)
     return guarded(device.spec.lowered.guard, now, squares, before, read)
 
 

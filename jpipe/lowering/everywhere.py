@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from jpipe.schedule import Schedule
+
 if TYPE_CHECKING:
     from jpipe.lowering.lower import Operations
 
@@ -23,6 +25,30 @@ class Follows(NamedTuple):
 
     operation: str
     home: int
+
+
+def ticks_before_update(schedule: Schedule, cells: np.ndarray, home: int) -> int:
+    """How many ticks before the update with a minibatch a stage has the first microbatch of the next one; negative: after it.
+
+    Args:
+      schedule: the table, which is always full.
+      cells: int `[N, C]`, the ticks of forwards, or of backwards.
+      home: the stage.
+    """
+    updated = int(schedule.update_ticks()[schedule.column_of_stage[home]])
+    return updated - int(schedule.by_stage(cells)[0, home]) - schedule.num_ticks
+
+
+def head_after_update(schedule: Schedule) -> bool:
+    """Whether a head that all devices run comes after the update of a tick, and not before the backward.
+
+    It takes its gradient in the tick of its forward. Where the last stage begins a minibatch in the tick in which it updates
+    with the one before, this gradient belongs to the next update. The weights of the forward are still there, because a
+    backward in a later tick reads them.
+    """
+    if schedule.drains or schedule.forward_only:
+        return False
+    return ticks_before_update(schedule, schedule.forward_ticks(), -1) == 0
 
 
 def everywhere(

@@ -17,7 +17,7 @@ import numpy as np
 
 from jpipe.foreign import shown
 from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
-from jpipe.lowering.everywhere import Follows, everywhere
+from jpipe.lowering.everywhere import Follows, everywhere, head_after_update
 from jpipe.lowering.joint_updates import joint_updates
 from jpipe.lowering.norms import NormTable, norm_table
 from jpipe.lowering.rings import HEAD_GRADIENT, STASHES, Ring, make_rings
@@ -110,6 +110,7 @@ class Lowered:
       rows: where the versions of weights are.
       num_batches: how many of the latest minibatches are read, including the minibatch of this
         round.
+      head_after_update: whether a head that all devices run comes after the update of a tick.
       num_weights: of how many of the latest minibatches the weight is read, which divides the sums of the loss; 0 if the
         loss is a mean.
       norms: which gradients norms over all stages count; None in forward-only tables.
@@ -127,6 +128,7 @@ class Lowered:
     num_in_column: np.ndarray
     rows: VersionRows
     num_batches: int
+    head_after_update: bool
     num_weights: int
     norms: NormTable | None
     drain_rounds: int
@@ -249,6 +251,7 @@ def lower(
         num_batches=kept_minibatches(
             schedule, recompute or "embed_backward" in together
         ),
+        head_after_update=head and head_after_update(schedule),
         num_weights=kept_weights(schedule, head) if weighted else 0,
         norms=None if schedule.forward_only else norm_table(schedule),
         drain_rounds=last_tick // schedule.num_ticks,

@@ -52,7 +52,10 @@ class Clock:
         self.lowered, self.starts, self.device = lowered, starts, device
         operations = lowered.operations
         self.phases: list[tuple[str, int]] = [("receive", 0)]
-        for name in OPERATIONS:
+        order = list(OPERATIONS)
+        if lowered.head_after_update:
+            order.append(order.pop(order.index("head")))
+        for name in order:
             if name in operations:
                 lanes = 1 if name == "update" else operations[name].num_lanes
                 self.phases += [(name, lane) for lane in range(lanes)]

@@ -28,7 +28,7 @@ from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss, LossTerms
 from jpipe.layers.sharding import parameter_specs
 from jpipe.layers.trace import Traced, run_layer
-from jpipe.lowering.everywhere import Follows
+from jpipe.lowering.everywhere import Follows, ticks_before_update
 from jpipe.mesh import STAGE
 from jpipe.packing import Leaf, Packing, Place, axes, axes_by_dim
 from jpipe.schedule import Schedule
@@ -536,12 +536,13 @@ def check_table(
         if layer is None or schedule.drains:
             continue
         # A gradient that is added before the update of the minibatch before would be a part of that update.
-        updated = int(schedule.update_ticks()[schedule.column_of_stage[stage]])
-        first = int(schedule.by_stage(cells)[0, stage]) + schedule.num_ticks
-        if first <= updated:
+        too_early = ticks_before_update(schedule, cells, stage)
+        if too_early == 0 and layer is found.head and _is_read_later(schedule):
+            continue  # see `head_after_update`
+        if too_early >= 0:
             raise vocabulary.VocabularyError(
                 f"layer {layer.index} is split over all stages, which add up its gradient in the {words} stage, and in "
-                f"{schedule.name!r} this stage begins the next minibatch {updated - first} ticks before it has updated with "
+                f"{schedule.name!r} this stage begins the next minibatch {too_early} ticks before it has updated with "
                 f'the last one. Choose another schedule, for asynchronous ones with `ticks="unit"`, or {remedy}.'
             )
     if found.head is None:
@@ -560,3 +561,10 @@ def check_table(
                 f"and `{name}_params` changes the weights of the last stage in {schedule.name!r}. Leave out "
                 f"`{name}_params`, or {remedy}."
             )
+
+
+def _is_read_later(schedule: Schedule) -> bool:
+    """Whether each backward of the last stage is in a later tick than its forward."""
+    ticks = schedule.forward_ticks(), schedule.backward_ticks()
+    forward, backward = (schedule.by_stage(cells)[:, -1] for cells in ticks)
+    return bool((forward < backward).all())
