@@ -26,7 +26,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -104,13 +104,40 @@ def _splitting(table: jax.Array, name: str) -> Splitting | None:
 # -- Collectives with the gradients of values that are equal on all devices
 
 
+def _is_split_by_compiler() -> bool:
+    """Whether the mesh of the surroundings has axes over which the compiler splits values."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return any(mesh.shape[axis] > 1 for axis in mesh.auto_axes)
+
+
+def _reduced(
+    reduce: Callable[[jax.Array, str], jax.Array], x: jax.Array, axis: str
+) -> jax.Array:
+    """A reduction over devices.
+
+    XLA for CPUs cannot reduce numbers of 16 bits that the compiler splits over other axes.
+    """
+    if x.dtype.itemsize != 2 or not _is_split_by_compiler():
+        return reduce(x, axis)
+    return lax.platform_dependent(
+        x,
+        cpu=lambda x: reduce(x.astype(jnp.float32), axis).astype(x.dtype),
+        default=lambda x: reduce(x, axis),
+    )
+
+
+def sum_over(x: jax.Array, axis: str) -> jax.Array:
+    """The sum over the devices of an axis."""
+    return _reduced(lax.psum, x, axis)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _sum_of_parts(x: jax.Array, axis: str) -> jax.Array:
     """The sum over devices. Each device's part gets the gradient of the sum."""
-    return lax.psum(x, axis)
+    return sum_over(x, axis)
 
 
-_sum_of_parts.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, g: (g,))
+_sum_of_parts.defvjp(lambda x, axis: (sum_over(x, axis), None), lambda axis, _, g: (g,))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
@@ -119,7 +146,7 @@ def _to_all_parts(x: jax.Array, axis: str) -> jax.Array:
     return x
 
 
-_to_all_parts.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (lax.psum(g, axis),))
+_to_all_parts.defvjp(lambda x, axis: (x, None), lambda axis, _, g: (sum_over(g, axis),))
 
 
 # -- Layers
@@ -267,10 +294,10 @@ def cross_entropy(logits: Any, labels: jax.Array) -> jax.Array:
         return jax.nn.logsumexp(logits, axis=-1) - _picked(logits, labels)
     values, current = logits.own()
     largest = lax.stop_gradient(values).max(axis=-1)
-    largest = lax.pmax(largest, current.axis)
+    largest = _reduced(lax.pmax, largest, current.axis)
     total = jnp.exp(values - largest[..., None]).sum(axis=-1)
-    mesh, num_rows = jax.sharding.get_abstract_mesh(), values.shape[-1]
-    if any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
+    num_rows = values.shape[-1]
+    if _is_split_by_compiler():
         first = current.first_row(num_rows).astype(labels.dtype)
         picked = _picked(values, labels - first)
     else:
@@ -302,5 +329,5 @@ def argmax(logits: Any) -> jax.Array:
     values = lax.stop_gradient(values)
     largest = values.max(axis=-1)
     token = values.argmax(axis=-1) + current.first_row(values.shape[-1])
-    is_largest = largest == lax.pmax(largest, current.axis)
+    is_largest = largest == _reduced(lax.pmax, largest, current.axis)
     return lax.pmin(jnp.where(is_largest, token, logits.num_tokens), current.axis)

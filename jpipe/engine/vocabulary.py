@@ -211,7 +211,7 @@ def _from_device(device: Device, home: int, values: Sequence) -> list[jax.Array]
         value = jnp.where(device.position == home, value, zero)
         if value.dtype == bool:
             return lax.psum(value.astype(jnp.int32), STAGE).astype(bool)
-        return lax.psum(value, STAGE)
+        return vocabulary.sum_over(value, STAGE)
 
     return [sent(value) for value in values]
 

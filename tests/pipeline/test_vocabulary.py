@@ -365,12 +365,17 @@ def test_tied_matrices_are_kept_once():
     assert sizes == rows * D + D  # a part of the matrix, and one row of the positions
 
 
+@pytest.mark.parametrize(
+    "axes", [{}, {"fsdp": 2}, pytest.param({"model": 2}, marks=SLOW)]
+)
 @pytest.mark.exhaustive
-def test_a_half_precision_head_is_close():
+def test_a_half_precision_head_is_close(axes):
     """Embedding and head compute in bfloat16, the loss in float32, and the kept weights are float32."""
     schedule = jpipe.schedules.one_f_one_b(2, 2)
+    mesh = jpipe.make_mesh(stage=2, **axes)
+    options = dict(compute_dtype=jnp.bfloat16, boundaries=[3], mesh=mesh)
     results = [
-        run(pipeline(layers, schedule, compute_dtype=jnp.bfloat16, boundaries=[3]), 1)
+        run(pipeline(layers, schedule, **options), 1)
         for layers in (layers_of(), layers_of(None, None))
     ]
     (metrics, params, outputs, _), (want, _, want_outputs, _) = results
