@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.layers.avals import is_inexact
+from jpipe.layers.avals import is_inexact, is_real
 from jpipe.layers.equations import Equations, variables
 from jpipe.layers.numbers import as_numbers, from_numbers
 
@@ -102,7 +102,7 @@ def trace_forward(
         return [jnp.asarray(y) for y in flat], [jnp.asarray(a) for a in flat_aux]
 
     if policy is not None:
-        call = jax.checkpoint(call, policy=policy)
+        call = jax.checkpoint(call, policy=_without_complex(policy))
 
     def with_residuals(*args: jax.Array) -> list:
         ps, xs, es = arguments.split(args)
@@ -128,6 +128,25 @@ def trace_forward(
     return Forward(
         equations, trees["outputs"], trees["output"], trees["aux"], trees["vjp"]
     )
+
+
+def _without_complex(policy: Callable[..., Any]) -> Callable[..., Any]:
+    """A policy that computes complex values again, because `jax.checkpoint` cannot save any: it would round them."""
+
+    def saves(primitive: Any, *avals: Any, **params: Any) -> Any:
+        saved = policy(primitive, *avals, **params)
+        if saved is False:
+            return saved
+        called = params.get("call_jaxpr")  # of a function with a derivative of its own
+        if called is not None:
+            results = called.out_avals
+        else:
+            results, _ = primitive.abstract_eval(*avals, **params)
+            results = results if primitive.multiple_results else [results]
+        complex_results = [is_inexact(a) and not is_real(a) for a in results]
+        return False if any(complex_results) else saved
+
+    return saves
 
 
 def trace_backward(forward: Forward) -> Equations:

@@ -402,6 +402,22 @@ def test_named_values_are_stashed(policy, widths):
 
 
 @every_policy
+def test_complex_values_are_computed_again(policy):
+    """`jax.checkpoint` alone fails if a policy saves a complex value."""
+
+    def layer(p, x, _):
+        z = jax.lax.complex(x, jnp.tanh(x)) @ p
+        return jnp.real(z) + jnp.tanh(jnp.imag(z))
+
+    p, x, gy = normal(4, 4) + 1j * normal(4, 4, seed=1), normal(3, 4), normal(3, 4)
+    p = p.astype(np.complex64)
+    kind = trace_layer(layer, abstract(p), abstract(x), policy=POLICIES[policy])
+    _, stash, _ = kind.forward_and_stash([p], [x])
+    _, vjp = jax.vjp(lambda p, x: layer(p, x, ()), p, x)
+    assert_equal(jax.tree.leaves(kind.backward([p], stash, [gy])), vjp(gy))
+
+
+@every_policy
 def test_parameters_alone_are_rebuilt_under_every_policy(policy):
     """From the weights given to the backward, in each of its halves; nothing shaped like a weight is kept."""
     p, x, gy = normal(5, 5), normal(2, 5), normal(2, 5, seed=1)
