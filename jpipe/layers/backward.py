@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jpipe.layers.equations import Equations, variables
+from jpipe.layers.flow import inputs_read
 from jpipe.layers.products import GradientForms, ProductForm, with_products
 from jpipe.layers.residuals import Reader, Residuals
 from jpipe.layers.vjp import (
@@ -271,7 +272,7 @@ def _layer_program(
     *_, extra_inputs = arguments.split(equations.inputs)
     for_outputs = (*forward.results[:num_outputs], *stash)
     read = run_and_stash.read()
-    read_by_outputs = equations.slice(equations.inputs, for_outputs).read()
+    read_by_outputs = inputs_read(equations, for_outputs)
 
     def only_forward(
         parameters: Sequence, inputs: Sequence, extra: Sequence = ()

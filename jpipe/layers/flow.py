@@ -8,7 +8,7 @@ import jax
 import jax.extend.core as jex
 from jax.interpreters import partial_eval
 
-from jpipe.layers.equations import Equations, loop_counts
+from jpipe.layers.equations import Equations, loop_counts, variables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,23 @@ class Flow:
         jaxpr = self.closed.jaxpr
         wanted = [i in results for i, _ in enumerate(jaxpr.outvars)]
         return partial_eval.dce_jaxpr(jaxpr, wanted)
+
+
+def inputs_read(equations: Equations, outputs: Sequence) -> set:
+    """The input variables that outputs of equations depend on.
+
+    `Equations.slice` keeps or drops a loop as a whole. Here each result of a loop counts by itself.
+    """
+    sliced = equations.slice(equations.inputs, outputs)
+    needed = set(variables(sliced.outputs))
+    for eqn in reversed(sliced.equations):
+        used = [v in needed for v in eqn.outvars]
+        if not any(used):
+            continue
+        rule = partial_eval.dce_rules.get(eqn.primitive)
+        reads = [True] * len(eqn.invars) if rule is None else rule(used, eqn)[0]
+        needed.update(variables(v for v, read in zip(eqn.invars, reads) if read))
+    return needed.intersection(sliced.inputs)
 
 
 def _source(jaxpr: Any, v: Any) -> int | None:

@@ -240,6 +240,26 @@ def test_running_statistics_are_those_of_the_whole_minibatch(name):
         )
 
 
+def test_a_stage_runs_again_if_only_its_running_statistics_have_moved():
+    """The norm is carried by a loop, and the outputs of the loop do not depend on its running statistics."""
+
+    class ReadInALoop(Views):
+        def __call__(self, inputs):
+            x, _ = inputs
+
+            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            def loop(carry, _):
+                norm, x, total = carry
+                return norm, jnp.tanh(x) + 1, total + norm(x)
+
+            return loop((self.norm, x, jnp.zeros_like(x)), jnp.arange(3))[2]
+
+    params, before, after = trained(ReadInALoop, recompute="full")
+    want = plain_nnx(ReadInALoop, params, before, 2, 0.0)
+    for path, value in flat(after).items():
+        np.testing.assert_allclose(value, want[path], rtol=2e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     "schedule,data",
     [
