@@ -62,6 +62,9 @@ class Case:
     compute: str = ""
     x64: bool = True
     loss_scale: float = 0.0
+    scale_moves: bool = False
+    nan: bool = False
+    hooks: tuple[str, ...] = ()
     tie: bool = False
     skip: bool = False
     cut: int = 0
@@ -129,7 +132,8 @@ ASYNCHRONOUS = (
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),
-    "adamw": lambda: optax.adamw(1e-2, eps=1e-3),
+    # With a large eps an update is a smooth function of gradients near 0, so rounding stays small.
+    "adamw": lambda: optax.adamw(0.1, eps=1.0),
     "clip": lambda: optax.chain(
         jpipe.optim.clip_by_global_norm(0.1), optax.sgd(0.1, momentum=0.5)
     ),
@@ -139,7 +143,8 @@ OPTIMIZERS = {
     "scaled_by_delay": lambda: optax.chain(
         optax.sgd(0.1), jpipe.optim.scale_by_delay(oracle.ANNEALING_STEPS)
     ),
-    "schedule": lambda: optax.sgd(optax.linear_schedule(0.2, 0.05, 3)),
+    # Optax computes the rate in float32, where these are without rounding.
+    "schedule": lambda: optax.sgd(optax.linear_schedule(0.25, 0.125, 4)),
 }
 PLAIN_OPTIMIZERS = OPTIMIZERS | {
     "clip": lambda: optax.chain(
@@ -175,7 +180,11 @@ def draw(seed: int) -> Case:
     recompute = rng.choice(("none", "none", "none", "full", "dots", "nothing"))
     compute = "bfloat16" if often(0.12) else ""
     pool = [name for name in KINDS if not (compute and name in ROUNDED)]
-    if schedule.startswith("pipemare"):
+    # Backwards that read other weights than forwards: a gradient as PipeMare defines it.
+    hooks = ("prediction",) if asynchronous and often(0.2) else ()
+    if schedule.startswith("pipemare") and often(0.3):
+        hooks = (*hooks, "correction")
+    if schedule.startswith("pipemare") or hooks:
         recompute = rng.choice(("none", "full"))
         if recompute == "none":
             pool = [name for name in pool if KINDS[name].mixed is not None]
@@ -198,6 +207,8 @@ def draw(seed: int) -> Case:
     layers += ["tanh"] * (S - 2 - len(layers))
     optimizers = [o for o in OPTIMIZERS if not (asynchronous and o == "clip")]
     data = 2 if often(0.25) else 1
+    loss_scale = rng.choice((0.0, 0.0, 0.0, 64.0))
+    nan = often(0.12)
     return Case(
         layers=tuple(layers),
         carried=tuple(c for c in CARRIED if often(0.2)),
@@ -213,7 +224,10 @@ def draw(seed: int) -> Case:
         recompute=recompute,
         compute=compute,
         x64=often(0.6),
-        loss_scale=rng.choice((0.0, 0.0, 0.0, 64.0)),
+        loss_scale=loss_scale,
+        scale_moves=loss_scale > 0 and not asynchronous and often(0.5),
+        nan=nan,
+        hooks=hooks,
         tie=tie,
         skip=skip,
         cut=rng.choice((0, rng.randint(1, 99))),
@@ -267,6 +281,8 @@ def batches_of(case: Case, count: int, rows: int) -> list[dict[str, Any]]:
             inputs = {"x": inputs, **{name: entries[name] for name in case.carried}}
         weights = rng.integers(0, 3, rows).astype(real)
         weights[0] = 1  # a minibatch has a weight, a microbatch may have none
+        if case.nan and len(result) == count // 2:
+            x[rng.integers(rows), 0] = np.nan
         targets = rng.normal(size=(rows, D)).astype(real)
         result.append({"inputs": inputs, "targets": targets, "weights": weights})
     return result
@@ -331,6 +347,18 @@ def loss_function(case: Case):
     return loss
 
 
+HOOKS = {
+    "prediction": (
+        jpipe.optim.predict_weights,
+        "forward_params",
+        jpipe.optim.predicted_params,
+    ),
+    "correction": (
+        lambda: jpipe.optim.correct_discrepancy(oracle.DISCREPANCY_DECAY),
+        "backward_params",
+        jpipe.optim.corrected_params,
+    ),
+}
 POLICIES = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "nothing": jax.checkpoint_policies.nothing_saveable,
@@ -356,12 +384,21 @@ def make_pipeline(case: Case, layers: list, schedule: jpipe.Schedule) -> jpipe.P
         optional["compute_dtype"] = case.dtype_of_compute
     if case.loss_scale:
         optional["loss_scale"] = case.loss_scale
+    if case.scale_moves:
+        optional["loss_scale"] = jpipe.LossScale(
+            case.loss_scale, growth_interval=oracle.GROWTH_INTERVAL
+        )
+    optimizer = OPTIMIZERS[case.optimizer]()
+    for hook in case.hooks:
+        transform, passes, function = HOOKS[hook]
+        optimizer = optax.chain(optimizer, transform())
+        optional[passes] = function
     axes = {"fsdp": case.fsdp} if case.fsdp > 1 else {}
     return jpipe.Pipeline(
         layers,
         loss=loss_function(case),
         has_aux=case.loss == "aux",
-        optimizer=OPTIMIZERS[case.optimizer](),
+        optimizer=optimizer,
         schedule=schedule,
         boundaries=boundaries,
         mesh=jpipe.make_mesh(stage=schedule.num_devices, data=case.data, **axes),
@@ -454,29 +491,35 @@ def _check(case: Case) -> None:
     for record in pipe.partition(batches[0]):
         starts.append(starts[-1] + len(range(*record.layers)))
     optimizer = PLAIN_OPTIMIZERS[case.optimizer]()
-    losses, norms, auxes, want, want_state = oracle.train(
+    trained = oracle.train(
         model, starts, optimizer, params, mutable, batches, *delays_of(case)
     )
-    total = 0.0
+    total, skipped = 0.0, np.zeros(case.S, int)
     for k, batch in enumerate(batches):
         state, metrics = pipe.step(state, batch)
+        skipped += np.asarray(metrics["skipped_updates"])
         if case.asynchronous:
             if metrics["num_microbatches"]:
                 total += float(metrics["loss"]) * int(metrics["num_microbatches"])
             continue
-        close(f"loss of step {k}", metrics["loss"], losses[k], case)
+        close(f"loss of step {k}", metrics["loss"], trained.losses[k], case)
         if "gradients" not in case.compress:
-            close(f"norm of step {k}", metrics["gradient_norm"], norms[k], case)
+            norm = trained.norms[k]
+            close(f"norm of step {k}", metrics["gradient_norm"], norm, case)
         if case.loss == "aux":
-            close(f"aux of step {k}", metrics["aux"]["abs"], auxes[k], case)
-        if metrics["skipped_updates"].any():
-            raise Differs(f"skipped updates: {metrics['skipped_updates']}")
+            close(f"aux of step {k}", metrics["aux"]["abs"], trained.auxes[k], case)
+        if case.scale_moves:
+            close(f"scale of step {k}", metrics["loss_scale"], trained.scales[k], case)
     if case.asynchronous:
         state, metrics = pipe.flush(state)
         if metrics["num_microbatches"]:
             total += float(metrics["loss"]) * int(metrics["num_microbatches"])
+        skipped += np.asarray(metrics["skipped_updates"])
         if case.loss != "weighted":
-            close("losses", total / case.N, sum(losses), case)
+            close("losses", total / case.N, sum(trained.losses), case)
+    if skipped.tolist() != np.sum(trained.skipped, axis=0).tolist():
+        raise Differs(f"skipped updates: {skipped}, want {trained.skipped}")
+    want, want_state = trained.params, trained.state
     close("weights", pipe.get_params(state), want, case)
     close("state", pipe.get_mutable_state(state), want_state, case)
     after(case, pipe, state, model, want, want_state)

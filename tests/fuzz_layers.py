@@ -214,7 +214,7 @@ class NormScanned(Norm):
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         def loop(carry, _):
             norm, x, total = carry
-            return norm, jnp.tanh(x) + 1, total + norm(x)
+            return norm, jnp.tanh(x) + 1, total + norm(x).astype(total.dtype)
 
         return loop((self.norm, x, jnp.zeros_like(x)), jnp.arange(2))[2]
 

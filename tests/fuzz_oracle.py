@@ -1,5 +1,6 @@
 """What a case of `fuzz.py` must compute: plain Flax and JAX on one device, one microbatch after the other, all weight versions kept."""
 
+import dataclasses
 import math
 from typing import Any
 
@@ -15,6 +16,9 @@ from fuzz_layers import KINDS, enter, leave, reports_to, with_x, x_of
 import jpipe
 
 ANNEALING_STEPS = 4
+DISCREPANCY_DECAY = 0.25
+GROWTH_INTERVAL = 2
+"""Updates after which a loss scale that moves is doubled."""
 
 
 def cast(tree, dtype):
@@ -309,6 +313,146 @@ def unit_delay(S, N):
     return lambda s, j: max(0, math.ceil((S - 1 - s - j) / N))
 
 
+@dataclasses.dataclass
+class Trained:
+    """What a training leaves.
+
+    Attributes:
+      params, state: at the end.
+      losses, norms, auxes: of each minibatch.
+      skipped: of each minibatch, 0 or 1 for each stage.
+      scales: the loss scale after each minibatch.
+    """
+
+    params: Any
+    state: Any
+    losses: list = dataclasses.field(default_factory=list)
+    norms: list = dataclasses.field(default_factory=list)
+    auxes: list = dataclasses.field(default_factory=list)
+    skipped: list = dataclasses.field(default_factory=list)
+    scales: list = dataclasses.field(default_factory=list)
+
+
+def is_finite(tree) -> bool:
+    return all(np.isfinite(a).all() for a in jax.tree.leaves(tree))
+
+
+def breaks(old, new) -> bool:
+    """Whether a finite number of an array would become infinite or NaN."""
+    return any(
+        jnp.issubdtype(jnp.result_type(b), jnp.inexact)
+        and (np.isfinite(a) & ~np.isfinite(b)).any()
+        for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new))
+    )
+
+
+def kept_finite(old, new):
+    """Mutable state after a write. An array that would break stays."""
+    return jax.tree.map(lambda a, b: a if breaks(a, b) else b, old, new)
+
+
+class Updates:
+    """The optimizers of all stages. Stages that update at the same time share one, and skip an update together.
+
+    Attributes:
+      params: the newest weights of every layer.
+      movement: of the weights of every layer by its last update.
+      velocity: T2's mean of these movements.
+    """
+
+    def __init__(self, case, optimizer, params, stage_of, delay):
+        self.case, self.stage_of, self.delay = case, stage_of, delay
+        self.params = params
+        self.groups = (
+            [[s] for s in range(case.S)] if case.asynchronous else [[*range(case.S)]]
+        )
+        self.states = [
+            jax.device_get(optimizer.init(self.part(group, params)))
+            for group in self.groups
+        ]
+        self.applied = [0] * case.S
+        zeros = jax.tree.map(np.zeros_like, params)
+        self.movement, self.velocity = zeros, zeros
+
+        @jax.jit
+        def update(grads, opt_state, params, factors):
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            updates = [
+                jax.tree.map(lambda u: (u * factor).astype(u.dtype), each)  # noqa: B023
+                for each, factor in zip(updates, factors)
+            ]
+            return optax.apply_updates(params, updates), updates, opt_state
+
+        self.update = update
+
+    def part(self, group, trees):
+        """The layers of some stages; None for the others."""
+        return [t if self.stage_of[i] in group else None for i, t in enumerate(trees)]
+
+    def apply(self, grads):
+        """Updates every stage. Returns 0 or 1 for each: whether it skips the update."""
+        case = self.case
+        skipped = [0] * case.S
+        params = list(self.params)
+        movement, velocity = list(self.movement), list(self.velocity)
+        for n, group in enumerate(self.groups):
+            given = self.part(group, grads)
+            if not is_finite(given):
+                for s in group:
+                    skipped[s] = 1
+                continue
+            factors = [1.0] * case.S
+            if case.optimizer == "scaled_by_delay":  # PipeMare's T1
+                for s in group:
+                    power = 1 - min(self.applied[s] / ANNEALING_STEPS, 1)
+                    factors[s] = max(self.delay(s, 0), 1) ** -power
+            new, updates, self.states[n] = self.update(
+                given,
+                self.states[n],
+                self.part(group, self.params),
+                [factors[s] for s in self.stage_of],
+            )
+            for s in group:
+                self.applied[s] += 1
+            for i, s in enumerate(self.stage_of):
+                if s in group:
+                    params[i], movement[i] = new[i], updates[i]
+                    velocity[i] = self.decayed(s, velocity[i], updates[i])
+        self.params, self.movement, self.velocity = params, movement, velocity
+        return skipped
+
+    def decayed(self, s, velocity, movement):
+        """PipeMare's T2: the mean of the movements of a stage's weights."""
+        tau = self.delay(s, 0)
+        gamma = DISCREPANCY_DECAY ** (1 / tau) if tau else 0.0
+        return jax.tree.map(
+            lambda v, u: (gamma * v + (1 - gamma) * u).astype(v.dtype),
+            velocity,
+            movement,
+        )
+
+    def version(self):
+        """What forwards and backwards read of the newest weights."""
+        hooks, forward, backward = self.case.hooks, self.params, self.params
+        if "prediction" in hooks:
+            forward = self.ahead(1, self.movement)
+        if "correction" in hooks:
+            backward = self.ahead(-1, self.velocity)
+        return forward, backward
+
+    def ahead(self, sign, directions):
+        return [
+            jax.tree.map(
+                lambda w, d: (w + sign * self.delay(s, 0) * d).astype(w.dtype),  # noqa: B023
+                params,
+                direction,
+            )
+            if self.delay(s, 0)
+            else params
+            for params, direction, s in zip(self.params, directions, self.stage_of)
+        ]
+
+
 def train(model, starts, optimizer, params, state, batches, delay, backward_delay):
     """Trains by the definition.
 
@@ -316,28 +460,17 @@ def train(model, starts, optimizer, params, state, batches, delay, backward_dela
       starts: the first layer of each stage, and the number of layers.
       delay, backward_delay: `(stage, position in the minibatch) -> versions`; None: synchronous.
 
-    Returns: losses and norms of gradients of all minibatches, auxiliary values, final weights, final state.
+    Returns: `Trained`.
     """
     case = model.case
     N, data = case.N, case.data
     gradient = gradient_function(model, starts)
     stage_of = [s for s, n in enumerate(np.diff(starts)) for _ in range(n)]
-    versions = [untied(case, params)]
-    opt_state = optimizer.init(versions[0])
+    updates = Updates(case, optimizer, untied(case, params), stage_of, delay)
+    versions = [updates.version()]
     moved = jax.jit(model.moved)
-
-    @jax.jit
-    def update(grads, opt_state, params, factors):
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        updates = [
-            jax.tree.map(lambda u: (u * factor).astype(u.dtype), each)  # noqa: B023
-            for each, factor in zip(updates, factors)
-        ]
-        new = optax.apply_updates(params, updates)
-        return new, opt_state, optax.global_norm(grads)
-
-    opt_state = jax.device_get(opt_state)
-    losses, norms, auxes = [], [], []
+    trained = Trained(params, state)
+    scale, num_finite = case.loss_scale, 0
     replicas = [state] * data
     for number, batch in enumerate(batches):
         grads: Any = None
@@ -348,14 +481,15 @@ def train(model, starts, optimizer, params, state, batches, delay, backward_dela
                 at = slice((r * N + j) * rows, (r * N + j + 1) * rows)
                 forward, backward = (
                     [
-                        versions[max(number - late(s, j), 0)][i]
+                        versions[max(number - late(s, j), 0)][n][i]  # noqa: B023
                         for i, s in enumerate(stage_of)
                     ]
-                    for late in (delay, backward_delay)
+                    for n, late in enumerate((delay, backward_delay))
                 )
                 same = all(a is b for a, b in zip(forward, backward))
                 if same and case.recompute != "full":
                     backward = None
+                last = replicas[r]
                 value, weight, extra, replicas[r], inputs, g = gradient(
                     forward,
                     backward,
@@ -365,8 +499,12 @@ def train(model, starts, optimizer, params, state, batches, delay, backward_dela
                     jax.tree.map(lambda a: a[at], batch),  # noqa: B023
                 )
                 replicas[r] = [
-                    old if name in KINDS and KINDS[name].norm else new
-                    for name, old, new in zip(model.names, first, replicas[r])
+                    old
+                    if name in KINDS and KINDS[name].norm
+                    else kept_finite(before, new)
+                    for name, old, before, new in zip(
+                        model.names, first, last, replicas[r]
+                    )
                 ]
                 values, weights = values + float(value), weights + float(weight)
                 aux.append(float(extra))
@@ -377,17 +515,18 @@ def train(model, starts, optimizer, params, state, batches, delay, backward_dela
             lambda g: (g / weights).astype(g.dtype),  # noqa: B023
             grads,
         )
-        losses.append(values / weights)
-        auxes.append(np.mean(aux))
-        factors = [1.0] * case.S
-        if case.optimizer == "scaled_by_delay":  # PipeMare's T1
-            power = 1 - min(number / ANNEALING_STEPS, 1)
-            factors = [max(delay(s, 0), 1) ** -power for s in range(case.S)]
-        new, opt_state, norm = update(
-            grads, opt_state, versions[-1], [factors[s] for s in stage_of]
-        )
-        versions.append(new)
-        norms.append(norm)
+        trained.losses.append(values / weights)
+        trained.auxes.append(np.mean(aux))
+        trained.norms.append(optax.global_norm(grads))
+        trained.skipped.append(updates.apply(grads))
+        versions.append(updates.version())
+        if case.scale_moves:
+            num_finite = 0 if max(trained.skipped[-1]) else num_finite + 1
+            if num_finite == 0:
+                scale /= 2
+            elif num_finite == GROWTH_INTERVAL:
+                scale, num_finite = scale * 2, 0
+        trained.scales.append(scale)
         mean = jax.tree.map(
             lambda *a: (
                 np.asarray(sum(map(np.asarray, a)) / data, a[0].dtype)
@@ -396,9 +535,12 @@ def train(model, starts, optimizer, params, state, batches, delay, backward_dela
             ),
             *replicas,
         )
-        mean = moved(tied(case, versions[0]), mean, seen)
+        after = moved(tied(case, params), mean, seen)
+        # The statistics of a layer stay together.
+        mean = [old if breaks(old, new) else new for old, new in zip(mean, after)]
         replicas = [mean] * data
-    return losses, norms, auxes, tied(case, versions[-1]), replicas[0]
+    trained.params, trained.state = tied(case, updates.params), replicas[0]
+    return trained
 
 
 def outputs_of(model, params, state, batch):
