@@ -3,23 +3,30 @@
     python tests/fuzz.py --minutes 60
     python tests/fuzz.py --seed 17
     python tests/fuzz.py --case '{"layers": ["norm", "dense"], "S": 2}'
+    python tests/fuzz.py --pairs LOG ...
 
 The first draws cases until the time is over, and shrinks each that fails; the others run one case. A case fails if its numbers are
-not those of `fuzz_oracle.py`, or if anything but `ValueError` before a compile refuses it.
+not those of `fuzz_oracle.py`, or if anything but `ValueError` before a compile refuses it. The last reads what the first has printed,
+and says which features have been together in a case that is equal.
 """
 
 import argparse
 import collections
+import contextlib
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import pathlib
 import random
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -35,7 +42,18 @@ import numpy as np
 import optax
 from families import HAND_WRITTEN
 from flax import nnx
-from fuzz_layers import CARRIED, KINDS, D, enter, leave, with_x, x_of
+from fuzz_layers import (
+    CARRIED,
+    KINDS,
+    NUM_WORDS,
+    D,
+    Embedding,
+    Head,
+    enter,
+    leave,
+    with_x,
+    x_of,
+)
 from oracles import delay_with_copies
 
 import jpipe
@@ -53,8 +71,11 @@ class Case:
     S: int = 1
     N: int = 1
     copies: tuple[int, ...] = ()
+    emulated: bool = False
     data: int = 1
     fsdp: int = 1
+    model: int = 1
+    vocabulary: bool = False
     rows: int = 2
     optimizer: str = "sgd"
     loss: str = "mean"
@@ -74,6 +95,7 @@ class Case:
     given: bool = False
     offload: tuple[str, ...] = ()
     compress: tuple[str, ...] = ()
+    middle: str = ""
     then: tuple[str, ...] = ()
     steps: int = 2
     seed: int = 0
@@ -84,7 +106,8 @@ class Case:
         inner = list(self.layers)
         if self.skip:
             inner = [*inner[:1], "stash", *inner[1:], "pop"]
-        return ["enter", *inner, "leave"]
+        ends = ("embedding", "head") if self.vocabulary else ("enter", "leave")
+        return [ends[0], *inner, ends[1]]
 
     @property
     def tied_layers(self) -> list[int]:
@@ -127,7 +150,7 @@ SYNCHRONOUS = (
     "zero_bubble_h2", "zero_bubble_v", "hand-written",
 )  # fmt: skip
 ASYNCHRONOUS = (
-    "pipedream/paired", "pipedream/unit", "pipedream_2bw/paired", "pipedream_2bw/unit", "pipemare/paired", "pipemare/unit",
+    "pipedream/paired", "pipedream/unit", "pipedream/vertical", "pipedream_2bw/paired", "pipedream_2bw/unit", "pipemare/paired", "pipemare/unit",
 )  # fmt: skip
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(0.1),
@@ -143,6 +166,11 @@ OPTIMIZERS = {
     "scaled_by_delay": lambda: optax.chain(
         optax.sgd(0.1), jpipe.optim.scale_by_delay(oracle.ANNEALING_STEPS)
     ),
+    "ema": lambda: optax.chain(optax.sgd(0.1), jpipe.optim.ema_weights(0.9)),
+    "error_feedback": lambda: optax.chain(
+        optax.sgd(0.1, momentum=0.5), jpipe.optim.error_feedback()
+    ),
+    "master_weights": lambda: jpipe.optim.master_weights(optax.sgd(0.1, momentum=0.5)),
     # Optax computes the rate in float32, where these are without rounding.
     "schedule": lambda: optax.sgd(optax.linear_schedule(0.25, 0.125, 4)),
 }
@@ -179,9 +207,10 @@ def draw(seed: int) -> Case:
         N = max(N, *copies)
     recompute = rng.choice(("none", "none", "none", "full", "dots", "nothing"))
     compute = "bfloat16" if often(0.12) else ""
-    pool = [name for name in KINDS if not (compute and name in ROUNDED)]
+    rounded = {*ROUNDED, "weighed"} if compute else set()
+    pool = [name for name in KINDS if name not in rounded]
     # Backwards that read other weights than forwards: a gradient as PipeMare defines it.
-    hooks = ("prediction",) if asynchronous and often(0.2) else ()
+    hooks: tuple[str, ...] = ("prediction",) if asynchronous and often(0.2) else ()
     if schedule.startswith("pipemare") and often(0.3):
         hooks = (*hooks, "correction")
     if schedule.startswith("pipemare") or hooks:
@@ -200,33 +229,49 @@ def draw(seed: int) -> Case:
     tie, skip = often(0.12), often(0.15)
     layers += ["dense"] * (2 - layers.count("dense")) if tie else []
     loss = rng.choice(("mean", "mean", "weighted", "aux", "reported"))
-    if loss == "reported" and "report" not in layers:
-        layers.insert(rng.randint(0, len(layers)), "report")
+    reporting = [name for name in ("report", "weighed") if name in pool]
+    if loss == "reported" and not set(layers) & set(reporting):
+        layers.insert(rng.randint(0, len(layers)), rng.choice(reporting))
     if loss != "reported":
-        layers = [name for name in layers if name != "report"]
-    layers += ["tanh"] * (S - 2 - len(layers))
-    optimizers = [o for o in OPTIMIZERS if not (asynchronous and o == "clip")]
+        layers = [name for name in layers if name not in ("report", "weighed")]
+    layers += ["tanh"] * (S - len(layers))
+    x64 = often(0.6)
+    without = {"clip"} if asynchronous else set()
+    if hooks or x64 or "complex_weight" in layers:  # its copies are in float32
+        without.add("master_weights")
+    optimizers = [name for name in OPTIMIZERS if name not in without]
     data = 2 if often(0.25) else 1
+    fsdp = 2 if often(0.1) and not copies and S * data <= 4 else 1
+    model = 2 if often(0.1) and S * data * fsdp <= 4 else 1
+    if model > 1 and "named" not in layers:
+        layers.insert(rng.randint(0, len(layers)), "named")
+    steps = rng.choice((3, 4, 5)) if asynchronous else rng.choice((1, 2, 3))
+    middle = rng.choice(("saved", "moved")) if steps > 1 and often(0.2) else ""
+    uses_words = not (asynchronous or copies or model * fsdp > 1) and often(0.12)
     loss_scale = rng.choice((0.0, 0.0, 0.0, 64.0))
     nan = often(0.12)
     return Case(
         layers=tuple(layers),
-        carried=tuple(c for c in CARRIED if often(0.2)),
+        carried=() if uses_words else tuple(c for c in CARRIED if often(0.2)),
         schedule=schedule,
         S=S,
         N=N,
         copies=copies,
+        emulated=often(0.15) and not copies,
         data=data,
-        fsdp=2 if often(0.1) and not copies and S * data <= 4 else 1,
+        fsdp=fsdp,
+        model=model,
+        vocabulary=uses_words,
+        middle=middle,
         rows=rng.choice((2, 4)),
         optimizer=rng.choice(optimizers),
         loss=loss,
         recompute=recompute,
         compute=compute,
-        x64=often(0.6),
+        x64=x64,
         loss_scale=loss_scale,
         scale_moves=loss_scale > 0 and not asynchronous and often(0.5),
-        nan=nan,
+        nan=nan and not uses_words,
         hooks=hooks,
         tie=tie,
         skip=skip,
@@ -244,7 +289,7 @@ def draw(seed: int) -> Case:
             if often(0.08) and not compute and (data > 1 or c == "messages")
         ),
         then=tuple(t for t in ("predict", "evaluate", "adopt") if often(0.2)),
-        steps=rng.choice((3, 4, 5)) if asynchronous else rng.choice((1, 2, 3)),
+        steps=steps,
         seed=rng.randint(0, 999),
     )
 
@@ -277,25 +322,32 @@ def batches_of(case: Case, count: int, rows: int) -> list[dict[str, Any]]:
             "empty": np.ones(rows, real),
         }
         inputs: Any = x.astype(real)
-        if case.carried:
+        labels = rng.integers(0, NUM_WORDS, rows, dtype=np.int32)
+        if case.vocabulary:
+            inputs = rng.integers(0, NUM_WORDS, rows, dtype=np.int32)
+        elif case.carried:
             inputs = {"x": inputs, **{name: entries[name] for name in case.carried}}
         weights = rng.integers(0, 3, rows).astype(real)
         weights[0] = 1  # a minibatch has a weight, a microbatch may have none
         if case.nan and len(result) == count // 2:
             x[rng.integers(rows), 0] = np.nan
         targets = rng.normal(size=(rows, D)).astype(real)
-        result.append({"inputs": inputs, "targets": targets, "weights": weights})
+        batch = {"inputs": inputs, "targets": targets, "weights": weights}
+        result.append({**batch, "labels": labels} if case.vocabulary else batch)
     return result
 
 
 def schedule_of(case: Case) -> jpipe.Schedule:
     name, _, ticks = case.schedule.partition("/")
     options: dict[str, Any] = {"ticks": ticks} if ticks else {}
+    if ticks == "vertical":
+        options = {"ticks": "unit", "vertical_sync": True}
     if case.copies:
         options["replicas"] = case.copies
     if name == "hand-written":
         return jpipe.Schedule.from_text(HAND_WRITTEN, name=name).check()
-    return getattr(jpipe.schedules, name)(case.S, case.N, **options)
+    schedule = getattr(jpipe.schedules, name)(case.S, case.N, **options)
+    return jpipe.schedules.emulated(schedule) if case.emulated else schedule
 
 
 def delays_of(case: Case):
@@ -311,6 +363,9 @@ def delays_of(case: Case):
     else:
         formula = oracle.paired_delay if ticks == "paired" else oracle.unit_delay
         delay = formula(case.S, case.N)
+        if ticks == "vertical":
+            of_first = functools.partial(delay, 0)
+            delay = lambda s, j: of_first(j)  # noqa: E731
     return delay, none if name == "pipemare" else delay
 
 
@@ -318,6 +373,8 @@ def pipeline_layers(case: Case, key) -> list:
     special = {
         "enter": jpipe.Function(enter),
         "leave": jpipe.Function(leave),
+        "embedding": Embedding,
+        "head": Head,
         "stash": jpipe.skip(jpipe.Function(lambda a: (a, x_of(a))), stash="long"),
         "pop": jpipe.skip(
             jpipe.Function(lambda a, s: with_x(a, x_of(a) + jnp.tanh(s))), pop="long"
@@ -332,17 +389,25 @@ def pipeline_layers(case: Case, key) -> list:
     return layers
 
 
+def loss_of_rows(case: Case, outputs, batch):
+    """As the oracle's, but for logits of which a device has a part."""
+    if case.vocabulary:
+        return jpipe.vocabulary.cross_entropy(outputs, batch["labels"])
+    return oracle.loss_of_rows(case, outputs, batch)
+
+
 def loss_function(case: Case):
+    parts = functools.partial(oracle.loss_parts, of_rows=loss_of_rows)
     if case.loss == "reported":
-        return lambda outputs, batch, *, reported: oracle.loss_parts(
+        return lambda outputs, batch, *, reported: parts(
             case, outputs, batch, reported["size"]
         )[0]
 
     def loss(outputs, batch):
-        value, weight, aux = oracle.loss_parts(case, outputs, batch, 0.0)
+        value, weight, aux = parts(case, outputs, batch, 0.0)
         if case.loss == "weighted":
             return value, weight
-        return (value, {"abs": aux}) if case.loss == "aux" else value
+        return (value, {"squares": aux}) if case.loss == "aux" else value
 
     return loss
 
@@ -393,7 +458,10 @@ def make_pipeline(case: Case, layers: list, schedule: jpipe.Schedule) -> jpipe.P
         transform, passes, function = HOOKS[hook]
         optimizer = optax.chain(optimizer, transform())
         optional[passes] = function
-    axes = {"fsdp": case.fsdp} if case.fsdp > 1 else {}
+    if case.vocabulary:
+        optional["axis_rules"] = (("vocab", "stage"), *jpipe.AXIS_RULES)
+    sizes = {"fsdp": case.fsdp, "model": case.model}
+    axes = {name: size for name, size in sizes.items() if size > 1}
     return jpipe.Pipeline(
         layers,
         loss=loss_function(case),
@@ -425,14 +493,21 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 def start(case: Case, key, batch):
     """A pipeline and its first state."""
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
-    layers = pipeline_layers(case, key)
+    with refusals(case):
+        pipe = make_pipeline(case, pipeline_layers(case, key), schedule_of(case))
+        return pipe, pipe.init(key, abstract)
+
+
+@contextlib.contextmanager
+def refusals(case: Case):
+    """Errors of the library become `Refused`; not those of JAX about what the library gave it, nor those after a compile."""
     before = _compiled
     try:
-        pipe = make_pipeline(case, layers, schedule_of(case))
-        return pipe, pipe.init(key, abstract)
+        yield
     except ValueError as error:
-        # Words of the library, and not of JAX about what the library gave it.
-        if _compiled != before or "object has no attribute" in str(error):
+        # With axes that XLA splits, layers are compiled alone, to see how.
+        late = _compiled != before and case.fsdp * case.model == 1
+        if late or "object has no attribute" in str(error):
             raise
         raise Refused(" ".join(str(error).split())) from error
 
@@ -473,6 +548,41 @@ def check(case: Case) -> None:
         _check(case)
 
 
+def sum_of_losses(metrics) -> float:
+    """Over the microbatches that a step has finished, counted once for all replicas."""
+    count = int(metrics["num_microbatches"])
+    return float(metrics["loss"]) * count if count else 0.0
+
+
+def part_of(case: Case, pipe, batch, first: int) -> oracle.Part:
+    """How a pipeline trains from a minibatch on."""
+    starts = [0]
+    for record in pipe.partition(batch):
+        starts.append(starts[-1] + len(range(*record.layers)))
+    if case.vocabulary:  # synchronous, so it does not matter where stages begin
+        starts = [*range(case.S), len(case.names)]
+    return oracle.Part(first, starts, *delays_of(case))
+
+
+def in_another_layout(case: Case) -> Case:
+    """The case with another number of stages and, if it is synchronous, another schedule."""
+    S = case.S - 1 if case.S > 1 else 2
+    schedule = case.schedule
+    if not case.asynchronous:
+        schedule = "gpipe" if "one_f_one_b" in schedule else "one_f_one_b/paired"
+    return dataclasses.replace(case, schedule=schedule, S=S, copies=(), cut=0)
+
+
+def saved_and_restored(case: Case, key, state, batch):
+    """A pipeline of a case, and the state in it, by way of a checkpoint."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jpipe.Checkpoints(folder) as checkpoints:
+            checkpoints.save(1, state)
+        with refusals(case):
+            pipe = make_pipeline(case, pipeline_layers(case, key), schedule_of(case))
+        return pipe, jpipe.Checkpoints(folder).restore(pipe, batch).state
+
+
 def _check(case: Case) -> None:
     key = jax.random.key(case.seed)
     batches = batches_of(case, case.steps, case.rows * case.N * case.data)
@@ -487,38 +597,46 @@ def _check(case: Case) -> None:
         made, kept = zip(*first)
         close("initial weights", params, oracle.tied(case, list(made)), case)
         close("initial state", mutable, list(kept), case)
-    starts = [0]
-    for record in pipe.partition(batches[0]):
-        starts.append(starts[-1] + len(range(*record.layers)))
-    optimizer = PLAIN_OPTIMIZERS[case.optimizer]()
-    trained = oracle.train(
-        model, starts, optimizer, params, mutable, batches, *delays_of(case)
-    )
-    total, skipped = 0.0, np.zeros(case.S, int)
+    middle = case.steps // 2 if case.middle else None
+    parts, steps = [part_of(case, pipe, batches[0], 0)], []
+    total, skipped, later = 0.0, [np.zeros(case.S, int)], case
     for k, batch in enumerate(batches):
+        if k == middle:
+            if case.middle == "moved":
+                state, metrics = pipe.flush(state)
+                total += sum_of_losses(metrics)
+                skipped[-1] += np.asarray(metrics["skipped_updates"])
+                later = in_another_layout(case)
+                skipped.append(np.zeros(later.S, int))
+            pipe, state = saved_and_restored(later, key, state, batch)
+            if case.middle == "moved":
+                parts.append(part_of(later, pipe, batch, k))
         state, metrics = pipe.step(state, batch)
-        skipped += np.asarray(metrics["skipped_updates"])
-        if case.asynchronous:
-            if metrics["num_microbatches"]:
-                total += float(metrics["loss"]) * int(metrics["num_microbatches"])
-            continue
+        steps.append(jax.device_get(metrics))
+        total += sum_of_losses(metrics)
+        skipped[-1] += np.asarray(metrics["skipped_updates"])
+    state, metrics = pipe.flush(state)
+    total += sum_of_losses(metrics)
+    skipped[-1] += np.asarray(metrics["skipped_updates"])
+
+    optimizer = PLAIN_OPTIMIZERS[case.optimizer]()
+    trained = oracle.train(model, parts, optimizer, params, mutable, batches)
+    for k, metrics in enumerate([] if case.asynchronous else steps):
         close(f"loss of step {k}", metrics["loss"], trained.losses[k], case)
         if "gradients" not in case.compress:
             norm = trained.norms[k]
             close(f"norm of step {k}", metrics["gradient_norm"], norm, case)
         if case.loss == "aux":
-            close(f"aux of step {k}", metrics["aux"]["abs"], trained.auxes[k], case)
+            close(f"aux of step {k}", metrics["aux"]["squares"], trained.auxes[k], case)
         if case.scale_moves:
             close(f"scale of step {k}", metrics["loss_scale"], trained.scales[k], case)
-    if case.asynchronous:
-        state, metrics = pipe.flush(state)
-        if metrics["num_microbatches"]:
-            total += float(metrics["loss"]) * int(metrics["num_microbatches"])
-        skipped += np.asarray(metrics["skipped_updates"])
-        if case.loss != "weighted":
-            close("losses", total / case.N, sum(trained.losses), case)
-    if skipped.tolist() != np.sum(trained.skipped, axis=0).tolist():
-        raise Differs(f"skipped updates: {skipped}, want {trained.skipped}")
+    if case.asynchronous and case.loss != "weighted":
+        close("losses", total / case.N, sum(trained.losses), case)
+    firsts = [part.first for part in parts]
+    for got, *ends in zip(skipped, firsts, [*firsts[1:], case.steps], strict=True):
+        expected = np.sum(trained.skipped[slice(*ends)], axis=0)
+        if got.tolist() != expected.tolist():
+            raise Differs(f"skipped updates: {got}, want {expected}")
     want, want_state = trained.params, trained.state
     close("weights", pipe.get_params(state), want, case)
     close("state", pipe.get_mutable_state(state), want_state, case)
@@ -535,7 +653,7 @@ def after(case: Case, pipe, state, model, params, mutable) -> None:
     )
     if "adopt" in case.then:
         simple = dataclasses.replace(
-            case, schedule="gpipe", S=1, copies=(), cut=0, data=1, fsdp=1, N=1,
+            case, schedule="gpipe", S=1, copies=(), cut=0, data=1, fsdp=1, model=1, N=1,
             shard_optimizer=False, compress=(), offload=(),
         )  # fmt: skip
         layers = pipeline_layers(case, jax.random.key(case.seed))
@@ -617,11 +735,95 @@ def valid(case: Case) -> bool:
     """Whether the fields fit each other."""
     if case.tie and case.layers.count("dense") < 2:
         return False
-    if case.loss == "reported" and "report" not in case.layers:
+    if case.loss == "reported" and not {"report", "weighed"} & {*case.layers}:
         return False
     if case.schedule == "hand-written" and (case.S, case.N) != (2, 3):
         return False
-    return len(case.names) >= case.S
+    if case.middle and case.steps < 2:
+        return False
+    return len(case.names) >= case.S + 2 * case.vocabulary
+
+
+def features(case: Case) -> set[str]:
+    """What a case has beside the simplest choices."""
+    result = {case.schedule.partition("/")[0], f"optimizer {case.optimizer}"}
+    result |= {f"loss {case.loss}", f"recompute {case.recompute}"}
+    flags = {
+        "unit ticks": case.schedule.endswith("unit"),
+        "vertical sync": case.schedule.endswith("vertical"),
+        "copies": case.copies,
+        "axis data": case.data > 1,
+        "axis fsdp": case.fsdp > 1,
+        "axis model": case.model > 1,
+        "bfloat16": case.compute,
+        "constant loss scale": case.loss_scale and not case.scale_moves,
+        "moving loss scale": case.scale_moves,
+        "tied weights": case.tie,
+        "boundaries": case.cut,
+        "no donation": not case.donate,
+        "weights of the user": case.given,
+        "checkpoint": case.middle == "saved",
+        "checkpoint, other stages": case.middle == "moved",
+        "overlap": case.overlap,
+    }
+    flags |= {
+        name: getattr(case, name.replace(" ", "_"))
+        for name in ("emulated", "vocabulary", "nan", "skip", "shard optimizer", "x64")
+    }
+    result |= {name for name, value in flags.items() if value}
+    for field in ("hooks", "offload", "compress", "carried"):
+        result |= {f"{field} {value}" for value in getattr(case, field)}
+    result |= set(case.then) | {
+        word for name in case.layers for word in words_of(name) if word
+    }
+    return result
+
+
+def words_of(name: str) -> list[str]:
+    """What layers of a kind have beside weights."""
+    kind = KINDS[name]
+    looped = name in ("scanned", "norm_scanned", "loop", "branch")
+    again = "remat" in name or name == "checkpoint"
+    return [
+        "batch norm" * kind.norm,
+        "state" * kind.state,
+        "dropout" * kind.random,
+        "bfloat16 weights" * kind.low,
+        "complex weights" * (name == "complex_weight"),
+        "penalty on weights" * (name == "weighed"),
+        "loop or branch" * looped,
+        "jax.checkpoint" * again,
+    ]
+
+
+def pairs(logs: Sequence[str]) -> str:
+    """Which features have been together in cases, by what a run has printed."""
+    seen: dict[str, set] = {"equal": set(), "refused": set(), "failed": set()}
+    counts, every, result = collections.Counter(), set(), ""
+    for line in itertools.chain(*(pathlib.Path(log).open() for log in logs)):
+        words = line.split()
+        if line.startswith("seed ") and len(words) > 2:
+            result = words[2]
+            counts[result] += 1
+        elif line.startswith("  case ") and result:
+            having = sorted(features(Case.from_text(line.removeprefix("  case "))))
+            every.update(having)
+            seen[result].update(itertools.combinations(having, 2))
+            result = ""
+    total = set(itertools.combinations(sorted(every), 2))
+    equal, tried = seen["equal"], set().union(*seen.values())
+    never: dict[str, list] = {name: [] for name in sorted(every)}
+    for a, b in sorted(total - equal):
+        never[a].append(b + "*" * ((a, b) in tried))
+    lines = [f"{a}: {', '.join(others)}" for a, others in never.items() if others]
+    return "\n".join(
+        [
+            f"{dict(counts)} cases, {len(every)} features",
+            f"{len(total)} pairs: {len(equal)} in a case that is equal, {len(tried - equal)} only in others (*)",
+            "Not in a case that is equal:",
+            *lines,
+        ]
+    )
 
 
 def run(seeds, shrink: float) -> collections.Counter:
@@ -634,8 +836,8 @@ def run(seeds, shrink: float) -> collections.Counter:
         counts[result] += 1
         seconds = time.monotonic() - begin
         print(f"{result} {seconds:.0f} s {reason.splitlines()[0][:300] if reason else ''}", flush=True)  # fmt: skip
+        print(f"  case {case.text()}", flush=True)
         if result == "failed":
-            print(f"  case {case.text()}", flush=True)
             if shrink:
                 case, reason = shrunken(case, reason, shrink)
                 print(f"  python tests/fuzz.py --case '{case.text()}'\n  {reason}", flush=True)  # fmt: skip
@@ -676,7 +878,11 @@ def main() -> int:
     parser.add_argument(
         "--shrink", type=float, default=300, help="seconds for a smaller case; 0: none"
     )
+    parser.add_argument("--pairs", nargs="+", help="logs of `--minutes`")
     arguments = parser.parse_args()
+    if arguments.pairs:
+        print(pairs(arguments.pairs))
+        return 0
     if arguments.case:
         result, reason = outcome(Case.from_text(arguments.case))
         print(result, reason)

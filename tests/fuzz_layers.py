@@ -14,7 +14,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jpipe
+from jpipe import vocabulary
 
+NUM_WORDS = 7
 D = 5  # odd, so a scan over it by pairs has parts without elements
 CARRIED = ("complex", "integer", "truth", "key", "number", "empty")
 """What may travel beside `x`."""
@@ -82,6 +84,51 @@ class Residual(OfX):
 
     def of_x(self, x):
         return x + self.down(jnp.tanh(self.up(x)))
+
+
+class Named(OfX):
+    """Weights and a hidden activation whose dims have names, which an axis "model" or "fsdp" splits."""
+
+    def __init__(self, *, rngs):
+        def linear(rows, columns, *names):
+            init = nnx.with_partitioning(
+                nnx.initializers.normal(0.5), names, eager_sharding=False
+            )
+            return nnx.Linear(
+                rows,
+                columns,
+                use_bias=False,
+                kernel_init=init,
+                param_dtype=dtype(),
+                rngs=rngs,
+            )
+
+        self.up = linear(D, 4, "embed", "mlp")
+        self.down = linear(4, D, "mlp", "embed")
+
+    def of_x(self, x):
+        hidden = nn.with_logical_constraint(jnp.tanh(self.up(x)), ("batch", "mlp"))
+        return x + self.down(hidden)
+
+
+class Words(nnx.Module):
+    """The table of an embedding or a head, whose rows all stages share."""
+
+    def __init__(self, *, rngs):
+        init = nnx.with_partitioning(
+            nnx.initializers.normal(0.5), ("vocab", None), eager_sharding=False
+        )
+        self.table = nnx.Param(init(rngs.params(), (NUM_WORDS, D), dtype()))
+
+
+class Embedding(Words):
+    def __call__(self, tokens):
+        return vocabulary.lookup(self.table[...], tokens)
+
+
+class Head(Words):
+    def __call__(self, x):
+        return vocabulary.logits(x, self.table[...])
 
 
 class Remat(Residual):
@@ -364,6 +411,11 @@ def report(a):
     return a
 
 
+def squares(parameters):
+    """A penalty on weights."""
+    return sum(jnp.sum(a**2) for a in jax.tree.leaves(parameters))
+
+
 def enter(a):
     """From the entries of a batch to an activation."""
     if not isinstance(a, dict):
@@ -443,6 +495,7 @@ KINDS: dict[str, Kind] = {
     "linen": Kind(LinenDense(), mixed=("Dense_0", "kernel", "bias")),
     "init_apply": Kind(jpipe.InitApply(_init, _apply)),
     "residual": Kind(Residual),
+    "named": Kind(Named),
     "remat": Kind(Remat),
     "layernorm": Kind(Layernorm),
     "convolution": Kind(Convolution),
@@ -474,6 +527,7 @@ KINDS: dict[str, Kind] = {
     "rotate": _plain(rotate),
     "others": _plain(others),
     "report": _plain(report),
+    "weighed": Kind(jpipe.report_weights(Dense, "size", squares)),
     "sums": _plain(of_x(lambda x: jax.lax.associative_scan(jnp.add, x, axis=1) * 0.5)),
     "products": _plain(
         of_x(lambda x: jax.lax.associative_scan(jnp.multiply, 1 + 0.1 * x, axis=1))

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
-from fuzz_layers import KINDS, enter, leave, reports_to, with_x, x_of
+from fuzz_layers import KINDS, enter, leave, reports_to, squares, with_x, x_of
 
 import jpipe
 
@@ -94,6 +95,8 @@ def function_layer(apply):
 def plain_layer(layer, key):
     if isinstance(layer, nn.Module | jpipe.Linen):
         return LinenLayer(layer)
+    if isinstance(layer, type(KINDS["weighed"].layer)):
+        return plain_layer(layer.layer, key)
     if isinstance(layer, jpipe.Function):
         return function_layer(lambda parameters, a: layer.function(a))
     if isinstance(layer, jpipe.InitApply):
@@ -159,6 +162,10 @@ class Plain:
                 a = enter(a)
             elif name == "leave":
                 a = leave(a)
+            elif name == "embedding":
+                a = values["table"][a]
+            elif name == "head":
+                a = a @ values["table"].T
             elif name == "stash":
                 stashed = {**stashed, "long": x_of(a)}
             elif name == "pop":
@@ -171,6 +178,8 @@ class Plain:
                 a = with_x(a, y + b[None])
             else:
                 reports: list = []
+                if name == "weighed":
+                    reports.append(squares(values))
                 with reports_to(reports):
                     a, state[i] = self.layers[i](
                         values, state[i], self.key_of(i, m, r), a, training
@@ -194,16 +203,25 @@ class Plain:
         return state
 
 
-def loss_parts(case, outputs, batch, total):
+def loss_of_rows(case, outputs, batch):
+    """`[rows]`."""
+    if not case.vocabulary:
+        outputs = outputs.astype(batch["targets"].dtype)
+        return ((outputs - batch["targets"]) ** 2).mean(axis=-1)
+    wide = outputs.astype(jnp.promote_types(outputs.dtype, jnp.float32))
+    chosen = jnp.take_along_axis(wide, batch["labels"][:, None], axis=-1)[:, 0]
+    return jax.nn.logsumexp(wide, axis=-1) - chosen
+
+
+def loss_parts(case, outputs, batch, total, of_rows=loss_of_rows):
     """Sum, weight and auxiliary value of a case's loss."""
-    outputs = outputs.astype(batch["targets"].dtype)
-    rows = ((outputs - batch["targets"]) ** 2).mean(axis=-1)
+    rows = of_rows(case, outputs, batch)
     if case.loss == "weighted":
         return (rows * batch["weights"]).sum(), batch["weights"].sum(), 0.0
     value = rows.mean()
     if case.loss == "reported":
         value = value + 0.1 * total
-    return value, jnp.ones_like(value), jnp.abs(outputs).mean()
+    return value, jnp.ones_like(value), jnp.square(rows).mean()
 
 
 def gradient_function(model, starts):
@@ -281,7 +299,9 @@ def gradient_function(model, starts):
             grads[i]["linear"]["kernel"] = sum(kernels)
         return value, weight, aux, new, norms(seen), grads
 
-    return recomputed if case.recompute == "full" else whole
+    if case.asynchronous and case.recompute == "full":
+        return recomputed
+    return whole
 
 
 def tied(case, params):
@@ -352,79 +372,86 @@ def kept_finite(old, new):
 
 
 class Updates:
-    """The optimizers of all stages. Stages that update at the same time share one, and skip an update together.
+    """The optimizer of every layer. With a norm over all layers it is one optimizer.
 
     Attributes:
+      stage_of: of each layer.
+      delay: see `train`.
       params: the newest weights of every layer.
       movement: of the weights of every layer by its last update.
       velocity: T2's mean of these movements.
     """
 
-    def __init__(self, case, optimizer, params, stage_of, delay):
-        self.case, self.stage_of, self.delay = case, stage_of, delay
-        self.params = params
-        self.groups = (
-            [[s] for s in range(case.S)] if case.asynchronous else [[*range(case.S)]]
-        )
+    def __init__(self, case, optimizer, params):
+        self.case, self.params = case, params
+        self.stage_of, self.delay = [], None
+        layers = range(len(params))
+        self.groups = [layers] if case.optimizer == "clip" else [[i] for i in layers]
         self.states = [
             jax.device_get(optimizer.init(self.part(group, params)))
             for group in self.groups
         ]
-        self.applied = [0] * case.S
+        self.applied = [0] * len(params)
         zeros = jax.tree.map(np.zeros_like, params)
-        self.movement, self.velocity = zeros, zeros
+        self.movement, self.velocity = list(zeros), list(zeros)
+
+        optimizer = optax.with_extra_args_support(optimizer)
 
         @jax.jit
-        def update(grads, opt_state, params, factors):
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            updates = [
-                jax.tree.map(lambda u: (u * factor).astype(u.dtype), each)  # noqa: B023
-                for each, factor in zip(updates, factors)
-            ]
+        def update(grads, opt_state, params, factor, delay):
+            updates, opt_state = optimizer.update(grads, opt_state, params, delay=delay)
+            updates = jax.tree.map(lambda u: (u * factor).astype(u.dtype), updates)
             return optax.apply_updates(params, updates), updates, opt_state
 
         self.update = update
 
-    def part(self, group, trees):
-        """The layers of some stages; None for the others."""
-        return [t if self.stage_of[i] in group else None for i, t in enumerate(trees)]
+    @staticmethod
+    def part(group, trees):
+        """Some layers; None for the others."""
+        return [t if i in group else None for i, t in enumerate(trees)]
+
+    def skipped(self, grads):
+        """0 or 1 for each stage: whether it skips the update. Stages that update at the same time skip together."""
+        S = max(self.stage_of) + 1
+        broken = [
+            not is_finite([g for g, of in zip(grads, self.stage_of) if of == s])
+            for s in range(S)
+        ]
+        if not self.case.asynchronous:
+            broken = [any(broken)] * S
+        return [int(b) for b in broken]
 
     def apply(self, grads):
-        """Updates every stage. Returns 0 or 1 for each: whether it skips the update."""
-        case = self.case
-        skipped = [0] * case.S
-        params = list(self.params)
-        movement, velocity = list(self.movement), list(self.velocity)
+        """Updates every stage. Returns `skipped`."""
+        skipped, params = self.skipped(grads), list(self.params)
         for n, group in enumerate(self.groups):
-            given = self.part(group, grads)
-            if not is_finite(given):
-                for s in group:
-                    skipped[s] = 1
+            s = self.stage_of[group[0]]
+            if skipped[s]:
                 continue
-            factors = [1.0] * case.S
-            if case.optimizer == "scaled_by_delay":  # PipeMare's T1
-                for s in group:
-                    power = 1 - min(self.applied[s] / ANNEALING_STEPS, 1)
-                    factors[s] = max(self.delay(s, 0), 1) ** -power
+            factor = 1.0
+            if self.case.optimizer == "scaled_by_delay":  # PipeMare's T1
+                power = 1 - min(self.applied[n] / ANNEALING_STEPS, 1)
+                factor = max(self.delay(s, 0), 1) ** -power
             new, updates, self.states[n] = self.update(
-                given,
+                self.part(group, grads),
                 self.states[n],
                 self.part(group, self.params),
-                [factors[s] for s in self.stage_of],
+                factor,
+                float(self.delay(s, 0)),
             )
-            for s in group:
-                self.applied[s] += 1
-            for i, s in enumerate(self.stage_of):
-                if s in group:
-                    params[i], movement[i] = new[i], updates[i]
-                    velocity[i] = self.decayed(s, velocity[i], updates[i])
-        self.params, self.movement, self.velocity = params, movement, velocity
+            self.applied[n] += 1
+            for i in group:
+                params[i], self.movement[i] = new[i], updates[i]
+                self.velocity[i] = self.decayed(s, self.velocity[i], updates[i])
+        self.params = params
         return skipped
 
     def decayed(self, s, velocity, movement):
         """PipeMare's T2: the mean of the movements of a stage's weights."""
         tau = self.delay(s, 0)
-        gamma = DISCREPANCY_DECAY ** (1 / tau) if tau else 0.0
+        if not tau:
+            return jax.tree.map(np.zeros_like, velocity)
+        gamma = DISCREPANCY_DECAY ** (1 / tau)
         return jax.tree.map(
             lambda v, u: (gamma * v + (1 - gamma) * u).astype(v.dtype),
             velocity,
@@ -453,26 +480,45 @@ class Updates:
         ]
 
 
-def train(model, starts, optimizer, params, state, batches, delay, backward_delay):
+class Part(NamedTuple):
+    """Minibatches that follow each other in one layout.
+
+    Attributes:
+      first: the number of the first of them. Its forwards read no weights of before.
+      starts: the first layer of each stage, and the number of layers.
+      delay, backward_delay: `(stage, position in the minibatch) -> versions`.
+    """
+
+    first: int
+    starts: Sequence[int]
+    delay: Callable
+    backward_delay: Callable
+
+
+def train(model, parts, optimizer, params, state, batches):
     """Trains by the definition.
 
     Args:
-      starts: the first layer of each stage, and the number of layers.
-      delay, backward_delay: `(stage, position in the minibatch) -> versions`; None: synchronous.
+      parts: list of `Part`.
 
     Returns: `Trained`.
     """
     case = model.case
     N, data = case.N, case.data
-    gradient = gradient_function(model, starts)
-    stage_of = [s for s, n in enumerate(np.diff(starts)) for _ in range(n)]
-    updates = Updates(case, optimizer, untied(case, params), stage_of, delay)
-    versions = [updates.version()]
+    updates = Updates(case, optimizer, untied(case, params))
+    versions: list = []
+    part_of = {part.first: part for part in parts}
     moved = jax.jit(model.moved)
     trained = Trained(params, state)
     scale, num_finite = case.loss_scale, 0
     replicas = [state] * data
     for number, batch in enumerate(batches):
+        if number in part_of:
+            base, starts, delay, backward_delay = part_of[number]
+            gradient = gradient_function(model, starts)
+            stage_of = [s for s, n in enumerate(np.diff(starts)) for _ in range(n)]
+            updates.stage_of, updates.delay = stage_of, delay
+            versions = [*versions[:-1], updates.version()]
         grads: Any = None
         values, weights, aux, seen, first = 0.0, 0.0, [], [], replicas[0]
         for r in range(data):
@@ -481,13 +527,13 @@ def train(model, starts, optimizer, params, state, batches, delay, backward_dela
                 at = slice((r * N + j) * rows, (r * N + j + 1) * rows)
                 forward, backward = (
                     [
-                        versions[max(number - late(s, j), 0)][n][i]  # noqa: B023
+                        versions[max(number - late(s, j), base)][n][i]  # noqa: B023
                         for i, s in enumerate(stage_of)
                     ]
                     for n, late in enumerate((delay, backward_delay))
                 )
                 same = all(a is b for a, b in zip(forward, backward))
-                if same and case.recompute != "full":
+                if same and (case.recompute != "full" or not case.asynchronous):
                     backward = None
                 last = replicas[r]
                 value, weight, extra, replicas[r], inputs, g = gradient(
