@@ -18,7 +18,16 @@ import jpipe
 KEY = jax.random.key(3)
 S, N, ROWS, STEPS = 2, 2, 4, 3
 TOLERANCE = {"float32": 1e-5, "bfloat16": 3e-2, "complex64": 1e-5}
-"""For each dtype a part of the largest magnitude of an array."""
+"""For each dtype a part of the largest magnitude of an array: 84 roundings of float32, and 4 of bfloat16."""
+ZERO = 1e-2
+"""An array below this counts as rounding of 0 to the numbers around it, which are about 1.
+
+The gradient of some weights is 0: of the bias of keys in attention, and of a bias before another norm. The sums that cancel
+leave a rounding of their terms, and no part of themselves is a bound of it. `ZERO` times the tolerance is below one rounding of 1
+in every dtype. So an error that is no rounding is seen.
+"""
+LEAST_MOVEMENT = 3
+"""Weights must move by more tolerances than this in three updates, so that an update less is more than the tolerance."""
 
 
 def no_delay(s, j):
@@ -119,7 +128,7 @@ def assert_close(found, expected, tolerance, what: str):
         where = f"{what}{jax.tree_util.keystr(path)}"
         assert np.isfinite(b).all(), f"{where} is not finite without a pipeline"
         error = np.abs(a - b).max(initial=0)
-        bound = tolerance * max(np.abs(b).max(initial=0), 1e-2)
+        bound = tolerance * max(np.abs(b).max(initial=0), ZERO)
         assert error <= bound, f"{where} differs by {error:.2g}, above {bound:.2g}"
 
 
@@ -200,7 +209,9 @@ def check_layer(name: str, table: str, dtype: str):
             np.abs(a - b).max() / np.abs(a).max()
             for a, b in zip(*map(jax.tree.leaves, (after, before)), strict=True)
         ]
-        assert not moved or max(moved) > 3 * TOLERANCE[dtype], f"layer {i} stays"
+        assert not moved or max(moved) > LEAST_MOVEMENT * TOLERANCE[dtype], (
+            f"layer {i} stays"
+        )
 
     def compare_evaluation(state, params, mutable, when):
         outputs = evaluated(params, mutable, data[0]["inputs"])
@@ -302,7 +313,9 @@ def check_optimizer(name: str, table: str, dtype: str):
         delay,
     )
     moved = jax.tree.map(lambda a, b: np.abs(a - b).max(), trained.params[-1], params)
-    assert max(jax.tree.leaves(moved)) > 3 * TOLERANCE[dtype], "the weights stay"
+    assert max(jax.tree.leaves(moved)) > LEAST_MOVEMENT * TOLERANCE[dtype], (
+        "the weights stay"
+    )
     after = []
     state, loss = run(
         pipe, state, data, lambda i, state, _: after.append(pipe.get_params(state))
