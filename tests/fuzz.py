@@ -163,7 +163,16 @@ def in_another_layout(case: Case) -> Case:
     schedule = case.schedule
     if not case.asynchronous:
         schedule = "gpipe" if "one_f_one_b" in schedule else "one_f_one_b/paired"
-    return dataclasses.replace(case, schedule=schedule, S=S, copies=(), cut=0)
+    needs = {"gradients": case.data > 1, "messages": S > 1}
+    return dataclasses.replace(
+        case,
+        schedule=schedule,
+        S=S,
+        copies=(),
+        cut=0,
+        shard_optimizer=case.shard_optimizer and case.data > 1,
+        compress=tuple(c for c in case.compress if needs[c.partition("/")[0]]),
+    )
 
 
 def saved_and_restored(case: Case, key, state, batch):

@@ -77,7 +77,7 @@ class Case:
         """Of the largest number of an array."""
         if self.compute or any(KINDS[name].low for name in self.layers):
             return 5e-2
-        if self.compress or not self.x64:
+        if {"gradients", "messages"} & {*self.compress} or not self.x64:
             return 5e-4
         # Flax computes the statistics of batch norms in float32.
         return 2e-5 if any(KINDS[name].norm for name in self.layers) else 1e-8
@@ -238,7 +238,7 @@ def draw(seed: int) -> Case:
             ((),) * 8 + (("weights",), ("gradients",), ("optimizer",), ("activations",))
         ),
         compress=tuple(
-            c
+            c + rng.choice(("", "/topk", "/threshold"))
             for c in ("gradients", "messages")
             if often(0.08) and not compute and (data > 1 or c == "messages")
         ),

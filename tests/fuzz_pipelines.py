@@ -148,6 +148,12 @@ HOOKS = {
         jpipe.optim.corrected_params,
     ),
 }
+COMPRESSORS = {
+    "": jpipe.compress.Cast("float32"),  # to what it is, or to half of it
+    "topk": jpipe.compress.TopK(1.0),
+    "threshold": jpipe.compress.Threshold(1.0),
+}
+"""All but the first lose nothing."""
 POLICIES = {
     "dots": jax.checkpoint_policies.dots_saveable,
     "nothing": jax.checkpoint_policies.nothing_saveable,
@@ -167,8 +173,9 @@ def make_pipeline(case: Case, layers: list, schedule: jpipe.Schedule) -> jpipe.P
         optional["offload"] = jpipe.Offload(
             **{name: 2 if name == "activations" else 1.0 for name in case.offload}
         )
-    for what in case.compress:  # to what it is, or to half of it
-        optional[f"compress_{what}"] = jpipe.compress.Cast("float32")
+    for text in case.compress:
+        what, _, compressor = text.partition("/")
+        optional[f"compress_{what}"] = COMPRESSORS[compressor]
     if case.compute:
         optional["compute_dtype"] = case.dtype_of_compute
     if case.loss_scale:
