@@ -72,8 +72,9 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 def start(case: Case, key, batch):
     """A pipeline and its first state."""
     abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), batch)
+    layers = pipeline_layers(case, key)
     with refusals(case):
-        pipe = make_pipeline(case, pipeline_layers(case, key), schedule_of(case))
+        pipe = make_pipeline(case, layers, schedule_of(case))
         return pipe, pipe.init(key, abstract)
 
 
@@ -180,8 +181,9 @@ def saved_and_restored(case: Case, key, state, batch):
     with tempfile.TemporaryDirectory() as folder:
         with jpipe.Checkpoints(folder) as checkpoints:
             checkpoints.save(1, state)
+        layers = pipeline_layers(case, key)
         with refusals(case):
-            pipe = make_pipeline(case, pipeline_layers(case, key), schedule_of(case))
+            pipe = make_pipeline(case, layers, schedule_of(case))
         return pipe, jpipe.Checkpoints(folder).restore(pipe, batch).state
 
 

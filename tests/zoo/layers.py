@@ -25,6 +25,7 @@ class Example:
       is_batch_norm: whether its state is statistics of rows.
       rate: the learning rate.
       complex: whether it takes complex numbers.
+      bfloat16: whether it is compared in bfloat16.
       refused: what the pipeline says if it does not take the layer.
     """
 
@@ -37,6 +38,7 @@ class Example:
     is_batch_norm: bool = False
     rate: float = 0.5
     complex: bool = False
+    bfloat16: bool = True
     refused: str | None = None
 
 

@@ -55,7 +55,9 @@ def cases(examples, slow: Callable[[str, str], bool]) -> list:
         pytest.param(name, table, dtype, marks=[pytest.mark.slow] * slow(table, dtype))
         for name, example in examples.items()
         if example.refused is None
-        for dtype in ("float32", "bfloat16", *["complex64"] * example.complex)
+        for dtype in ["float32"]
+        + ["bfloat16"] * example.bfloat16
+        + ["complex64"] * example.complex
         for table in TABLES
     ]
 
