@@ -38,9 +38,9 @@ class LossScale:
     def __post_init__(self) -> None:
         largest = float(np.finfo(np.float32).max)
         limits = {
-            "initial": (0.0, largest, f"above 0 and at most {largest:.2g} (float32)"),
-            "factor": (1.0, largest, f"above 1 and at most {largest:.2g} (float32)"),
-            "growth_interval": (0.0, 2**31 - 1, "at least 1 update (int32), or None"),
+            "initial": (0.0, largest, "above 0 and finite"),
+            "factor": (1.0, largest, "above 1"),
+            "growth_interval": (0.0, 2**31 - 1, "at least 1 update, or None"),
             "largest": (0.0, np.inf, "above 0"),
         }
         for name, (above, most, meaning) in limits.items():
@@ -49,8 +49,9 @@ class LossScale:
                 continue
             is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
             if not is_number or not above < value <= most:
+                owner = " of a loss scale" if name == "initial" else ""
                 raise ValueError(
-                    f"`{name}` of a loss scale must be {meaning}, got {shown(value)}."
+                    f"`{name}`{owner} must be {meaning}, got {shown(value)}."
                 )
         if self.largest < self.initial:
             raise ValueError(
