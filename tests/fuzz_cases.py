@@ -166,9 +166,11 @@ def draw(seed: int) -> Case:
     hooks: tuple[str, ...] = ("prediction",) if asynchronous and often(0.2) else ()
     if schedule.startswith("pipemare") and often(0.3):
         hooks = (*hooks, "correction")
+    mixes = False
     if schedule.startswith("pipemare") or hooks:
         recompute = rng.choice(("none", "full"))
-        if recompute == "none":
+        mixes = recompute == "none"
+        if mixes:
             pool = [name for name in pool if KINDS[name].mixed is not None]
     if recompute == "full" and often(0.9):  # their outputs read what has moved on
         pool = [name for name in pool if name not in ("count", "average")]
@@ -197,6 +199,8 @@ def draw(seed: int) -> Case:
     devices = (sum(copies) or S) * data
     fsdp = 2 if often(0.1) and not copies and devices <= 4 else 1
     model = 2 if often(0.1) and devices * fsdp <= 4 else 1
+    if mixes:  # the oracle has no such gradient of the layer that "model" splits
+        model = 1
     if model > 1 and "named" not in layers:
         layers.insert(rng.randint(0, len(layers)), "named")
     steps = rng.choice((3, 4, 5)) if asynchronous else rng.choice((1, 2, 3))
