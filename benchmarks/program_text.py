@@ -15,10 +15,12 @@ import argparse
 import collections
 import functools
 import hashlib
+import itertools
 import os
 import pathlib
 import re
 import sys
+from collections.abc import Callable
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
@@ -133,51 +135,238 @@ def fingerprint(text: str) -> tuple[int, str, str]:
     return text.count("stablehlo."), *digests
 
 
+def _table(name: str) -> jpipe.Schedule:
+    num_stages, keywords = SCHEDULES[name]
+    build = getattr(jpipe.schedules, name.partition("/")[0])
+    return build(num_stages, 8, **keywords)
+
+
+def _of_schedule(model: str, name: str) -> tuple[jpipe.Pipeline, dict]:
+    """A pipeline of a model under a schedule, and a batch."""
+    layers, loss, inputs, labels, arguments = models()[model]
+    arguments = dict(arguments)
+    data = arguments.pop("data", 1)
+    optimizer = optax.adamw(1e-3)
+    if name == "pipemare":
+        optimizer = optax.chain(
+            jpipe.optim.clip_by_global_norm(1.0),
+            optimizer,
+            jpipe.optim.scale_by_delay(annealing_steps=100),
+            jpipe.optim.correct_discrepancy(decay=0.1),
+        )
+        arguments["backward_params"] = jpipe.optim.corrected_params
+    table = _table(name)
+    pipe = jpipe.Pipeline(
+        layers,
+        loss=loss,
+        optimizer=optimizer,
+        schedule=table,
+        mesh=jpipe.make_mesh(stage=table.num_devices, data=data),
+        **arguments,
+    )
+    return pipe, {"inputs": inputs, "labels": labels}
+
+
+def _linear(
+    table: jpipe.Schedule, data: int = 1, fsdp: int = 1, layers=None, **options
+) -> tuple[jpipe.Pipeline, dict]:
+    """A pipeline of linear layers, and a batch."""
+    numbers = np.zeros((32, 16), np.float32)
+    mesh = jpipe.make_mesh(stage=table.num_devices, data=data, fsdp=fsdp)
+    defaults = {
+        "optimizer": optax.adamw(1e-3),
+        "loss": lambda outputs, batch: jnp.mean((outputs - batch["labels"]) ** 2),
+    }
+    layers = layers or [functools.partial(nnx.Linear, 16, 16)] * 8
+    pipe = jpipe.Pipeline(layers, schedule=table, mesh=mesh, **(defaults | options))
+    return pipe, {"inputs": numbers, "labels": numbers}
+
+
+def _words(
+    table: jpipe.Schedule, model: int = 1, fsdp: int = 1, vocabulary=False, **options
+) -> tuple[jpipe.Pipeline, dict]:
+    """A pipeline of a transformer, and a batch."""
+    transformer = Transformer(
+        vocab_size=40, seq_len=8, dim=8, num_heads=2, num_blocks=4
+    )
+    tokens = np.zeros((32, 8), np.int32)
+    mesh = jpipe.make_mesh(stage=table.num_devices, fsdp=fsdp, model=model)
+    rules = ((("vocab", "stage"),) if vocabulary else ()) + jpipe.AXIS_RULES
+    pipe = jpipe.Pipeline(
+        transformer.layers(),
+        loss=transformer.loss(),
+        has_aux=True,
+        schedule=table,
+        mesh=mesh,
+        axis_rules=rules,
+        **({"optimizer": optax.adamw(1e-3)} | options),
+    )
+    return pipe, {"inputs": tokens, "labels": tokens}
+
+
+def features() -> dict[str, Callable[[], tuple[jpipe.Pipeline, dict]]]:
+    """Name of a feature -> a pipeline that has it, and a batch."""
+    tables, compress, optim = jpipe.schedules, jpipe.compress, jpipe.optim
+    sync, late = tables.one_f_one_b(2, 4), tables.pipemare(4, 4)
+
+    def rows(name: str, of: Callable, *args, **options) -> dict:
+        return {name: functools.partial(of, *args, **options)}
+
+    def weighted(outputs, batch):
+        return jnp.sum((outputs - batch["labels"]) ** 2), jnp.sum(batch["labels"])
+
+    return {
+        **rows("plain", _linear, tables.one_f_one_b(4, 8)),
+        **rows("fsdp", _linear, sync, fsdp=2),
+        **rows("fsdp-data", _linear, sync, fsdp=2, data=2),
+        **rows("model", _words, sync, model=2),
+        **rows("vocabulary", _words, sync, vocabulary=True),
+        **rows("vocabulary-2bw", _words, tables.pipedream_2bw(2, 4), vocabulary=True),
+        **rows("vocabulary-fsdp", _words, sync, fsdp=2, vocabulary=True),
+        **rows(
+            "vocabulary-muon",
+            _words,
+            sync,
+            vocabulary=True,
+            optimizer=optax.contrib.muon(1e-3),
+        ),
+        **rows("copies", _linear, tables.one_f_one_b(2, 4, replicas=(3, 1))),
+        **rows("copies-late", _linear, tables.pipemare(2, 4, replicas=(3, 1))),
+        **rows(
+            "copies-norm",
+            _linear,
+            tables.gpipe(2, 4, replicas=(2, 1)),
+            layers=[functools.partial(nnx.BatchNorm, 16)] * 4,
+        ),
+        **rows("shard", _linear, sync, data=2, shard_optimizer=True),
+        **rows(
+            "shard-copies",
+            _linear,
+            tables.one_f_one_b(2, 4, replicas=(2, 1)),
+            shard_optimizer=True,
+        ),
+        **rows(
+            "powersgd",
+            _linear,
+            sync,
+            data=2,
+            compress_gradients=compress.PowerSGD(rank=2),
+        ),
+        **rows("topk-messages", _linear, sync, compress_messages=compress.TopK(0.25)),
+        **rows("cast-messages", _linear, late, compress_messages=compress.Cast()),
+        **rows("pca", _linear, sync, accumulate_gradients=compress.StreamingPCA(2)),
+        **rows(
+            "compensate",
+            _linear,
+            late,
+            optimizer=optax.chain(optim.compensate_delay(0.1), optax.sgd(0.1)),
+        ),
+        **rows(
+            "predict",
+            _linear,
+            late,
+            optimizer=optax.chain(optax.adam(1e-3), optim.predict_weights()),
+            forward_params=optim.predicted_params,
+        ),
+        **rows(
+            "accumulate",
+            _linear,
+            sync,
+            optimizer=optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation(),
+        ),
+        **rows("clip", _linear, sync, optimizer=optim_chain()),
+        **rows("muon", _words, sync, optimizer=optax.contrib.muon(1e-3)),
+        **rows("adafactor", _linear, sync, optimizer=optax.adafactor(1e-3)),
+        **rows("full", _linear, sync, recompute="full", loss_scale=8.0),
+        **rows("scale", _linear, sync, loss_scale=jpipe.LossScale()),
+        **rows("bfloat16", _words, sync, compute_dtype=jnp.bfloat16),
+        **rows("weighted", _linear, sync, loss=weighted),
+        **rows("weighted-late", _linear, late, loss=weighted),
+        **rows("ties", _linear, sync, ties=[[(0, "kernel"), (7, "kernel")]]),
+        **rows("overlap", _linear, sync, overlap=True),
+        **rows("split", _linear, tables.zero_bubble_h1(4, 8)),
+        **rows(
+            "offload",
+            _linear,
+            sync,
+            offload=jpipe.Offload(optimizer=1.0, gradients=1.0),
+        ),
+        **rows("offload-weights", _linear, sync, offload=jpipe.Offload(weights=1.0)),
+    }
+
+
+def optim_chain() -> optax.GradientTransformation:
+    """An update that reads the norm over all stages."""
+    return optax.chain(jpipe.optim.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def lowered(pipe: jpipe.Pipeline, batch: dict) -> dict[str, str]:
+    """The texts of the programs that train, drain, predict and evaluate."""
+    program = pipe._program(batch)
+    arrays, rows = program.abstract_state.arrays(), program.engine.abstract_rows
+    inputs = {"inputs": batch["inputs"]}
+    forward_rows = jax.eval_shape(lambda: program._rows_of(inputs))
+    texts = {"step": program.lower().as_text()}
+    if program.engine.lowered.drain_rounds:
+        texts["flush"] = program._flush.lower(arrays, rows).as_text()
+    evaluation = arrays, batch["inputs"], batch, None, forward_rows
+    texts["evaluate"] = program._evaluate.lower(*evaluation).as_text()
+    return texts
+
+
+def lower_for(platform: str) -> None:
+    """Lets pipelines on CPU devices lower to the form for another platform."""
+    import jpipe.engine.copies
+    import jpipe.engine.spec
+    import jpipe.lowering.lower
+    import jpipe.settings
+
+    guard = jpipe.lowering.lower.guard_of(platform)
+    for module in (jpipe.engine.spec, jpipe.settings):
+        vars(module)["guard_of"] = lambda _: guard
+    if platform in jpipe.engine.copies.IN_A_RING:
+        vars(jpipe.engine.copies)["IN_A_RING"] = ("cpu",)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--models", default="", help="only these models, separated by commas"
+        "--rows", nargs="+", default=[], help="only rows that begin with one of these"
+    )
+    parser.add_argument(
+        "--guard",
+        choices=("cpu", "tpu", "gpu"),
+        default="cpu",
+        help="the platform whose form of the programs is lowered",
     )
     parser.add_argument("--texts", help="write the texts to this folder")
     options = parser.parse_args()
-    for model, (layers, loss, inputs, labels, arguments) in models().items():
-        if options.models and model not in options.models.split(","):
+    lower_for(options.guard)
+    makers: dict[str, Callable[[], tuple[jpipe.Pipeline, dict]]] = {
+        f"{model} {name}": functools.partial(_of_schedule, model, name)
+        for model, name in itertools.product(models(), SCHEDULES)
+    }
+    makers |= {f"feature {name}": make for name, make in features().items()}
+    for row, make in makers.items():
+        if options.rows and not row.startswith(tuple(options.rows)):
             continue
-        arguments = dict(arguments)
-        data = arguments.pop("data", 1)
-        for name, (num_stages, keywords) in SCHEDULES.items():
-            build = getattr(jpipe.schedules, name.partition("/")[0])
-            table = build(num_stages, 8, **keywords)
-            optimizer = optax.adamw(1e-3)
-            keyword_arguments = dict(arguments)
-            if name == "pipemare":
-                optimizer = optax.chain(
-                    jpipe.optim.clip_by_global_norm(1.0),
-                    optimizer,
-                    jpipe.optim.scale_by_delay(annealing_steps=100),
-                    jpipe.optim.correct_discrepancy(decay=0.1),
-                )
-                keyword_arguments["backward_params"] = jpipe.optim.corrected_params
-            pipe = jpipe.Pipeline(
-                layers,
-                loss=loss,
-                optimizer=optimizer,
-                schedule=table,
-                mesh=jpipe.make_mesh(stage=table.num_devices, data=data),
-                **keyword_arguments,
-            )
-            text = pipe.lower({"inputs": inputs, "labels": labels}).as_text()
+        try:
+            texts = lowered(*make())
+        except Exception as error:
+            print(f"{row:30} {type(error).__name__}: {str(error)[:160]}", flush=True)
+            continue
+        for program, text in texts.items():
             if options.texts:
                 os.makedirs(options.texts, exist_ok=True)
-                path = f"{model}.{name.replace('/', '-')}.mlir"
+                path = f"{row} {program}.mlir".replace("/", "-").replace(" ", ".")
                 with open(os.path.join(options.texts, path), "w") as file:
                     file.write(text)
             count, text_hash, operations_hash = fingerprint(text)
             print(
-                f"{model:12} {name:17} {count:6} {text_hash} {operations_hash}",
+                f"{options.guard} {row:30} {program:8} {count:6} {text_hash} {operations_hash}",
                 flush=True,
             )
-            jax.clear_caches()
+        jax.clear_caches()
 
 
 if __name__ == "__main__":
