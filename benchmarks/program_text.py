@@ -316,16 +316,9 @@ def lowered(pipe: jpipe.Pipeline, batch: dict) -> dict[str, str]:
 
 def lower_for(platform: str) -> None:
     """Lets pipelines on CPU devices lower to the form for another platform."""
-    import jpipe.engine.copies
-    import jpipe.engine.spec
-    import jpipe.lowering.lower
-    import jpipe.settings
+    from jpipe.lowering import target
 
-    guard = jpipe.lowering.lower.guard_of(platform)
-    for module in (jpipe.engine.spec, jpipe.settings):
-        vars(module)["guard_of"] = lambda _: guard
-    if platform in jpipe.engine.copies.IN_A_RING:
-        vars(jpipe.engine.copies)["IN_A_RING"] = ("cpu",)
+    target.TARGETS["cpu"] = target.TARGETS[platform]
 
 
 def main() -> None:

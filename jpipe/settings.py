@@ -18,7 +18,7 @@ from jpipe.layers.axis_rules import AxisRules, rules_for
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss
 from jpipe.layers.trace import Traced, trace_layers
-from jpipe.lowering.lower import guard_of
+from jpipe.lowering.target import target_of
 from jpipe.mesh import DATA, FSDP, STAGE, on_platform
 from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.processes import Rows, is_global, is_shared
@@ -288,7 +288,7 @@ class Settings:
             list(starts),
             self.schedule.num_stages,
             ties,
-            switch=guard_of(self.platform) == "switch",
+            target=target_of(self.platform),
             vocabulary_layers=self.vocabulary(traced, microbatch, key_impl),
             compression=self.compress_messages,
             accumulate=self.accumulate_gradients,

@@ -18,6 +18,7 @@ import pytest
 from families import FAMILIES, cross_entropy
 
 import jpipe
+from jpipe.lowering.target import TARGETS
 from jpipe.plan import PROGRAMS, Profile, Seconds
 
 
@@ -31,10 +32,12 @@ def benchmark(name: str):
         sys.path.remove(folder)
 
 
-def use_guard(monkeypatch, policy: str) -> None:
-    """Pipelines that are made from now on take a policy of `jpipe.lowering.lower.GUARDS`, on any platform."""
-    for module in ("jpipe.engine.spec", "jpipe.settings"):
-        monkeypatch.setattr(f"{module}.guard_of", lambda platform: policy)
+def use_target(monkeypatch, platform: str) -> None:
+    """Pipelines that are made from now on take the facts of a platform, on CPU devices."""
+    monkeypatch.setitem(TARGETS, "cpu", _TARGETS[platform])
+
+
+_TARGETS = dict(TARGETS)
 
 
 def with_nan_buffers(state, all_but: str | None = None):

@@ -48,10 +48,10 @@ def apply_writes(device: Device) -> list[str]:
 class Apply:
     """The optimizer's update of one column by one of some programs, turn by turn.
 
-    Under the policy "cond", two tricks keep all arrays in place on CPUs and TPUs. A loop over the
+    Where branches may hold loops, two tricks keep all arrays in place on CPUs and TPUs. A loop over the
     turns of a group has a dynamic length, so that XLA does not unroll it (and copy). A turn
     computes inside of a `cond`, so that XLA does not read its inputs again after they were
-    overwritten. On GPUs both would wait for the host. Under the policy "switch" a column that does
+    overwritten. On GPUs both would wait for the host. There a column that does
     not update therefore leaves out all loops together, their lengths are static, and a barrier
     stands where the `cond` is. A turn that changes all of its arrays needs none.
 
@@ -149,7 +149,7 @@ class Apply:
             first, number = (int(of_programs[self.position]) for of_programs in turns)
         else:
             first, number = (jnp.asarray(a)[self.position] for a in turns)
-        if self.device.spec.lowered.guard == "cond":
+        if self.device.spec.lowered.target.loops_in_branches:
             number *= self.now.astype(jnp.int32)
         return first, first + number
 
@@ -169,7 +169,7 @@ class Apply:
         row = row_of(self.device, self.scalars)
         lead = self.device.lead("gradients", row)
         own = {name: gradients[name] for name in self.merged.gradient_arrays}
-        if self.device.spec.lowered.guard == "cond":
+        if self.device.spec.lowered.target.loops_in_branches:
             # The row of an array that the stage does not use is one of another stage.
             now = {
                 name: (num_done > 0) & self.device.uses("gradients", name, row)
@@ -236,7 +236,7 @@ class _Turn(NamedTuple):
             return [self.part(slots, values[j]) for slots, j in zip(outputs, kept)]
 
         keeps = self._keeps(group.division)
-        if self.update.device.spec.lowered.guard == "cond":
+        if self.update.device.spec.lowered.target.loops_in_branches:
             values = lax.cond(keeps, lambda: before, compute)
         else:
             if not self.changes_all:

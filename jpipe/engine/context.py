@@ -31,7 +31,7 @@ class Device:
       batch: leaves of the minibatches that are kept, `[num_batches * N, microbatch, ...]` each.
       inputs: the leaves of `batch["inputs"]` among them.
       layer_numbers: 0, 1, 2, ..., for each layer of the longest run, int32 `[]` each, as values that
-        the compiler does not know; empty under the policy "cond". See `StageContext.runtime_index`.
+        the compiler does not know; empty where they may know it. See `StageContext.runtime_index`.
       minibatch_weights: `[num_weights]`, the weight of each minibatch whose loss still has a gradient to take; it divides
         the sums of the loss. None if the loss is a mean.
     """
@@ -63,7 +63,7 @@ class Device:
           num_entered: int32 `[1]`.
         """
         longest = 0
-        if spec.lowered.guard == "switch":
+        if spec.lowered.target.indices_outside:
             longest = max(max(lengths, default=0) for lengths in spec.stages.lengths)
         return cls(
             spec,
@@ -179,7 +179,7 @@ class StageContext:
     @property
     def joins(self) -> bool:
         """Whether a layer writes its values at once: see `jpipe.packing.write_all`."""
-        return self.spec.lowered.guard == "switch"
+        return self.spec.lowered.target.joins_writes
 
     def runtime_index(self, i: jax.Array | int) -> jax.Array | int:
         """`i`, as an index of an array that is read there and then written there.

@@ -23,9 +23,6 @@ from jpipe.mesh import STAGE
 from jpipe.packing import Place
 from jpipe.stages.accumulators import flat_places
 
-IN_A_RING = ("tpu",)
-"""The platforms that add by permutes: see `Ring`."""
-
 
 class _Rows(NamedTuple):
     """Neighbouring rows of a pool, or elements of a vector."""
@@ -80,7 +77,7 @@ def sum_over_copies(
             now = scalars.get("copies", operation, s) >= 0
             group = "gradients" if operation == "update" else "statistics"
             add = functools.partial(_sum, device, copies, group, _rows(places))
-            arrays = guarded(spec.lowered.guard, now, add, arrays, None)
+            arrays = guarded(spec.lowered.target, now, add, arrays, None)
     return arrays
 
 
@@ -116,7 +113,7 @@ def _sum(
         )
         for block in blocks
     ]
-    if device.spec.mesh.devices.flat[0].platform in IN_A_RING:
+    if device.spec.lowered.target.sums_by_permutes:
         sums = ring.on_members([ring.sum(value) for value in values], values)
     else:
         alone = [[d] for d in range(ring.num_devices) if d not in ring.group]

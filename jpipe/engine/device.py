@@ -199,7 +199,9 @@ def _scan(device: Device, rows: jax.Array, arrays: TickArrays) -> TickArrays:
     """
     spec = device.spec
     updates = spec.lowered.updates
-    late = spec.lowered.guard == "switch" and not spec.lowered.head_after_update
+    late = (
+        spec.lowered.target.updates_between_ticks and not spec.lowered.head_after_update
+    )
     rows = spec.scalars.of_device(
         rows,
         device.round,
@@ -332,7 +334,7 @@ def _update(
         return cast(Written, update(device, scalars, updates, written))
 
     branch = Branch("update", writes, run)
-    return run_one_of(spec.lowered.guard, number, [branch], arrays)
+    return run_one_of(spec.lowered.target, number, [branch], arrays)
 
 
 def _run_operation(
@@ -342,7 +344,7 @@ def _run_operation(
     spec = device.spec
     for j in range(spec.lowered.operations[name].num_lanes):
         lane = scalars.lane(name, j)
-        columns = _columns(device, lane) if spec.lowered.guard == "switch" else {}
+        columns = _columns(device, lane) if spec.lowered.target.indices_outside else {}
         stages = [StageContext(device, p, lane, columns) for p in spec.stages.programs]
         branches = [
             _branch(name, stage)
@@ -351,7 +353,7 @@ def _run_operation(
             for stage in stages
         ]
         number = lane.branch if spec.drops_branches else lane.program
-        arrays = run_one_of(spec.lowered.guard, number, branches, arrays)
+        arrays = run_one_of(spec.lowered.target, number, branches, arrays)
     return arrays
 
 

@@ -30,7 +30,6 @@ from jax.sharding import NamedSharding
 from jpipe import packing
 from jpipe.engine import layout as layouts
 from jpipe.engine.device import run_pass
-from jpipe.engine.guard import compiler_options
 from jpipe.engine.spec import PassSpec
 from jpipe.mesh import DATA, STAGE
 
@@ -41,7 +40,7 @@ class Engine(PassSpec):
     @property
     def compiler_options(self) -> dict[str, Any]:
         """The options of XLA that a pass needs, for `jax.jit`."""
-        return compiler_options(self.lowered.guard)
+        return dict(self.lowered.target.compiler_options)
 
     @property
     def abstract_rows(self) -> jax.ShapeDtypeStruct:

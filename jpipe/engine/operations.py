@@ -264,7 +264,7 @@ def _commit_state(stage: StageContext, written: Written) -> Written:
     """Moves mutable state after the last microbatch of a minibatch, by the minibatch's statistics."""
     with jax.named_scope("commit"):
         state, statistics = guarded(
-            stage.spec.lowered.guard,
+            stage.spec.lowered.target,
             stage.scalars.completes_minibatch == 1,
             functools.partial(_committed, stage),
             (written.mutable_state, written.statistics),

@@ -361,11 +361,11 @@ def each_stage(
         now = scalars.get("copies", "update", s) >= 0
         ring = Ring.of(device, copies)
         program = spec.updates.programs[spec.updates.program_of_stage[s]]
-        if spec.lowered.guard == "cond":
+        if spec.lowered.target.loops_in_branches:
             arrays = exchange(ring, program, arrays, now.astype(jnp.int32))
         else:
             run = functools.partial(_once, exchange, ring, program)
-            arrays = guarded(spec.lowered.guard, now, run, arrays, None)
+            arrays = guarded(spec.lowered.target, now, run, arrays, None)
     return arrays
 
 

@@ -21,8 +21,9 @@ from jpipe.engine.layout import (
 from jpipe.engine.loss_scale import LossScale
 from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
-from jpipe.lowering.lower import STASHES, Lowered, guard_of, lower
+from jpipe.lowering.lower import STASHES, Lowered, lower
 from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
+from jpipe.lowering.target import target_of
 from jpipe.lowering.versions import VersionRows
 from jpipe.mesh import DATA
 from jpipe.packing import Leaf, Packing, Place
@@ -120,7 +121,7 @@ class PassSpec:
     def lowered(self) -> Lowered:
         """The table as static integers."""
         routes = [route for route, _ in self.routes]
-        guard = guard_of(self.mesh.devices.flat[0].platform)
+        target = target_of(self.mesh.devices.flat[0].platform)
         together = self.stages.vocabulary.together(self.stages.num_stages)
         if self.schedule.forward_only:
             together = {n: f for n, f in together.items() if f.operation == "forward"}
@@ -129,7 +130,7 @@ class PassSpec:
             self.recompute,
             routes,
             self.overlap,
-            guard,
+            target,
             together,
             self.stash_slots,
             reads_stale=self.updates is not None and self.updates.reads_stale,
@@ -196,13 +197,12 @@ class PassSpec:
     def updates_in_every_tick(self) -> bool:
         """Whether every tick runs `jpipe.engine.updates.update`, with or without a column to update.
 
-        On GPUs the host decides about a conditional with a collective, and the device waits. What
-        all updates exchange is a few numbers, and exchanging them in every tick costs less. Means
+        What all updates exchange is a few numbers, and exchanging them in every tick costs less than a wait for the host. Means
         over replicas, sums over copies and sums of tied gradients are large.
         """
         small = self.num_replicas == 1 and not self.stages.ties
         small = small and not self.schedule.has_copies
-        return self.lowered.guard == "switch" and small
+        return self.lowered.target.updates_in_every_tick and small
 
     @property
     def rows(self) -> VersionRows:
@@ -343,10 +343,10 @@ class PassSpec:
     def drops_branches(self) -> bool:
         """Whether an operation has no branch in the ticks of a phase if all devices run one program of it in all of them.
 
-        On CPUs and TPUs the branch keeps buffers in place. A forward and its recomputation are in branches,
+        A forward and its recomputation are in branches,
         because XLA would compute both at once and keep what the forward makes.
         """
-        return self.lowered.guard == "switch" and not self.recompute
+        return self.lowered.target.drops_branches and not self.recompute
 
     @functools.cached_property
     def tick_stashes(self) -> frozenset[str]:

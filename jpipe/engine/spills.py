@@ -63,7 +63,7 @@ def end(
     transfers: Mapping[str, Transfer],
 ) -> TickArrays:
     """Ends the transfers of a tick, and stages the slot that leaves in the next one."""
-    guard = spec.lowered.guard
+    target = spec.lowered.target
     for ring, (loaded, stored) in transfers.items():
         now = scalars.spill(ring)
 
@@ -77,8 +77,8 @@ def end(
             }
 
         stash = getattr(arrays, ring)
-        stash = guarded(guard, now.arrives >= 0, arrive, stash, loaded)
-        staged = guarded(guard, now.leaves >= 0, leave, arrays.staged[ring], stash)
+        stash = guarded(target, now.arrives >= 0, arrive, stash, loaded)
+        staged = guarded(target, now.leaves >= 0, leave, arrays.staged[ring], stash)
         arrays = arrays.replace(
             **{ring: stash},
             host_stash={**arrays.host_stash, ring: stored},

@@ -69,8 +69,8 @@ def for_each_layer(
     if lengths == {1}:
         return body(0, fetch(0), state)
     length = longest if len(lengths) == 1 else stage.scalars.num_layers(r)
-    policy = stage.spec.lowered.guard
-    if policy == "cond":
+    target = stage.spec.lowered.target
+    if target.loops_in_branches:
 
         def number(turn: Any) -> Any:
             return length - 1 - turn if backwards else turn
@@ -93,7 +93,7 @@ def for_each_layer(
             state = body(i, fetch(i), state)
         else:
             run = functools.partial(lambda i, state, _: body(i, fetch(i), state), i)
-            state = guarded(policy, i < length, run, state, None)
+            state = guarded(target, i < length, run, state, None)
     return state
 
 

@@ -110,7 +110,7 @@ def update(
             )
             return of_column.run(arrays)
 
-        if spec.lowered.guard == "cond":
+        if spec.lowered.target.loops_in_branches:
             for merged in merged_of(device, lane):
                 now, position = _position_of(lane.program, merged.numbers)
                 arrays = apply(merged, position, now, arrays)
@@ -176,8 +176,8 @@ def _run_program(
 ) -> TickArrays:
     """Runs something for the update program of the column, or the unit, that updates in a lane, if there is one.
 
-    Under the policy "cond" all programs run, and a loop over the turns of a program that does not update
-    has length 0. Under "switch" one program runs, and its loops have static lengths.
+    Where branches may hold loops, all programs run, and a loop over the turns of a program that does not update
+    has length 0. Elsewhere one program runs, and its loops have static lengths.
 
     Args:
       device: the device.
@@ -188,7 +188,7 @@ def _run_program(
       arrays: all arrays.
     """
     programs = list(enumerate(programs_of(device, lane)))
-    if device.spec.lowered.guard == "cond":
+    if device.spec.lowered.target.loops_in_branches:
         for u, program in programs:
             number = (lane.program == u).astype(jnp.int32)
             arrays = run(program, u, number, cast(Written, arrays))
@@ -201,7 +201,7 @@ def _run_program(
         Branch(name, writes, functools.partial(once, program, u))
         for u, program in programs
     ]
-    return run_one_of(device.spec.lowered.guard, lane.branch, branches, arrays)
+    return run_one_of(device.spec.lowered.target, lane.branch, branches, arrays)
 
 
 def _run_lanes(
@@ -334,7 +334,7 @@ def _mean_over_replicas(device: Device, lane: LaneScalars, arrays: Record) -> Re
         return {name: written(name, a) for name, a in gradients.items()}
 
     gradients = guarded(
-        device.spec.lowered.guard,
+        device.spec.lowered.target,
         lane.program >= 0,
         mean,
         own_gradients(device, lane, arrays.gradients),
@@ -593,7 +593,7 @@ def _squares(
     now = _for_each_lane(device, scalars, updates, jnp.bool_(False))
     for unit in units:
         now = updates(unit, now)
-    return guarded(device.spec.lowered.guard, now, squares, before, read)
+    return guarded(device.spec.lowered.target, now, squares, before, read)
 
 
 def _of_shares(

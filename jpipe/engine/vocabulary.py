@@ -157,8 +157,8 @@ def _run(
     arrays: TickArrays,
 ) -> TickArrays:
     """Runs an operation on all devices, or on none of them."""
-    guard = device.spec.lowered.guard
-    return run_one_of(guard, lane.program, [Branch(name, writes, run)], arrays)
+    target = device.spec.lowered.target
+    return run_one_of(target, lane.program, [Branch(name, writes, run)], arrays)
 
 
 def _device_of(device: Device, stage: int) -> int:

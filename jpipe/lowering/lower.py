@@ -15,36 +15,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jpipe.foreign import shown
 from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
 from jpipe.lowering.everywhere import Follows, everywhere, head_after_update
 from jpipe.lowering.joint_updates import joint_updates
 from jpipe.lowering.norms import NormTable, norm_table
 from jpipe.lowering.rings import HEAD_GRADIENT, STASHES, Ring, make_rings
 from jpipe.lowering.spills import Spill
+from jpipe.lowering.target import CPU, Target
 from jpipe.lowering.versions import VersionRows, version_rows
 from jpipe.schedule import IDLE, Schedule, newest_version
 
 __all__ = [
-    "GUARDS",
     "HEAD_GRADIENT",
     "STASHES",
     "Follows",
     "Lowered",
     "Operations",
     "Route",
-    "guard_of",
     "lower",
     "neighbours",
 ]
-
-GUARDS = ("cond", "switch")
-"""Policies for operations that only some devices run in a tick: see `jpipe.engine.guard`."""
-
-
-def guard_of(platform: str) -> str:
-    """The policy for a platform, such as "cpu", "tpu" or "gpu"."""
-    return "cond" if platform in ("cpu", "tpu") else "switch"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +105,7 @@ class Lowered:
         loss is a mean.
       norms: which gradients norms over all stages count; None in forward-only tables.
       drain_rounds: rounds without new microbatches after which nothing is in flight.
-      guard: one of `GUARDS`.
+      target: facts of the platform.
     """
 
     schedule: Schedule
@@ -132,7 +122,7 @@ class Lowered:
     num_weights: int
     norms: NormTable | None
     drain_rounds: int
-    guard: str
+    target: Target
 
     @property
     def placement(self) -> tuple[tuple[int, int], ...]:
@@ -181,7 +171,7 @@ def lower(
     recompute: bool = False,
     routes: Sequence[Route] | None = None,
     overlap: bool = False,
-    guard: str = "cond",
+    target: Target = CPU,
     together: Mapping[str, Follows] | None = None,
     stash_slots: int | None = None,
     reads_stale: bool = False,
@@ -195,8 +185,7 @@ def lower(
       routes: the messages; None: `neighbours`, all of one payload.
       overlap: whether messages of forwards and messages of backwards travel at different times, and
         therefore never share a channel.
-      guard: one of `GUARDS`: how a device leaves out the operations that other devices run in the
-        same tick.
+      target: facts of the platform.
       together: name of each operation that all devices run together -> what it follows.
       stash_slots: the most microbatches of which a device keeps a stash, the others go to host memory; None: it
         keeps all.
@@ -207,12 +196,8 @@ def lower(
       The `Lowered` table.
 
     Raises:
-      ValueError: if `guard` is unknown, or `stash_slots` or the table's microbatches are too few.
+      ValueError: if `stash_slots` or the table's microbatches are too few.
     """
-    if guard not in GUARDS:
-        raise ValueError(
-            f"`guard` must be one of {', '.join(map(repr, GUARDS))}, got {shown(guard)}."
-        )
     schedule = joint_updates(schedule)
     if routes is None:
         routes = neighbours(schedule.num_stages)
@@ -255,7 +240,7 @@ def lower(
         num_weights=kept_weights(schedule, head) if weighted else 0,
         norms=None if schedule.forward_only else norm_table(schedule),
         drain_rounds=last_tick // schedule.num_ticks,
-        guard=guard,
+        target=target,
     )
 
 

@@ -27,6 +27,7 @@ from jpipe.layers.layer import Layer
 from jpipe.layers.sharding import ValueSplit
 from jpipe.layers.state_update import StateUpdate
 from jpipe.layers.trace import Traced
+from jpipe.lowering.target import CPU, Target
 from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import CHUNK, Leaf, Packing
 from jpipe.solvers import min_max
@@ -102,14 +103,14 @@ class Vectors(NamedTuple):
     whole: bool = False
 
 
-_OF_SWITCH = Vectors(
+_FEW = Vectors(
     weights=math.inf,
     stashes=0.75,
     update_block=4 * CHUNK,
     equal_blocks=False,
     whole=True,
 )
-"""Where devices switch between programs, a layer writes its leaves at once if they lie in one array. Before JAX 0.12 a branch has to
+"""Of platforms with few arrays: a layer writes its leaves at once if they lie in one array. Before JAX 0.12 a branch has to
 touch each array that only other branches write, too. But a leaf of a vector is laid out row by row, which costs a transpose of some
 activations. On an H100 each kernel of a block of `CHUNK` numbers takes only 1 to 8 us, so a block has more."""
 
@@ -336,19 +337,19 @@ def devices_of_use(
     return devices if one_device else None
 
 
-def group(kinds: Sequence, starts: Sequence[int], switch: bool = False) -> Groups:
+def group(kinds: Sequence, starts: Sequence[int], ends_apart: bool = False) -> Groups:
     """Groups stages.
 
     Args:
       kinds: kind of each layer; equal kinds compare equal.
       starts: first layer of each stage, and the number of layers at the end.
-      switch: as in `cut`.
+      ends_apart: as in `Target`.
     """
     signatures, programs, lengths, program_of_stage = [], [], [], []
     for start, stop in itertools.pairwise(starts):
         runs = [(k, len(list(g))) for k, g in itertools.groupby(kinds[start:stop])]
         signature = tuple(k for k, _ in runs)
-        end = (start == starts[0], stop == starts[-1]) if switch else None
+        end = (start == starts[0], stop == starts[-1]) if ends_apart else None
         program = signature, end
         if program not in programs:
             programs.append(program)
@@ -371,7 +372,7 @@ def cut(
     starts: list[int] | None,
     num_stages: int,
     ties: Sequence[Sequence[tuple[int, int]]] = (),
-    switch: bool = False,
+    target: Target = CPU,
     vocabulary_layers: Vocabulary = NO_VOCABULARY,
     compression: MessageCompression = NO_COMPRESSION,
     accumulate: StreamingPCA | None = None,
@@ -385,8 +386,7 @@ def cut(
       starts: first layer of each stage, and the number of layers at the end; None balances FLOPs.
       num_stages: S.
       ties: as in `Stages`.
-      switch: whether devices switch between the programs of stages, see `jpipe.engine.guard`. Then the first stage
-        and the last stage share no program with other stages, and fewer leaves have pools: see `Vectors`.
+      target: facts of the platform.
       vocabulary_layers: the layers that all stages run together.
       compression: of messages between stages.
       accumulate: how gradients are accumulated that are products; None: as they are, all are formed.
@@ -406,9 +406,9 @@ def cut(
     inner = vocabulary_layers.inner(len(layers))
     check_inner(starts, inner)
     firsts = [inner.start, *starts[1:-1], inner.stop]
-    groups = group(signature_of_layer, firsts, switch)
+    groups = group(signature_of_layer, firsts, target.ends_apart)
     weights_on_host = _on_host(traced, inner, offload.weights)
-    vectors = _OF_SWITCH if switch else Vectors()
+    vectors = _FEW if target.few_arrays else Vectors()
     packings = {}
     for name in _LEAVES_OF:
         loss: tuple = ()

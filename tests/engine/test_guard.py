@@ -1,5 +1,6 @@
 """Guards: an operation that is left out changes nothing, and policies compute the same."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -10,17 +11,19 @@ import optax
 import pytest
 from families import schedule_named
 from flax import nnx
-from helpers import use_guard, with_nan_buffers
+from helpers import use_target, with_nan_buffers
 from skipping import DIM, LAYERS, loss_fn
 
 import jpipe
-from jpipe.engine import engine, guard
+from jpipe.engine import guard
 from jpipe.engine.arrays import TickArrays
-from jpipe.engine.guard import Branch, compiler_options, guarded, run_one_of
-from jpipe.lowering.lower import GUARDS, STASHES, guard_of, lower
+from jpipe.engine.guard import Branch, guarded, run_one_of
+from jpipe.lowering.lower import STASHES, lower
+from jpipe.lowering.target import CPU, GPU, TARGETS, target_of
 from jpipe.schedules import gpipe
 
-each_policy = pytest.mark.parametrize("policy", GUARDS)
+PLATFORMS = ("cpu", "gpu")
+each_platform = pytest.mark.parametrize("platform", PLATFORMS)
 LARGE = 2**18  # numbers of 4 bytes: an idle branch may touch the array
 
 
@@ -32,15 +35,15 @@ def copies(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("copies")
-@each_policy
+@each_platform
 @pytest.mark.parametrize("size", [3, LARGE])
-def test_guarded(policy, size):
+def test_guarded(platform, size):
     def operation(written, read):
         return {"a": written["a"] + read}
 
     @jax.jit
     def run(now, a, b):
-        return guarded(policy, now, operation, {"a": a}, b)
+        return guarded(TARGETS[platform], now, operation, {"a": a}, b)
 
     a, b = jnp.arange(float(size)) + 1, jnp.full(size, jnp.nan)
     np.testing.assert_array_equal(run(False, a, b)["a"], a)
@@ -48,9 +51,9 @@ def test_guarded(policy, size):
 
 
 @pytest.mark.usefixtures("copies")
-@each_policy
+@each_platform
 @pytest.mark.parametrize("number", [-1, 0, 1])
-def test_one_of_two_branches_runs(policy, number):
+def test_one_of_two_branches_runs(platform, number):
     """The branches write other arrays, and each reads what the other writes."""
 
     def first(written, read):
@@ -66,7 +69,7 @@ def test_one_of_two_branches_runs(policy, number):
             Branch("first", ["loss"], first),
             Branch("second", ["count"], second),
         ]
-        return run_one_of(policy, number, branches, arrays)
+        return run_one_of(TARGETS[platform], number, branches, arrays)
 
     loss, count = jnp.arange(float(LARGE)), jnp.full(LARGE, 3.0)
     arrays = run(number, loss, count)
@@ -77,7 +80,7 @@ def test_one_of_two_branches_runs(policy, number):
 
 def test_only_some_versions_of_xla_need_touched_arrays(copies):
     def run(now, a):
-        return guarded("switch", now, lambda a, _: a + 1, a, None)
+        return guarded(GPU, now, lambda a, _: a + 1, a, None)
 
     text = str(jax.make_jaxpr(run)(True, jnp.ones(LARGE)))
     assert ("dynamic_update_slice" in text) == copies
@@ -98,11 +101,11 @@ def assert_same_results(results):
     jax.tree.map(close, *results)
 
 
-def trained(monkeypatch, policy, layers, table, batches, **options):
-    """A pipeline under a policy, run on CPU devices, its state after a step with each batch and a flush, and the losses."""
-    use_guard(monkeypatch, policy)
+def trained(monkeypatch, platform, layers, table, batches, **options):
+    """A pipeline as on a platform, run on CPU devices, its state after a step with each batch and a flush, and the losses."""
+    use_target(monkeypatch, platform)
     options = {"mesh": jpipe.make_mesh(stage=table.num_devices), **options}
-    overlap = policy == "switch"
+    overlap = platform == "gpu"
     pipe = jpipe.Pipeline(layers, schedule=table, overlap=overlap, **options)
     state, losses = pipe.init(jax.random.key(0), batches[0]), []
     for batch in batches:
@@ -128,10 +131,10 @@ def test_policies_train_the_same(name, replicas, monkeypatch):
     """The policy of GPUs, run on CPU devices."""
     table, results = schedule_named(name, 4, 8), []
     batches = random_batches(16 * replicas)
-    for policy in GUARDS:
+    for platform in PLATFORMS:
         pipe, state, losses = trained(
             monkeypatch,
-            policy,
+            platform,
             LAYERS,
             table,
             batches,
@@ -152,10 +155,10 @@ def test_one_stage_keeps_what_a_tick_makes_and_reads_out_of_the_state(
     """A forward and its backward in one tick have no branch. With recomputation they have."""
     table, results = schedule_named("one_f_one_b/paired", 1, 4), []
     batches = random_batches(16)
-    for policy in GUARDS:
+    for platform in PLATFORMS:
         pipe, state, losses = trained(
             monkeypatch,
-            policy,
+            platform,
             LAYERS,
             table,
             batches,
@@ -163,7 +166,7 @@ def test_one_stage_keeps_what_a_tick_makes_and_reads_out_of_the_state(
             optimizer=optax.adam(0.01),
             recompute=recompute,
         )
-        is_kept = policy == "cond" or recompute == "full"
+        is_kept = platform == "cpu" or recompute == "full"
         assert any(state.buffers[name] for name in STASHES) == is_kept
         results.append((losses, pipe.get_params(state)))
     assert_same_results(results)
@@ -172,7 +175,7 @@ def test_one_stage_keeps_what_a_tick_makes_and_reads_out_of_the_state(
 @pytest.mark.parametrize("kind", ["none", "policy", "checkpoint"])
 def test_without_a_branch_a_backward_still_computes_again(kind, monkeypatch):
     """A barrier keeps XLA from computing once what a policy, or a checkpoint inside of a layer, computes again."""
-    use_guard(monkeypatch, "switch")
+    use_target(monkeypatch, "gpu")
 
     def layer(x):
         return jnp.sin(jnp.cos(x @ x.T) @ x)
@@ -219,10 +222,10 @@ def test_statistics_of_unlike_stages(name, monkeypatch):
         name: rng.standard_normal((64, 3)).astype("float32")
         for name in ("inputs", "targets")
     }
-    for policy in GUARDS:
+    for platform in PLATFORMS:
         pipe, state, _ = trained(
             monkeypatch,
-            policy,
+            platform,
             layers,
             table,
             [batch] * 3,
@@ -268,10 +271,10 @@ def test_small_weights_are_cast_together(name, monkeypatch):
     batch = {"inputs": rng.standard_normal((32, 7)).astype("float32")}
     batch["targets"] = rng.standard_normal((32, 3)).astype("float32")
     results, barriers = [], []
-    for policy in GUARDS:
+    for platform in PLATFORMS:
         pipe, state, losses = trained(
             monkeypatch,
-            policy,
+            platform,
             layers,
             table,
             [batch] * 3,
@@ -286,14 +289,10 @@ def test_small_weights_are_cast_together(name, monkeypatch):
     jax.tree.map(close, *results)
 
 
-def test_the_policy_of_a_platform():
-    assert [guard_of(p) for p in ("cpu", "tpu", "gpu")] == ["cond", "cond", "switch"]
-    assert compiler_options("cond") == {}
-
-
-def test_an_unknown_policy_is_refused():
-    with pytest.raises(ValueError, match="`guard` must be one of 'cond', 'switch'"):
-        lower(gpipe(2, 2), guard="never")
+def test_the_facts_of_a_platform():
+    found = [target_of(platform) for platform in ("cpu", "tpu", "gpu", "cuda", "rocm")]
+    assert [target.switches for target in found] == [False, False, True, True, True]
+    assert lower(gpipe(2, 2)).target is CPU and not CPU.compiler_options
 
 
 def pipeline(**options):
@@ -302,9 +301,10 @@ def pipeline(**options):
     )
 
 
-def test_options_of_xla_come_on_top_of_those_of_the_policy(monkeypatch):
-    of_policy = {"xla_gpu_graph_min_graph_size": 1, "xla_cpu_enable_fast_math": True}
-    monkeypatch.setattr(engine, "compiler_options", lambda policy: of_policy)
+def test_options_of_xla_come_on_top_of_those_of_the_platform(monkeypatch):
+    options = {"xla_gpu_graph_min_graph_size": 1, "xla_cpu_enable_fast_math": True}
+    target = dataclasses.replace(CPU, compiler_options=options)
+    monkeypatch.setitem(TARGETS, "cpu", target)
     passed, jit = [], jax.jit
 
     def recorded(function=None, **options):

@@ -10,11 +10,10 @@ import optax
 import pytest
 from families import schedule_named
 from flax import nnx
-from helpers import refused, use_guard
+from helpers import refused, use_target
 
 import jpipe
 from jpipe.compress import PowerSGD, StreamingPCA
-from jpipe.lowering.lower import GUARDS
 
 KEY, RANK, N = jax.random.key(0), 2, 4
 WIDTHS = (12, 20, 20, 20, 8)
@@ -202,9 +201,9 @@ def test_clipping_and_recompute():
 def test_the_policy_of_gpus_trains_the_same(monkeypatch):
     """Run on CPU devices."""
     found = []
-    for policy in GUARDS:
-        use_guard(monkeypatch, policy)
-        pipe = make(overlap=policy == "switch")
+    for platform in ("cpu", "gpu"):
+        use_target(monkeypatch, platform)
+        pipe = make(overlap=platform == "gpu")
         found.append(pipe.get_params(trained(pipe)[0]))
     jax.tree.map(close, *found)
 

@@ -10,7 +10,7 @@ import optax
 import oracles
 import pytest
 from families import COPIES_IN_TURN, FAMILIES, MODELS, B, cross_entropy, schedule_named
-from helpers import assert_close, use_guard, with_nan_buffers
+from helpers import assert_close, use_target, with_nan_buffers
 
 import jpipe
 from jpipe.lowering.lower import mixes_minibatches
@@ -350,8 +350,8 @@ def test_copies_add_in_a_ring_as_on_tpus(schedule, monkeypatch):
     S = schedule.count("-") + 1
     table = schedule_named(schedule, S, 6)
     found, permutes = [], []
-    for platforms in ((), ("cpu",)):
-        monkeypatch.setattr("jpipe.engine.copies.IN_A_RING", platforms)
+    for platform in ("cpu", "tpu"):
+        use_target(monkeypatch, platform)
         family = FAMILIES["mlp"]
         pipe = jpipe.Pipeline(
             family.layers,
@@ -375,7 +375,7 @@ def test_copies_add_in_a_ring_as_on_tpus(schedule, monkeypatch):
 
 @pytest.mark.exhaustive
 def test_copies_under_the_policy_of_gpus(monkeypatch):
-    use_guard(monkeypatch, "switch")
+    use_target(monkeypatch, "gpu")
     family, N = FAMILIES["mlp"], 4
     plain = oracles.PlainModel(family.layers, jax.random.key(7))
     batches = family.batches(2, 2 * N)

@@ -1,5 +1,6 @@
 """What is in host memory changes no number: weights, states and losses are equal bit for bit."""
 
+import dataclasses
 import re
 
 import jax
@@ -9,11 +10,12 @@ import optax
 import pytest
 from families import FAMILIES, cross_entropy, schedule_named
 from flax import nnx
-from helpers import assert_close, refused, use_guard, with_nan_buffers
+from helpers import assert_close, refused, with_nan_buffers
 from layouts import DIM, batches, loss, pipeline
 
 import jpipe
 from jpipe import Offload
+from jpipe.lowering.target import GPU, TARGETS
 from jpipe.mesh import HOST_MEMORY
 from models import Transformer
 
@@ -458,9 +460,8 @@ def test_offload_is_part_of_what_makes_states_equal():
 
 @pytest.mark.exhaustive
 def test_both_guards_take_arrays_in_host_memory(monkeypatch):
-    use_guard(monkeypatch, "switch")
-    monkeypatch.setattr("jpipe.engine.guard.compiler_options", lambda _: {})
-    monkeypatch.setattr("jpipe.engine.engine.compiler_options", lambda _: {})
+    without_options = dataclasses.replace(GPU, compiler_options={})
+    monkeypatch.setitem(TARGETS, "cpu", without_options)
     table, data = jpipe.schedules.gpipe(2, 4), batches(2)
     plain, offloaded = (
         linear(table, None),

@@ -11,7 +11,7 @@ import oracles
 import pytest
 from families import schedule_named
 from flax import nnx
-from helpers import assert_close, refused, use_guard, with_nan_buffers
+from helpers import assert_close, refused, use_target, with_nan_buffers
 
 import jpipe
 from jpipe import vocabulary
@@ -325,7 +325,7 @@ def test_a_head_comes_after_the_update_where_paired_ticks_begin_a_minibatch(
 @pytest.mark.exhaustive
 def test_the_policy_of_gpus_counts_parts_in_norms(monkeypatch):
     """The head is updated with the last stage, in ticks in which other devices update no stage."""
-    use_guard(monkeypatch, "switch")
+    use_target(monkeypatch, "gpu")
     assert_same(
         layers_of(),
         layers_of(None, None),

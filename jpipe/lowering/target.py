@@ -1,0 +1,101 @@
+"""What a step does otherwise on a platform: one named fact each, and why.
+
+A decision about a platform stands here and nowhere else. To try another one, change a fact and compare what
+`benchmarks/program_text.py --guard` prints.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+_GRAPH_COMMANDS = (
+    "FUSION",
+    "CUBLAS",
+    "CUBLASLT",
+    "CUDNN",
+    "CONVOLUTION",
+    "CUSTOM_CALL",
+    "CONDITIONAL",
+    "DYNAMIC_SLICE_FUSION",
+    "WHILE",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """The facts of a platform.
+
+    Attributes:
+      switches: whether a device chooses between the programs of an operation, and an idle branch, by one `lax.switch`. Else
+        each program has a `lax.cond`, which keeps buffers in place on CPUs and TPUs. See `jpipe.engine.guard`.
+      touches_idle: whether a branch writes an element of each large buffer that it does not change, because XLA would copy
+        the buffer.
+      loops_in_branches: whether branches hold loops. A GPU waits for the host before every turn.
+      joins_writes: whether small values that lie side by side are written at once. A GPU starts a kernel for each write.
+      indices_outside: whether branches get indices from outside. XLA for GPUs adds in place only at an index that it does not
+        know.
+      updates_between_ticks: whether a tick begins with the update of the tick before. XLA for GPUs begins no transfer before
+        an update that most ticks leave out.
+      updates_in_every_tick: whether a small update runs in all ticks. The host decides about a conditional with a collective.
+      drops_branches: whether a lane that is busy in all ticks has no branch. On CPUs and TPUs the branch keeps buffers in place.
+      few_arrays: whether leaves of one dtype share an array if they can. A branch has to touch each array that only other
+        branches write.
+      ends_apart: whether the first and the last stage have programs of their own, so that no branch handles messages that it does
+        not have.
+      sums_by_permutes: whether copies of a stage add up in a ring of permutes, which a TPU sends between neighbours.
+      compiler_options: options of XLA, for `jax.jit`.
+    """
+
+    switches: bool = False
+    touches_idle: bool = False
+    loops_in_branches: bool = True
+    joins_writes: bool = False
+    indices_outside: bool = False
+    updates_between_ticks: bool = False
+    updates_in_every_tick: bool = False
+    drops_branches: bool = False
+    few_arrays: bool = False
+    ends_apart: bool = False
+    sums_by_permutes: bool = False
+    compiler_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+CPU = Target()
+
+TPU = Target(sums_by_permutes=True)
+
+GPU = Target(
+    switches=True,
+    # XLA copies every buffer that a branch passes through.
+    touches_idle=jax.__version_info__ < (0, 12),
+    loops_in_branches=False,
+    joins_writes=True,
+    indices_outside=True,
+    updates_between_ticks=True,
+    updates_in_every_tick=True,
+    drops_branches=True,
+    few_arrays=True,
+    ends_apart=True,
+    compiler_options={
+        # Buffers stay in place where live ranges are analysed by region.
+        "xla_gpu_copy_insertion_use_region_analysis": True,
+        # A conditional is one command. By default XLA makes no CUDA graph of so few.
+        "xla_gpu_graph_min_graph_size": 1,
+        # All messages of a tick travel at the same time.
+        "xla_gpu_collective_permute_combine_threshold_bytes": 0,
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+        # XLA's default, and WHILE and CONVOLUTION: an update is a conditional with loops inside, and stages
+        # have convolutions.
+        "xla_gpu_enable_command_buffer": ",".join(_GRAPH_COMMANDS),
+    },
+)
+
+TARGETS = {"cpu": CPU, "tpu": TPU, "gpu": GPU}
+"""Platform -> its facts."""
+
+
+def target_of(platform: str) -> Target:
+    """The facts of a platform; those of GPUs for all others than CPUs and TPUs, such as "cuda" and "rocm"."""
+    return TARGETS.get(platform, TARGETS["gpu"])
