@@ -6,8 +6,9 @@ A refactoring must not change any program. So the fingerprints before it and aft
     python benchmarks/program_text.py > after.txt         # on the new one
     diff before.txt after.txt
 
-Each line has the model, the schedule, the number of operations, a hash of the text, and a hash of
-the operations. The second hash ignores the order of operations and of loop state, so it stays the
+Each line has the platform, the row (a model and a schedule, or a feature), the program (step, flush or
+evaluation), the number of operations, a hash of the text, and a hash of the operations. `--guard` lowers to the form for
+another platform. The second hash ignores the order of operations and of loop state, so it stays the
 same when an array of the state is renamed.
 """
 

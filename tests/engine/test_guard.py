@@ -15,7 +15,6 @@ from helpers import use_target, with_nan_buffers
 from skipping import DIM, LAYERS, loss_fn
 
 import jpipe
-from jpipe.engine import guard
 from jpipe.engine.arrays import TickArrays
 from jpipe.engine.guard import Branch, guarded, run_one_of
 from jpipe.lowering.lower import STASHES, lower
@@ -30,7 +29,8 @@ LARGE = 2**18  # numbers of 4 bytes: an idle branch may touch the array
 @pytest.fixture(params=[False, True], ids=["passes", "touches"])
 def copies(request, monkeypatch):
     """XLA of either kind: one that copies what passes through a branch, and one that does not."""
-    monkeypatch.setattr(guard, "_COPIES_WHAT_PASSES", request.param)
+    target = dataclasses.replace(GPU, touches_idle=request.param)
+    monkeypatch.setitem(TARGETS, "gpu", target)
     return request.param
 
 
@@ -80,7 +80,7 @@ def test_one_of_two_branches_runs(platform, number):
 
 def test_only_some_versions_of_xla_need_touched_arrays(copies):
     def run(now, a):
-        return guarded(GPU, now, lambda a, _: a + 1, a, None)
+        return guarded(TARGETS["gpu"], now, lambda a, _: a + 1, a, None)
 
     text = str(jax.make_jaxpr(run)(True, jnp.ones(LARGE)))
     assert ("dynamic_update_slice" in text) == copies

@@ -14,6 +14,7 @@ from flax import nnx
 from jpipe import optim
 from jpipe.layers.as_layers import as_layers
 from jpipe.layers.trace import trace_layers
+from jpipe.lowering.target import CPU, GPU
 from jpipe.stages.cut import cut
 from jpipe.stages.optimizer import make_updates, stage_tree
 
@@ -37,10 +38,10 @@ def as_optax_is_written():
         yield
 
 
-def stages_of(num_stages, layers=LAYERS, width=WIDTHS[0], block=None, switch=False):
+def stages_of(num_stages, layers=LAYERS, width=WIDTHS[0], block=None, target=CPU):
     layers = as_layers(layers)
     inputs = {"inputs": jax.ShapeDtypeStruct((2, width), np.float32)}
-    stages = cut(trace_layers(layers, None, inputs), None, num_stages, switch=switch)
+    stages = cut(trace_layers(layers, None, inputs), None, num_stages, target=target)
     if block is None:
         return stages
     vectors = stages.vectors._replace(update_block=block)
@@ -216,7 +217,7 @@ def test_groups_do_not_grow_with_the_shapes(name):
 @pytest.mark.parametrize("name", ["adam", "momentum", "learning-rate schedule"])
 def test_a_vector_alone_in_its_arrays_is_updated_at_once(name):
     """Stages of 44, 35 and 34 numbers: one block with the padding behind it, and each moment in an array of its own."""
-    stages = stages_of(3, linear_layers(UNLIKE_WIDTHS), switch=True)
+    stages = stages_of(3, linear_layers(UNLIKE_WIDTHS), target=GPU)
     updates = make_updates(stages, OPTIMIZERS[name], one_row=True)
     (size,) = (a.size for a in stages.parameters.arrays.values())
     padding = set()
@@ -239,7 +240,7 @@ def test_a_vector_alone_in_its_arrays_is_updated_at_once(name):
 
 def test_vectors_beside_others_are_updated_in_blocks():
     """A mask treats kernels and biases unlike, and several versions of weights are rows of one array."""
-    stages = stages_of(3, linear_layers(UNLIKE_WIDTHS), switch=True)
+    stages = stages_of(3, linear_layers(UNLIKE_WIDTHS), target=GPU)
     mask = OPTIMIZERS["decay of kernels"]
     for optimizer, one_row in ((mask, True), (OPTIMIZERS["adam"], False)):
         for update in make_updates(stages, optimizer, one_row=one_row).programs:
