@@ -87,9 +87,9 @@ def delays_of(case: Case):
     else:
         formula = oracle.paired_delay if ticks == "paired" else oracle.unit_delay
         delay = formula(case.S, case.N)
-        if ticks == "vertical":
-            of_first = functools.partial(delay, 0)
-            delay = lambda s, j: of_first(j)  # noqa: E731
+    if ticks == "vertical":
+        of_first = functools.partial(delay, 0)
+        delay = lambda s, j: of_first(j)  # noqa: E731
     return delay, none if name == "pipemare" else delay
 
 
