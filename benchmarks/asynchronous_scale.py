@@ -46,7 +46,7 @@ import optax  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import jpipe  # noqa: E402
-from jpipe.locations import locations  # noqa: E402
+from jpipe.states.locations import locations  # noqa: E402
 from models import ResNet, Translation  # noqa: E402
 from train.data import shuffled  # noqa: E402
 from train.mnist import MNIST, Images  # noqa: E402

@@ -6,7 +6,7 @@ Every public name is imported when it is first used, so `import jpipe.schedule` 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jpipe.suggest import missing_attribute
+from jpipe._util.suggest import missing_attribute
 
 __version__ = "0.1.0"
 
@@ -33,10 +33,10 @@ _MODULE_OF = {
     "LossScale": "jpipe.engine.loss_scale",
     "Memory": "jpipe.costs",
     "Pipeline": "jpipe.pipeline",
-    "PipelineState": "jpipe.state",
+    "PipelineState": "jpipe.engine.state",
     "Schedule": "jpipe.schedule",
-    "MessageRecord": "jpipe.traffic",
-    "Offload": "jpipe.offload",
+    "MessageRecord": "jpipe.engine.traffic",
+    "Offload": "jpipe.stages.offload",
     "ShardRecord": "jpipe.costs",
     "StageRecord": "jpipe.costs",
     "load_params": "jpipe.checkpoints",
@@ -67,6 +67,8 @@ if TYPE_CHECKING:
     from jpipe.costs import ShardRecord as ShardRecord
     from jpipe.costs import StageRecord as StageRecord
     from jpipe.engine.loss_scale import LossScale as LossScale
+    from jpipe.engine.state import PipelineState as PipelineState
+    from jpipe.engine.traffic import MessageRecord as MessageRecord
     from jpipe.layers.axis_rules import AXIS_RULES as AXIS_RULES
     from jpipe.layers.layer import Function as Function
     from jpipe.layers.layer import InitApply as InitApply
@@ -75,12 +77,10 @@ if TYPE_CHECKING:
     from jpipe.layers.report import report as report
     from jpipe.layers.report import report_weights as report_weights
     from jpipe.mesh import make_mesh as make_mesh
-    from jpipe.offload import Offload as Offload
     from jpipe.pipeline import Pipeline as Pipeline
     from jpipe.schedule import IDLE as IDLE
     from jpipe.schedule import Schedule as Schedule
-    from jpipe.state import PipelineState as PipelineState
-    from jpipe.traffic import MessageRecord as MessageRecord
+    from jpipe.stages.offload import Offload as Offload
 
 
 def __getattr__(name: str) -> Any:

@@ -26,9 +26,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jpipe import _watchdog, launch
-from jpipe.processes import Rows, check_agreement, from_first
-from jpipe.warn import warn
+from jpipe import launch
+from jpipe._processes import watchdog as _watchdog
+from jpipe._processes.sharing import Rows, check_agreement, from_first
+from jpipe._util.warn import warn
 
 __all__ = [
     "broadcast",

@@ -21,7 +21,7 @@ import time
 from collections.abc import Sequence
 from typing import BinaryIO
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 
 COORDINATOR_ADDRESS = "JPIPE_COORDINATOR_ADDRESS"
 NUM_PROCESSES = "JPIPE_NUM_PROCESSES"

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jpipe.foreign import shown
-from jpipe.suggest import suggests
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 
 STAGE, DATA, FSDP, MODEL = "stage", "data", "fsdp", "model"
 """Names of the axes of a mesh."""

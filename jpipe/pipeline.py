@@ -10,42 +10,38 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jpipe import (
-    agreement,
-    checks,
-    costs,
-    entry_points,
-    hyperparams,
-    portable,
-    traffic,
-)
-from jpipe.calls import outside_mesh, public
+from jpipe import costs
+from jpipe._processes.sharing import from_first, is_shared
+from jpipe._util import entry_points
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
+from jpipe._util.warn import warn
 from jpipe.compress import Compressor, StreamingPCA
 from jpipe.costs import Memory, ShardRecord, StageRecord
+from jpipe.costs.fit import fit
+from jpipe.engine import traffic
+from jpipe.engine.calls import outside_mesh, public
 from jpipe.engine.loss_scale import LossScale
-from jpipe.fit import fit
-from jpipe.foreign import shown
+from jpipe.engine.state import PipelineState
+from jpipe.engine.traffic import MessageRecord
 from jpipe.layers.as_layers import as_layers, shared_weights
 from jpipe.layers.avals import shapes_text
 from jpipe.layers.axis_rules import AxisRules, check_axis_rules
 from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
 from jpipe.layers.loss import Loss, cut_warning
+from jpipe.layers.plain_loss import plain_loss
 from jpipe.layers.rows import row_mixing
 from jpipe.layers.trace import Traced
 from jpipe.memory._pipeline import pipeline_timeline
 from jpipe.memory._timeline import Timeline
 from jpipe.mesh import make_mesh
-from jpipe.offload import Offload
-from jpipe.plain import plain_loss
-from jpipe.processes import from_first, is_shared
+from jpipe.options import checks
+from jpipe.options.settings import Settings, same_shapes
 from jpipe.program import Program
 from jpipe.schedule import Schedule
-from jpipe.settings import Settings, same_shapes
 from jpipe.stages.cut import check_boundaries
-from jpipe.state import PipelineState
-from jpipe.suggest import suggests
-from jpipe.traffic import MessageRecord
-from jpipe.warn import warn
+from jpipe.stages.offload import Offload
+from jpipe.states import agreement, hyperparams, portable
 
 if TYPE_CHECKING:
     from jpipe.plan._profile import Profile

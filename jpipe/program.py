@@ -18,10 +18,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe import _watchdog, in_flight, traffic
-from jpipe.checks import batch_size, check_stages
+from jpipe._processes import watchdog as _watchdog
+from jpipe._processes.sharing import (
+    assemble,
+    gather,
+    is_global,
+    own_rows,
+    sampled_checksum,
+)
+from jpipe._util import in_flight
+from jpipe.engine import traffic
 from jpipe.engine.engine import Engine
 from jpipe.engine.layout import batch_spec
+from jpipe.engine.state import PipelineState
 from jpipe.layers.avals import check_nans, shapes_text
 from jpipe.layers.equations import off_mesh
 from jpipe.layers.loss import mean_of_sums
@@ -31,12 +40,11 @@ from jpipe.lowering.versions import has_one_row
 from jpipe.mesh import DATA, with_automatic_axes
 from jpipe.optim import check_hooks
 from jpipe.optim.identity import identity
-from jpipe.processes import assemble, gather, is_global, own_rows, sampled_checksum
+from jpipe.options.checks import batch_size, check_stages
+from jpipe.options.settings import Settings, shapes_key
 from jpipe.schedules import forward_only
-from jpipe.settings import Settings, shapes_key
 from jpipe.stages.hyperparams import first_values
 from jpipe.stages.optimizer import make_updates, seen_by_optimizer
-from jpipe.state import PipelineState
 
 
 class Program:

@@ -37,14 +37,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jpipe import _schedule_facts, _schedule_text
-from jpipe._cells import CELL_FIELDS, idle_cells
-from jpipe._cells import IDLE as IDLE
-from jpipe._schedule_facts import Facts as Facts
-from jpipe._schedule_rules import RULES
-from jpipe.foreign import shown
-from jpipe.suggest import suggests
-from jpipe.warn import warn
+from jpipe._table import facts as _schedule_facts
+from jpipe._table import text as _schedule_text
+from jpipe._table.cells import CELL_FIELDS, idle_cells
+from jpipe._table.cells import IDLE as IDLE
+from jpipe._table.facts import Facts as Facts
+from jpipe._table.rules import RULES
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
+from jpipe._util.warn import warn
 
 
 @suggests
@@ -316,7 +317,7 @@ class Schedule:
     def check(self) -> "Schedule":
         """Checks that the table is legal.
 
-        The rules, each a function of `jpipe/_schedule_rules.py`:
+        The rules, each a function of `jpipe/_table/rules.py`:
 
         - stages are 0 .. S-1 and devices 0 .. D-1, none is missing;
         - no microbatch belongs to a minibatch that has not arrived;

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.schedule import IDLE, Schedule
 
 __all__ = ["Costs", "Timing", "simulate"]

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jpipe
 from jpipe import schedules
-from jpipe.processes import is_shared
+from jpipe._processes.sharing import is_shared
 from models import Transformer
 
 DIM, ROWS = 8, 16

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jpipe
-from jpipe import processes
-from jpipe.processes import Rows
+from jpipe._processes import sharing as processes
+from jpipe._processes.sharing import Rows
 
 
 @dataclasses.dataclass

@@ -8,10 +8,10 @@ import pytest
 import soap_graphs
 
 from jpipe import compress, schedules, soap
-from jpipe.foreign import literal, shortened, shown
+from jpipe._util.foreign import literal, shortened, shown
+from jpipe._util.sizes import parse_size
 from jpipe.plan import Profile
 from jpipe.schedule import Schedule
-from jpipe.sizes import parse_size
 from jpipe.solvers import read_graph
 from train import flags, plot
 from train.config import TrainConfig

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jpipe.entry_points import ENTRY_POINTS
+from jpipe._util.entry_points import ENTRY_POINTS
 
 ROOT = pathlib.Path(__file__).parents[1]
 

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jpipe
-from jpipe import in_flight
+from jpipe._util import in_flight
 from jpipe.schedules import gpipe, one_f_one_b, pipemare
 
 STEPS = 2000

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jpipe._intervals import covering
+from jpipe._table.intervals import covering
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jpipe
-from jpipe.suggest import did_you_mean, suggests
+from jpipe._util.suggest import did_you_mean, suggests
 
 KNOWN = ["gpipe", "one_f_one_b", "zero_bubble_h1", "zero_bubble_v"]
 ALIASES = {"1f1b": "one_f_one_b", "zb_h1": "zero_bubble_h1"}

@@ -5,7 +5,7 @@ import inspect
 import pytest
 
 from jpipe import schedules
-from jpipe.warn import warn
+from jpipe._util.warn import warn
 
 
 def test_a_warning_names_the_line_outside_the_package():

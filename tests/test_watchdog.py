@@ -11,10 +11,10 @@ import time
 
 import pytest
 
-from jpipe import _watchdog
-from jpipe._watchdog._calls import difference, next_to_ask
-from jpipe._watchdog._progress import LONG, Beats, culprits, stuck_processes
-from jpipe._watchdog._stop import Stop
+from jpipe._processes import watchdog as _watchdog
+from jpipe._processes.watchdog._calls import difference, next_to_ask
+from jpipe._processes.watchdog._progress import LONG, Beats, culprits, stuck_processes
+from jpipe._processes.watchdog._stop import Stop
 
 ROOT = pathlib.Path(__file__).parents[1]
 

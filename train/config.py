@@ -18,8 +18,8 @@ import jax
 import optax
 
 import jpipe
-from jpipe.foreign import shown
-from jpipe.sizes import parse_size
+from jpipe._util.foreign import shown
+from jpipe._util.sizes import parse_size
 from models import Model
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import Pairs

@@ -26,8 +26,8 @@ import zlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Literal
 
-from jpipe.foreign import literal, read_json, shortened, shown
-from jpipe.suggest import did_you_mean
+from jpipe._util.foreign import literal, read_json, shortened, shown
+from jpipe._util.suggest import did_you_mean
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 """The folder of configurations that a name without a folder is looked for in."""

@@ -20,8 +20,8 @@ import sys
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from jpipe.command_line import Parser
-from jpipe.foreign import shortened, shown
+from jpipe._util.command_line import Parser
+from jpipe._util.foreign import shortened, shown
 from train import flags
 from train.plan import count, size
 

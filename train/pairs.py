@@ -9,7 +9,7 @@ import pathlib
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from train.data import Batch, Dataset
 from train.files import read_bytes
 

@@ -39,9 +39,9 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from jpipe import solvers
-from jpipe.command_line import Parser
-from jpipe.foreign import shortened, shown
-from jpipe.sizes import parse_size
+from jpipe._util.command_line import Parser
+from jpipe._util.foreign import shortened, shown
+from jpipe._util.sizes import parse_size
 from train import flags
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-from jpipe.foreign import parse, read_text, shortened
+from jpipe._util.foreign import parse, read_text, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

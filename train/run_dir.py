@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 import jpipe
-from jpipe.paths import local_path
+from jpipe._util.paths import local_path
 from train.resume import CONFIG, Command, check_same_training
 
 try:

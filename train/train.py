@@ -56,7 +56,7 @@ import numpy as np
 
 import jpipe
 from jpipe import draw
-from jpipe.foreign import shortened
+from jpipe._util.foreign import shortened
 from models import Loss
 from train import flags, plot, report, stability
 from train.config import TrainConfig

@@ -29,8 +29,11 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh
 
 import jpipe
-from jpipe import agreement, hyperparams, portable
-from jpipe.calls import public
+from jpipe._processes.sharing import from_first, gather_texts, processes_of
+from jpipe._util.foreign import shown
+from jpipe._util.paths import local_path
+from jpipe._util.suggest import suggests
+from jpipe._util.warn import warn
 from jpipe.checkpoints import _arrays, _layout
 from jpipe.checkpoints._manifest import (
     DamagedCheckpointError,
@@ -42,14 +45,11 @@ from jpipe.checkpoints._manifest import (
 )
 from jpipe.checkpoints._quiet import reason, without_tracebacks_of_threads
 from jpipe.checkpoints._weights_file import load_params, save_params
-from jpipe.checks import check_state
-from jpipe.foreign import shown
-from jpipe.paths import local_path
+from jpipe.engine.calls import public
+from jpipe.engine.state import PipelineState, num_rounds
+from jpipe.options.checks import check_state
 from jpipe.pipeline import Pipeline
-from jpipe.processes import from_first, gather_texts, processes_of
-from jpipe.state import PipelineState, num_rounds
-from jpipe.suggest import suggests
-from jpipe.warn import warn
+from jpipe.states import agreement, hyperparams, portable
 
 __all__ = [
     "Checkpoints",

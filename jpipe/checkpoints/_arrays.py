@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from jpipe.checkpoints import _layout
-from jpipe.locations import Location, Locations
+from jpipe.states.locations import Location, Locations
 
 FOLDER = "arrays"
 """The folder of the arrays, inside the folder of a step."""

@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from flax.traverse_util import unflatten_dict
 
-from jpipe.locations import Block, Location, Locations, locations
-from jpipe.portable import is_in_flight
+from jpipe.engine.state import PipelineState, num_rounds
 from jpipe.program import Program
 from jpipe.stages.codecs import NO_COMPRESSION
-from jpipe.state import PipelineState, num_rounds
+from jpipe.states.locations import Block, Location, Locations, locations
+from jpipe.states.portable import is_in_flight
 
 
 def saved_arrays(state: PipelineState, in_flight: bool) -> dict[str, jax.Array]:

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from flax import serialization, traverse_util
 
+from jpipe._util.paths import local_path
+from jpipe._util.suggest import suggests
 from jpipe.layers.flax_nnx import as_parameters
-from jpipe.paths import local_path
-from jpipe.suggest import suggests
 
 _KIND = "jpipe params 1"
 

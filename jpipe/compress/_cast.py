@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.compress._compressor import Compressor, Wire
-from jpipe.foreign import shown
-from jpipe.suggest import suggests
 
 
 @suggests

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 
 Wire = dict[str, jax.Array]
 """Name -> array, as it is sent."""

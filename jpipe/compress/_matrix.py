@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from jpipe._util.foreign import shown
 from jpipe.compress._compressor import Compressor, Replicas, Wire, check_number
-from jpipe.foreign import shown
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.compress._compressor import Compressor
-from jpipe.foreign import shown
-from jpipe.suggest import suggests
 
 
 class CompressionState(NamedTuple):

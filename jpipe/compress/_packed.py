@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpipe._util.foreign import shown
 from jpipe.compress import _sparse
 from jpipe.compress._compressor import SparseCompressor, Wire, check_number, size_of
-from jpipe.foreign import shown
 
 
 @dataclasses.dataclass(frozen=True)

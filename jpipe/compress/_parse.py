@@ -3,6 +3,8 @@
 import dataclasses
 import typing
 
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import did_you_mean, suggests
 from jpipe.compress._cast import Cast
 from jpipe.compress._compressor import Compressor
 from jpipe.compress._powersgd import PowerSGD
@@ -10,8 +12,6 @@ from jpipe.compress._quantize import Quantize
 from jpipe.compress._streaming_pca import StreamingPCA
 from jpipe.compress._threshold import Threshold
 from jpipe.compress._topk import TopK
-from jpipe.foreign import shown
-from jpipe.suggest import did_you_mean, suggests
 
 COMPRESSORS: dict[str, type[Compressor]] = {
     "cast": Cast,

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jpipe._util.suggest import suggests
 from jpipe.compress._compressor import Wire
 from jpipe.compress._matrix import LowRankCompressor, orthonormal
-from jpipe.suggest import suggests
 
 
 class PowerSGDState(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.compress._compressor import Compressor, Wire, check_number, size_of
-from jpipe.foreign import shown
-from jpipe.suggest import suggests
 
 
 class QuantizeState(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jpipe._util.suggest import suggests
 from jpipe.compress._compressor import Wire
 from jpipe.compress._matrix import LowRankCompressor, orthonormal
-from jpipe.suggest import suggests
 
 
 class Factors(NamedTuple):

@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.compress._compressor import Wire, check_number, size_of
 from jpipe.compress._packed import PackedCompressor, num_kept
-from jpipe.foreign import shown
-from jpipe.suggest import suggests
 
 
 class ThresholdState(NamedTuple):

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpipe._util.suggest import suggests
 from jpipe.compress._compressor import Wire
 from jpipe.compress._packed import PackedCompressor, num_kept
-from jpipe.suggest import suggests
 
 
 @suggests

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jpipe import schedules
-from jpipe.command_line import Parser
+from jpipe._util.command_line import Parser
+from jpipe._util.foreign import literal, shown
 from jpipe.draw._export import summary, trace
 from jpipe.draw._figure import SUFFIXES, save
 from jpipe.draw._text import text
-from jpipe.foreign import literal, shown
 from jpipe.schedule import Schedule
 from jpipe.simulate import simulate
 

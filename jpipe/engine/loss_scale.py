@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.foreign import shown
-from jpipe.suggest import suggests
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 
 
 @suggests

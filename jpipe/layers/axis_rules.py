@@ -13,7 +13,7 @@ from typing import Any
 from flax.core.spmd import get_logical_axis_rules, logical_axis_rules
 from jax.sharding import Mesh
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.layers.constraint import on_mesh
 from jpipe.mesh import DATA, FSDP, MODEL
 from jpipe.packing import axes, axes_by_dim

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.layers.avals import is_inexact
-from jpipe.suggest import suggests
 
 
 @suggests

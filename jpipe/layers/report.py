@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.layers.layer import Layer
-from jpipe.suggest import suggests
 
 _COLLECTED: contextvars.ContextVar[dict[str, jax.Array] | None] = (
     contextvars.ContextVar("jpipe_reported", default=None)

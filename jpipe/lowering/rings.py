@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.lowering.channels import Route
 from jpipe.lowering.spills import Spill, least_slots, spill, stashes_of
 from jpipe.schedule import IDLE, Schedule

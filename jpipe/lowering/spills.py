@@ -30,7 +30,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from jpipe._intervals import covering
+from jpipe._table.intervals import covering
 from jpipe.schedule import Schedule
 
 Key = TypeVar("Key")

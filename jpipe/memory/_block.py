@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 
 USES = {
     "weights": "the newest version of the weights",

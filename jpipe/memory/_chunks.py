@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 
 PARTS = {"parameters": 2, "master": 4, "momentum": 4, "variance": 4}
 """Parts of the state of mixed-precision Adam -> bytes for each parameter. A gradient takes the place of its parameter."""

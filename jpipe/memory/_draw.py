@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.memory._block import USES, Block, size_text, spans
 
 if TYPE_CHECKING:

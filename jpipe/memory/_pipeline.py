@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from jpipe._util.foreign import shown
 from jpipe.costs import batch_bytes
 from jpipe.engine.layout import REPLICATED, ArrayGroup
-from jpipe.foreign import shown
 from jpipe.memory._block import Access, Block
 from jpipe.memory._clock import Clock
 from jpipe.memory._rings import rings

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 
 if TYPE_CHECKING:
     from jpipe.memory._timeline import Timeline

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.memory._block import UNITS, USES, Access, Block, Interval, size_text, spans
 
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.optim.delays import is_wrong
-from jpipe.suggest import suggests
 
 Source = Literal["second_moment", "momentum"]
 Sides = Literal["both", "smaller"]

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.optim.declarations import Declaration, reads_state
 from jpipe.optim.delays import (
     NumericTree,
@@ -20,7 +21,6 @@ from jpipe.optim.delays import (
     move,
     spread,
 )
-from jpipe.suggest import suggests
 
 
 class CorrectDiscrepancyState(NamedTuple):

@@ -20,8 +20,8 @@ from typing import Any, Literal, TypeVar
 
 import jax
 
-from jpipe.suggest import suggests
-from jpipe.warn import warn
+from jpipe._util.suggest import suggests
+from jpipe._util.warn import warn
 
 _Hook = TypeVar("_Hook", bound=Callable)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 
 NumericTree: TypeAlias = (
     chex.Numeric | Iterable["NumericTree"] | Mapping[Any, "NumericTree"]

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.optim.declarations import Declaration
 from jpipe.optim.delays import (
     NumericTree,
@@ -19,7 +20,6 @@ from jpipe.optim.delays import (
     is_wrong,
     spread,
 )
-from jpipe.suggest import suggests
 
 
 class ErrorFeedbackState(NamedTuple):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpipe.suggest import suggests
+from jpipe._util.suggest import suggests
 
 
 class MasterWeightsState(NamedTuple):

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.optim.delays import is_wrong
-from jpipe.suggest import suggests
 
 
 class ScaleByNadamState(NamedTuple):

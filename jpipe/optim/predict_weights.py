@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.optim.declarations import Declaration, reads_state
 from jpipe.optim.delays import NumericTree, as_float, check_delay, find_states, move
-from jpipe.suggest import suggests
 
 
 class PredictWeightsState(NamedTuple):

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.optim.declarations import Declaration, reads_state
 from jpipe.optim.delays import (
     NumericTree,
@@ -23,7 +24,6 @@ from jpipe.optim.delays import (
     spread,
 )
 from jpipe.optim.predict_weights import horizon_of
-from jpipe.suggest import suggests
 
 
 class SpikeCompensationState(NamedTuple):

@@ -3,6 +3,7 @@
 The names of `jpipe.solvers` are here too.
 """
 
+from jpipe._util.sizes import size_text
 from jpipe.plan._choose import Candidate, Ranking, Skipped, choose
 from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._machine import measure_machine
@@ -14,7 +15,6 @@ from jpipe.plan._profile import (
     balance_by_time,
 )
 from jpipe.plan._profiling import profile
-from jpipe.sizes import size_text
 from jpipe.solvers import (
     Blocks,
     Configuration,

@@ -12,14 +12,14 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jpipe import schedules
+from jpipe._util.foreign import shown
+from jpipe._util.sizes import size_text
 from jpipe.compress import Compressor
-from jpipe.foreign import shown
-from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.plan._predict import Prediction, predict
 from jpipe.plan._profile import Profile, balance_by_memory, balance_by_time
 from jpipe.schedule import Schedule
-from jpipe.sizes import size_text
 from jpipe.solvers import Graph, Machine, pipedream
+from jpipe.stages.offload import NO_OFFLOAD, Offload
 
 # The values of `recompute` that one profile can price. A policy runs other programs.
 _SAME_PROGRAMS = ("none", "full")

@@ -11,11 +11,11 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.calls import public
+from jpipe._processes.sharing import from_first, gather
+from jpipe.engine.calls import public
 from jpipe.layers.layer import InitApply
 from jpipe.mesh import make_mesh
 from jpipe.pipeline import Pipeline
-from jpipe.processes import from_first, gather
 from jpipe.schedules import gpipe
 from jpipe.solvers import Machine
 

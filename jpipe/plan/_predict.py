@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpipe.checks import message_compression
 from jpipe.compress import Compressor
 from jpipe.costs import Memory
 from jpipe.engine.layout import StatePackings, buffer_shapes
@@ -18,7 +17,7 @@ from jpipe.layers.avals import num_bytes
 from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, lower
-from jpipe.offload import NO_OFFLOAD, Moves, Offload
+from jpipe.options.checks import message_compression
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
@@ -28,6 +27,7 @@ from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, c
 from jpipe.stages.cut import check_boundaries, devices_of_use, group, of_copies
 from jpipe.stages.extra_args import STALE_PARAMS, hooked_passes
 from jpipe.stages.messages import find_portals, find_routes, pack_messages
+from jpipe.stages.offload import NO_OFFLOAD, Moves, Offload
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jpipe.foreign import read_json, shown
+from jpipe._util.foreign import read_json, shown
 from jpipe.layers.avals import num_bytes
 from jpipe.plan._loops import PROGRAMS, Seconds
 from jpipe.plan._profile_file import WrongField, decode, text_of

@@ -11,7 +11,8 @@ import jax
 import numpy as np
 import optax
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.warn import warn
 from jpipe.layers.avals import num_bytes, real_dtype, shapes_text
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.trace import Traced
@@ -21,7 +22,6 @@ from jpipe.plan._measure_updates import measure_updates, trace_updates
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.stages.extra_args import STALE_PARAMS
 from jpipe.stages.flat_update import flat_update
-from jpipe.warn import warn
 
 
 def profile(

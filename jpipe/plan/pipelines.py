@@ -1,6 +1,6 @@
 """Measuring the layers of a `Pipeline`, and cutting them by the result.
 
-`jpipe.entry_points` names these functions; `Pipeline` calls them.
+`jpipe._util.entry_points` names these functions; `Pipeline` calls them.
 """
 
 import dataclasses
@@ -13,9 +13,11 @@ from typing import Any
 import jax
 import numpy as np
 
+from jpipe._processes.sharing import from_first, is_global
+from jpipe._util.foreign import shown
 from jpipe.costs import inner_layers
-from jpipe.foreign import shown
 from jpipe.layers.trace import Traced
+from jpipe.options.settings import Settings
 from jpipe.plan._loops import PROGRAMS
 from jpipe.plan._profile import (
     Profile,
@@ -25,8 +27,6 @@ from jpipe.plan._profile import (
     programs_of,
 )
 from jpipe.plan._profiling import profile
-from jpipe.processes import from_first, is_global
-from jpipe.settings import Settings
 from jpipe.stages.ties import resolve_ties
 
 

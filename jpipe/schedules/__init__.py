@@ -6,7 +6,9 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jpipe.foreign import read_text, shown
+from jpipe._util.foreign import read_text, shown
+from jpipe._util.suggest import did_you_mean, missing_attribute, suggests
+from jpipe._util.warn import warn
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules._search import SearchResult as SearchResult
 from jpipe.schedules._search import search as search
@@ -33,8 +35,6 @@ from jpipe.schedules.zero_bubble import refusal_of_v as _refusal_of_v
 from jpipe.schedules.zero_bubble import zero_bubble_h1 as zero_bubble_h1
 from jpipe.schedules.zero_bubble import zero_bubble_h2 as zero_bubble_h2
 from jpipe.schedules.zero_bubble import zero_bubble_v as zero_bubble_v
-from jpipe.suggest import did_you_mean, missing_attribute, suggests
-from jpipe.warn import warn
 
 __all__ = [
     "SearchResult",

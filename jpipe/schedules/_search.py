@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jpipe._intervals import covering
-from jpipe.foreign import shown
+from jpipe._table.intervals import covering
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule, check_counts
 from jpipe.schedules.gpipe import gpipe
 from jpipe.schedules.interleaved import interleaved
@@ -24,7 +25,6 @@ from jpipe.schedules.zero_bubble import (
     zero_bubble_v,
 )
 from jpipe.simulate import TRANSFERS, Costs, simulate
-from jpipe.suggest import suggests
 
 
 class SearchResult(NamedTuple):

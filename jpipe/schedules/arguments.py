@@ -7,7 +7,7 @@ returns it, so that a search over schedules need not catch exceptions.
 
 from collections.abc import Sequence
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.schedule import wrong_counts
 from jpipe.schedules.copies import wrong_replicas
 

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules.arguments import raise_refusal
 from jpipe.schedules.copies import in_groups
-from jpipe.suggest import suggests
 
 
 def refusal(

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_replicas
 from jpipe.schedules.copies import with_copies
-from jpipe.suggest import suggests
 
 
 @suggests

@@ -2,11 +2,11 @@
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule, wrong_counts
 from jpipe.schedules.arguments import raise_refusal, wrong_ticks
 from jpipe.schedules.list_scheduling import Operation, Progress, list_schedule
-from jpipe.suggest import suggests
 
 
 def refusal(

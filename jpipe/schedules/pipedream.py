@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jpipe._util.suggest import suggests
 from jpipe.schedule import IDLE, Schedule, newest_version
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.steady import last_gradients, steady_ticks
-from jpipe.suggest import suggests
 
 
 def refusal(

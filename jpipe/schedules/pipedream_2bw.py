@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_counts_or_ticks
 from jpipe.schedules.copies import has_copies, warm_up
 from jpipe.schedules.steady import steady_ticks
-from jpipe.suggest import suggests
 
 
 def refusal(

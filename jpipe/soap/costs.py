@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from jpipe.foreign import read_json, shown
+from jpipe._util.foreign import read_json, shown
 from jpipe.soap.graph import Operator, OperatorGraph
 from jpipe.soap.machine import Machine
 from jpipe.soap.regions import read, volume

@@ -8,8 +8,8 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jpipe.foreign import parse, read_json, read_text, shown
-from jpipe.suggest import did_you_mean
+from jpipe._util.foreign import parse, read_json, read_text, shown
+from jpipe._util.suggest import did_you_mean
 
 _GB = 1e9
 

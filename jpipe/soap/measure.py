@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.soap.flatten import Equation, Value
 from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.products import product_of

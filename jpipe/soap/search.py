@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.soap.costs import Analytic, Costs
 from jpipe.soap.delta import Simulator
 from jpipe.soap.graph import OperatorGraph

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.soap.graph import Operator, OperatorGraph
 from jpipe.soap.splits import factor_axes, refusal
 from jpipe.soap.strategy import Config

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.soap.exchange import PRIMITIVES, Exchange, Fetch, window_of
 from jpipe.soap.flatten import Equation, Value
 from jpipe.soap.graph import (

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from jpipe.foreign import read_json, shown
+from jpipe._util.foreign import read_json, shown
+from jpipe._util.suggest import did_you_mean
 from jpipe.soap.graph import PARAMETER, REDUCTION, Operator, OperatorGraph
 from jpipe.soap.regions import followed, plain, read_all
-from jpipe.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.soap.costs import Costs
 from jpipe.soap.graph import PRODUCTS, OperatorGraph
 from jpipe.soap.lifetimes import Held, Lifetimes

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jpipe._util.warn import warn
 from jpipe.soap.flatten import Equation, Program, Value, flatten, item_bytes
 from jpipe.soap.fuse import Fusion, Group, Refs, operand_step
 from jpipe.soap.graph import (
@@ -23,7 +24,6 @@ from jpipe.soap.graph import (
 from jpipe.soap.regions import Access, followed, identity, plain
 from jpipe.soap.residuals import residuals_of
 from jpipe.soap.rules import ELEMENTWISE, RANDOM, RULES, Nest, unsplittable, views
-from jpipe.warn import warn
 
 
 def trace(

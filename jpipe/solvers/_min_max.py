@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 
 
 def min_max(costs: Sequence[float], num_stages: int) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.solvers._states import States, states
 from jpipe.solvers.graph import Graph, Solution, Stage
 from jpipe.solvers.pipedream_costs import (

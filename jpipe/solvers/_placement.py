@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.solvers._scipy import import_scipy
 from jpipe.solvers.graph import Graph, Solution, Stage
 

@@ -5,7 +5,7 @@ import math
 
 import numpy as np
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.solvers._linearised import best_along_order
 from jpipe.solvers._merge import merge
 from jpipe.solvers._placement import (

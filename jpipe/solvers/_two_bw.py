@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 from jpipe.schedule import check_counts
 from jpipe.solvers.machine import Machine
 

@@ -7,7 +7,7 @@ import os
 import re
 from typing import Any
 
-from jpipe.foreign import read_text, shown
+from jpipe._util.foreign import read_text, shown
 from jpipe.solvers.graph import FORMAT, LIMITS, FaultyItem, Graph, Id, Node
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 
 Id = str | int
 

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,14 +8,14 @@ import functools
 import inspect
 from collections.abc import Callable
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import did_you_mean
 from jpipe.solvers._ideals import ideals
 from jpipe.solvers._linearised import linearised
 from jpipe.solvers._pipedream import pipedream
 from jpipe.solvers._throughput_ip import throughput_ip
 from jpipe.solvers.chain import split_chain
 from jpipe.solvers.graph import Solution
-from jpipe.suggest import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True)

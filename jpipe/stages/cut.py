@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jpipe._util.foreign import shown
 from jpipe.compress import StreamingPCA
-from jpipe.foreign import shown
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.equations import Equations
@@ -28,12 +28,12 @@ from jpipe.layers.sharding import ValueSplit
 from jpipe.layers.state_update import StateUpdate
 from jpipe.layers.trace import Traced
 from jpipe.lowering.target import CPU, Target
-from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import CHUNK, Leaf, Packing
 from jpipe.solvers import min_max
 from jpipe.stages.accumulators import FACTORS, Accumulators, GradientPlace
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
+from jpipe.stages.offload import NO_OFFLOAD, Offload
 from jpipe.stages.vocabulary import NO_VOCABULARY, Vocabulary
 
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jpipe._util.warn import warn
 from jpipe.compress import Factors
 from jpipe.layers.avals import shapes_text
 from jpipe.layers.equations import Equations
 from jpipe.layers.products import ProductForm
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS
-from jpipe.warn import warn
 
 
 @dataclasses.dataclass(frozen=True)

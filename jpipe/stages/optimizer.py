@@ -21,7 +21,6 @@ import optax
 from jpipe.layers.avals import num_bytes, real_dtype
 from jpipe.layers.equations import Equations
 from jpipe.layers.products import ProductForm
-from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import Leaf, Packing, Place
 from jpipe.stages.accumulators import FACTORS, FactorPlaces, GradientPlace
 from jpipe.stages.cut import Stages, Vectors, devices_of_owners
@@ -36,6 +35,7 @@ from jpipe.stages.flat_update import (
     with_factors,
     with_hooks,
 )
+from jpipe.stages.offload import NO_OFFLOAD, Offload
 from jpipe.stages.shares import Replicas
 from jpipe.stages.stage_update import MergedUpdate, StageUpdate, merge_updates
 from jpipe.stages.update_groups import (

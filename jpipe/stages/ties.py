@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import jax
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import did_you_mean
 from jpipe.layers.layer import Layer
-from jpipe.suggest import did_you_mean
 
 
 def resolve_ties(

@@ -25,8 +25,9 @@ from layouts import (
 )
 
 import jpipe
-from jpipe import portable, schedules
+from jpipe import schedules
 from jpipe.optim import correct_discrepancy, corrected_params
+from jpipe.states import portable
 
 KEY = jax.random.key(3)
 

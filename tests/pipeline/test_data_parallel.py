@@ -114,7 +114,9 @@ def test_each_device_only_receives_its_share():
     shapes = {s.data.shape for s in placed["inputs"].addressable_shards}
     assert shapes == {(8, 6)}
     compiled = pipe.compile(batch)
-    (_, batch_shardings, _), _ = compiled.input_shardings  # state, batch, rows of the table
+    (_, batch_shardings, _), _ = (
+        compiled.input_shardings
+    )  # state, batch, rows of the table
     assert batch_shardings["inputs"].shard_shape((16, 6)) == (8, 6)
 
 

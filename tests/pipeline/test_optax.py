@@ -13,7 +13,7 @@ from flax import nnx
 from helpers import assert_close
 
 import jpipe
-from jpipe import portable
+from jpipe.states import portable
 
 STEPS = 4
 

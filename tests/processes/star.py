@@ -15,7 +15,8 @@ import signal
 import sys
 import time
 
-from jpipe import _watchdog, launch
+from jpipe import launch
+from jpipe._processes import watchdog as _watchdog
 
 SECONDS = 2.0
 """Of silence, and without progress."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jpipe import schedules
-from jpipe._schedule_text import cell_rows
+from jpipe._table.text import cell_rows
 from jpipe.schedules import search
 from jpipe.simulate import Costs, simulate
 

@@ -92,5 +92,9 @@ def test_solvers_import_what_stands_below_them():
     for path in (ROOT / "jpipe" / "solvers").glob("*.py"):
         modules = re.findall(r"^\s*(?:from|import) (jpipe\S*)", path.read_text(), re.M)
         for module in modules:
-            below = module in ("jpipe.foreign", "jpipe.schedule", "jpipe.suggest")
+            below = module in (
+                "jpipe._util.foreign",
+                "jpipe.schedule",
+                "jpipe._util.suggest",
+            )
             assert below or module.startswith("jpipe.solvers")

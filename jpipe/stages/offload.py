@@ -4,9 +4,9 @@ import dataclasses
 import numbers
 from typing import Any, NamedTuple
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
+from jpipe._util.suggest import suggests
 from jpipe.packing import CHUNK
-from jpipe.suggest import suggests
 
 
 @suggests

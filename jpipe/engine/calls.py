@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe._watchdog import watched
-from jpipe.state import PipelineState
+from jpipe._processes.watchdog import watched
+from jpipe.engine.state import PipelineState
 
 P = ParamSpec("P")
 R = TypeVar("R")

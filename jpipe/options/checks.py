@@ -11,24 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jpipe._processes.sharing import check_processes
+from jpipe._util.foreign import shown
+from jpipe._util.sizes import parse_size
+from jpipe._util.suggest import did_you_mean
+from jpipe._util.warn import warn
 from jpipe.compress import Compressor, SparseCompressor, StreamingPCA
 from jpipe.engine.loss_scale import LossScale
-from jpipe.foreign import shown
+from jpipe.engine.state import PipelineState
 from jpipe.layers.avals import is_inexact, is_key
 from jpipe.layers.layer import Layer
 from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.lower import mixes_minibatches
 from jpipe.mesh import DATA, FSDP, HOST_MEMORY, STAGE, automatic, memory_kinds
-from jpipe.offload import NO_OFFLOAD, Offload
 from jpipe.packing import axes
-from jpipe.processes import check_processes
 from jpipe.schedule import Schedule
-from jpipe.sizes import parse_size
 from jpipe.stages.codecs import NO_COMPRESSION, MessageCompression
 from jpipe.stages.cut import Stages
-from jpipe.state import PipelineState
-from jpipe.suggest import did_you_mean
-from jpipe.warn import warn
+from jpipe.stages.offload import NO_OFFLOAD, Offload
 
 # -- Arguments of `Pipeline`
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jpipe._cells import IDLE
-from jpipe._schedule_text import with_mark
+from jpipe._table.cells import IDLE
+from jpipe._table.text import with_mark
 
 if TYPE_CHECKING:
     from jpipe.schedule import Schedule

@@ -3,7 +3,7 @@
 import math
 import re
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 
 _UNITS = {"": 1, "B": 1} | {
     f"{prefix}{binary}B": (1024 if binary else 1000) ** power

@@ -7,7 +7,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
-from jpipe.foreign import shown
+from jpipe._util.foreign import shown
 
 T = TypeVar("T", bound=Callable)
 

@@ -5,7 +5,7 @@ import statistics
 import time
 from typing import Any, NamedTuple
 
-from jpipe._watchdog._calls import Batch, Calls
+from jpipe._processes.watchdog._calls import Batch, Calls
 
 LONG = 600.0
 """The limit of a phase that may take long, such as a compilation."""

@@ -11,7 +11,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh
 
-from jpipe.checks import batch_size
+from jpipe._processes.sharing import Rows, is_global, is_shared
 from jpipe.compress import Compressor, StreamingPCA
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.axis_rules import AxisRules, rules_for
@@ -20,13 +20,13 @@ from jpipe.layers.loss import Loss
 from jpipe.layers.trace import Traced, trace_layers
 from jpipe.lowering.target import target_of
 from jpipe.mesh import DATA, FSDP, STAGE, on_platform
-from jpipe.offload import NO_OFFLOAD, Offload
-from jpipe.processes import Rows, is_global, is_shared
+from jpipe.options.checks import batch_size
 from jpipe.schedule import Schedule
 from jpipe.stages import vocabulary
 from jpipe.stages.codecs import NO_COMPRESSION, MessageCompression
 from jpipe.stages.cut import Stages, cut
 from jpipe.stages.extra_args import read_delays, rereads_weights
+from jpipe.stages.offload import NO_OFFLOAD, Offload
 from jpipe.stages.shares import Replicas
 from jpipe.stages.ties import resolve_ties
 

@@ -7,7 +7,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpipe.locations import (
+from jpipe._util.suggest import did_you_mean
+from jpipe.engine.state import PipelineState, num_rounds
+from jpipe.program import Program
+from jpipe.stages.hyperparams import Hyperparam, hyperparams
+from jpipe.states.locations import (
     Block,
     locations,
     optimizer_paths,
@@ -15,10 +19,6 @@ from jpipe.locations import (
     places_of_leaf,
     read,
 )
-from jpipe.program import Program
-from jpipe.stages.hyperparams import Hyperparam, hyperparams
-from jpipe.state import PipelineState, num_rounds
-from jpipe.suggest import did_you_mean
 
 
 def values(state: PipelineState) -> dict[str, np.ndarray]:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jpipe._cells import IDLE
-from jpipe._intervals import covering
+from jpipe._table.cells import IDLE
+from jpipe._table.intervals import covering
 
 if TYPE_CHECKING:
     from jpipe.schedule import Schedule

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from jpipe.suggest import did_you_mean
+from jpipe._util.suggest import did_you_mean
 
 
 class Parser(argparse.ArgumentParser):

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jpipe.engine.state import PipelineState
 from jpipe.lowering.array_rows import ArrayRows
 from jpipe.packing import Place
 from jpipe.program import Program
@@ -20,7 +21,6 @@ from jpipe.stages.cut import Stages
 from jpipe.stages.optimizer import StageUpdate, seen_by_optimizer
 from jpipe.stages.update_groups import Piece
 from jpipe.stages.vocabulary import PartedLeaf, Unit
-from jpipe.state import PipelineState
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,10 +25,10 @@ import os
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from jpipe._watchdog._calls import Batch
-from jpipe._watchdog._connections import accept, connect, listen
-from jpipe._watchdog._progress import LONG
-from jpipe._watchdog._thread import LOST, PROGRESS, SILENCE, Watchdog
+from jpipe._processes.watchdog._calls import Batch
+from jpipe._processes.watchdog._connections import accept, connect, listen
+from jpipe._processes.watchdog._progress import LONG
+from jpipe._processes.watchdog._thread import LOST, PROGRESS, SILENCE, Watchdog
 
 __all__ = [
     "LONG",

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jpipe.suggest import suggests
+from jpipe._util.suggest import suggests
 
 
 @suggests

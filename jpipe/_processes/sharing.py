@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe import _watchdog
+from jpipe._processes import watchdog as _watchdog
 from jpipe.mesh import DATA
 
 # -- What a process holds of a mesh

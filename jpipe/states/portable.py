@@ -15,10 +15,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jpipe.checks import check_fit
+from jpipe._processes.sharing import processes_of
+from jpipe._util.warn import warn
 from jpipe.engine.layout import REPLICATED
+from jpipe.engine.state import PipelineState, num_rounds
 from jpipe.layers.quick_jit import quick_options, shared_jit
-from jpipe.locations import (
+from jpipe.mesh import STAGE
+from jpipe.optim.identity import difference
+from jpipe.options.checks import check_fit
+from jpipe.packing import Place
+from jpipe.program import Program
+from jpipe.stages.optimizer import seen_by_optimizer
+from jpipe.stages.vocabulary import PartedLeaf, Unit
+from jpipe.states.locations import (
     Locations,
     locations,
     optimizer_paths,
@@ -26,15 +35,6 @@ from jpipe.locations import (
     read,
     update_of,
 )
-from jpipe.mesh import STAGE
-from jpipe.optim.identity import difference
-from jpipe.packing import Place
-from jpipe.processes import processes_of
-from jpipe.program import Program
-from jpipe.stages.optimizer import seen_by_optimizer
-from jpipe.stages.vocabulary import PartedLeaf, Unit
-from jpipe.state import PipelineState, num_rounds
-from jpipe.warn import warn
 
 OfLayers = Callable[[Sequence[int]], tuple[Sequence, Sequence, Any]]
 """The layers of a stage, or of a unit of vocabulary layers -> their weights and mutable state, one tree per layer of the

@@ -15,11 +15,11 @@ import jax
 import numpy as np
 
 import jpipe
-from jpipe.checks import batch_size
+from jpipe._processes.sharing import check_agreement
 from jpipe.layers.avals import shapes_text
-from jpipe.processes import check_agreement
+from jpipe.options.checks import batch_size
+from jpipe.options.settings import Settings
 from jpipe.program import Program
-from jpipe.settings import Settings
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax")
 _OPTIONS = (

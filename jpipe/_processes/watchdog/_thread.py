@@ -13,10 +13,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from jpipe._watchdog._calls import difference, next_to_ask
-from jpipe._watchdog._connections import Line
-from jpipe._watchdog._progress import Beats, culprits, stuck_processes
-from jpipe._watchdog._stop import Stop, Vote
+from jpipe._processes.watchdog._calls import difference, next_to_ask
+from jpipe._processes.watchdog._connections import Line
+from jpipe._processes.watchdog._progress import Beats, culprits, stuck_processes
+from jpipe._processes.watchdog._stop import Stop, Vote
 
 SILENCE = 15.0
 """Seconds without a word from a process until it counts as stopped."""
@@ -39,7 +39,7 @@ LOST, SILENT, STUCK = 71, 72, 73
 
 
 class Watchdog:
-    """The thread of one process; see `jpipe._watchdog`.
+    """The thread of one process; see `jpipe._processes.watchdog`.
 
     Args:
       process: the number of this process.

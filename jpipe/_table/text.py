@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jpipe._cells import IDLE, idle_cells
-from jpipe.foreign import shortened, shown
+from jpipe._table.cells import IDLE, idle_cells
+from jpipe._util.foreign import shortened, shown
 
 if TYPE_CHECKING:
     from jpipe.schedule import Schedule

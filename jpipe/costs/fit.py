@@ -20,13 +20,13 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jpipe import costs, packing
-from jpipe.checks import why_gradients_stay, why_weights_stay
+from jpipe._util.sizes import size_text
 from jpipe.lowering.lower import STASHES
 from jpipe.mesh import HOST_MEMORY
-from jpipe.offload import LEAST_SLOTS, NO_OFFLOAD, Moves, Offload
+from jpipe.options.checks import why_gradients_stay, why_weights_stay
 from jpipe.packing import CHUNK
 from jpipe.program import Program
-from jpipe.sizes import size_text
+from jpipe.stages.offload import LEAST_SLOTS, NO_OFFLOAD, Moves, Offload
 
 _CHUNKS = (CHUNK, CHUNK // 4, CHUNK // 16, CHUNK // 64)
 """The chunks that are tried, in numbers."""

@@ -13,9 +13,9 @@ from jpipe.layers.avals import num_bytes as bytes_of
 from jpipe.layers.trace import Traced
 from jpipe.lowering.lower import STASHES
 from jpipe.mesh import DATA, HOST_MEMORY, STAGE
+from jpipe.options.settings import Settings
 from jpipe.packing import Packing, Place
 from jpipe.program import Program
-from jpipe.settings import Settings
 from jpipe.solvers import min_max
 from jpipe.stages.accumulators import flat_places
 from jpipe.stages.update_groups import Piece

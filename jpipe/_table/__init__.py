@@ -1,0 +1,1 @@
+"""The table of a schedule: its cells, rules, facts and text."""

@@ -1,0 +1,1 @@
+"""What every module may use: messages, paths, sizes, and what runs outside of a pipeline."""

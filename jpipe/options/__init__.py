@@ -1,0 +1,1 @@
+"""The arguments of a pipeline: their checks, and what follows from them."""
