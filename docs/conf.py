@@ -167,7 +167,12 @@ def group_arguments(name, text):
 def methods_table(name, cls):
     """A table of the public methods and properties of a class: name, first sentence of the docstring."""
     rows = ["", ".. list-table::", "   :widths: auto", "   :class: methods", ""]
-    members = vars(cls).items()
+    bases = [
+        each for each in reversed(cls.__mro__) if each.__module__.startswith("jpipe")
+    ]
+    members = {
+        name: value for each in bases for name, value in vars(each).items()
+    }.items()
     for each, value in sorted(members, key=lambda item: isinstance(item[1], property)):
         text = inspect.getdoc(value)
         if not each.startswith("_") and text and not isinstance(value, type):

@@ -31,18 +31,19 @@ the *lanes* in which the device runs several microbatches of the stage in one ti
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jpipe._table import facts as _schedule_facts
-from jpipe._table import text as _schedule_text
-from jpipe._table.cells import CELL_FIELDS, idle_cells
+from jpipe._table import facts as table_facts
+from jpipe._table import text as text_form
 from jpipe._table.cells import IDLE as IDLE
+from jpipe._table.cells import idle_cells
+from jpipe._table.counts import check_counts
 from jpipe._table.facts import Facts as Facts
 from jpipe._table.rules import RULES
+from jpipe._table.table import ARRAYS, Table
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
 from jpipe._util.warn import warn
@@ -50,7 +51,7 @@ from jpipe._util.warn import warn
 
 @suggests
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Schedule:
+class Schedule(Table):
     """A pipeline schedule: a table of T ticks by C columns.
 
     The constructor makes the arrays int32 and read-only and checks their shapes. `check`
@@ -90,229 +91,9 @@ class Schedule:
       [2, 2]
     """
 
-    name: str
-    num_microbatches: int
-    stage: np.ndarray
-    device: np.ndarray
-    forward: np.ndarray
-    backward: np.ndarray
-    weight_grad: np.ndarray
-    forward_version: np.ndarray
-    backward_version: np.ndarray
-    update: np.ndarray
     emulates: "Schedule | None" = None
 
-    def __post_init__(self) -> None:
-        check_counts(num_microbatches=self.num_microbatches)
-        object.__setattr__(self, "num_microbatches", int(self.num_microbatches))
-        for field in _ARRAYS:
-            array = np.asarray(getattr(self, field))
-            if array.dtype.kind not in "iu":
-                raise ValueError(
-                    f"`{field}` must hold integers (`IDLE` where there is nothing to "
-                    f"do), got dtype {array.dtype}."
-                )
-            narrow = array.astype(np.int32)
-            if not np.array_equal(narrow, array):
-                raise ValueError(f"`{field}` must fit int32, got up to {array.max()}.")
-            narrow.setflags(write=False)
-            object.__setattr__(self, field, narrow)
-        if self.forward.ndim != 2 or 0 in self.forward.shape:
-            raise ValueError(
-                "`forward` must have shape [ticks, columns] with at least one of each, "
-                f"got {self.forward.shape}."
-            )
-        for field in _ARRAYS:
-            expected = self.forward.shape[0 if field in CELL_FIELDS else 1 :]
-            shape = getattr(self, field).shape
-            if shape != expected:
-                raise ValueError(
-                    f"`{field}` must have shape {expected} to go with `forward` of "
-                    f"shape {self.forward.shape}, got {shape}."
-                )
-        for reader in ("forward", "backward"):
-            reads = getattr(self, reader) != IDLE
-            has_version = getattr(self, f"{reader}_version") != IDLE
-            for t, c in np.argwhere(reads != has_version)[:1]:
-                raise ValueError(
-                    f"`{reader}_version` must be `IDLE` exactly where `{reader}` is: "
-                    f"at tick {t}, column {c} only one of them is."
-                )
-
-    # -- Size and kind --------------------------------------------------------------
-
-    @property
-    def num_ticks(self) -> int:
-        """T, rows of the table."""
-        return self.forward.shape[0]
-
-    @property
-    def num_columns(self) -> int:
-        """C, columns of the table."""
-        return self.forward.shape[1]
-
-    @property
-    def num_stages(self) -> int:
-        """S, one more than the largest stage."""
-        return int(self.stage.max()) + 1
-
-    @property
-    def num_devices(self) -> int:
-        """D, one more than the largest device."""
-        return int(self.device.max()) + 1
-
-    @functools.cached_property
-    def copies(self) -> tuple[tuple[int, ...], ...]:
-        """For each stage the devices of its copies, in the order of their first columns.
-
-        Example:
-          >>> import jpipe.schedules
-          >>> jpipe.schedules.gpipe(2, 6, replicas=(3, 1)).copies
-          ((0, 1, 2), (3,))
-        """
-        devices: list[list[int]] = [[] for _ in range(self.num_stages)]
-        for s, d in zip(self.stage.tolist(), self.device.tolist(), strict=True):
-            if d not in devices[s]:
-                devices[s].append(d)
-        return tuple(map(tuple, devices))
-
-    @functools.cached_property
-    def columns_of_copies(self) -> tuple[tuple[list[int], ...], ...]:
-        """For each stage the columns of every copy, in the order of `copies`."""
-        stage, device = self.stage, self.device
-        return tuple(
-            tuple(
-                np.flatnonzero((stage == s) & (device == d)).tolist() for d in devices
-            )
-            for s, devices in enumerate(self.copies)
-        )
-
-    @property
-    def replicas(self) -> tuple[int, ...]:
-        """The number of copies of each stage."""
-        return tuple(map(len, self.copies))
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether a stage has several columns, on several devices or as lanes of one."""
-        return self.num_columns > self.num_stages
-
-    @functools.cached_property
-    def column_of_stage(self) -> np.ndarray:
-        """int `[S]`: the column that runs each stage; of several the first, of copy 0.
-
-        Example:
-          >>> forward = np.array([[1, 0]])  # stage 1 stands first
-          >>> table = Schedule.from_ticks("example", forward, stage=[1, 0])
-          >>> table.column_of_stage.tolist()
-          [1, 0]
-        """
-        _, columns = np.unique(self.stage, return_index=True)
-        columns.setflags(write=False)
-        return columns
-
-    @functools.cached_property
-    def column_of_microbatch(self) -> np.ndarray:
-        """int `[N, S]`: the column that runs each microbatch of each stage."""
-        columns = np.tile(self.column_of_stage, (self.num_microbatches, 1))
-        m, c = np.nonzero(self.forward_ticks() != IDLE)
-        columns[m, self.stage[c]] = c
-        columns.setflags(write=False)
-        return columns
-
-    def by_stage(self, of_columns: np.ndarray) -> np.ndarray:
-        """`[N, S]`: the entries of `[N, C]`, each from the column that runs the microbatch."""
-        return np.take_along_axis(of_columns, self.column_of_microbatch, axis=1)
-
-    @functools.cached_property
-    def ring(self) -> bool:
-        """Whether the first and the last of more than two devices exchange messages."""
-        device = self.device[self.column_of_microbatch]
-        D = self.num_devices
-        return D > 2 and bool((np.abs(np.diff(device)) == D - 1).any())
-
-    @functools.cached_property
-    def splits_backward(self) -> bool:
-        """Whether weight gradients are operations of their own."""
-        return bool((self.weight_grad != IDLE).any())
-
-    @functools.cached_property
-    def forward_only(self) -> bool:
-        """Whether the table has no backward, no weight gradient and no update."""
-        trains = (self.backward, self.weight_grad, self.update)
-        return all(bool((cells == IDLE).all()) for cells in trains)
-
-    @functools.cached_property
-    def drains(self) -> bool:
-        """Whether the table is one whole minibatch: between rounds nothing is in flight."""
-        microbatches = (self.forward, self.backward, self.weight_grad)
-        return all(bool(((m == IDLE) | (m >= 0)).all()) for m in microbatches)
-
-    @functools.cached_property
-    def synchronous(self) -> bool:
-        """Whether the table is one whole minibatch that reads only weight version 0."""
-        versions = (self.forward_version, self.backward_version)
-        return (
-            self.drains
-            and all(bool(((v == IDLE) | (v == 0)).all()) for v in versions)
-            and bool(((self.update == IDLE) | (self.update == 1)).all())
-        )
-
-    # -- Absolute time --------------------------------------------------------------
-
-    def forward_ticks(self) -> np.ndarray:
-        """int64 `[N, C]`: absolute tick of each forward, `IDLE` if there is none."""
-        return self._by_microbatch(self.forward)[0]
-
-    def backward_ticks(self) -> np.ndarray:
-        """int64 `[N, C]`: absolute tick of each backward, `IDLE` if there is none."""
-        return self._by_microbatch(self.backward)[0]
-
-    def weight_grad_ticks(self) -> np.ndarray:
-        """int64 `[N, C]`: absolute tick at which each weight gradient is complete.
-
-        The backward tick, unless the table splits weight gradients from it.
-        """
-        cells = self.weight_grad if self.splits_backward else self.backward
-        return self._by_microbatch(cells)[0]
-
-    def update_ticks(self) -> np.ndarray:
-        """int64 `[C]`: absolute tick that writes version 1, `IDLE` if there is none.
-
-        The same column writes version v at T (v - 1) ticks after that.
-        """
-        ticks = np.full(self.num_columns, IDLE, np.int64)
-        t, c = np.nonzero(self.update != IDLE)
-        ticks[c] = t - self.num_ticks * (self.update[t, c].astype(np.int64) - 1)
-        return ticks
-
-    def forward_versions(self) -> np.ndarray:
-        """int64 `[N, C]`: the version each microbatch's forward reads.
-
-        Versions are relative to the microbatch's own minibatch, whose update writes
-        version 1. The version read is therefore the negative of the delay.
-        """
-        return self._by_microbatch(self.forward, self.forward_version)[1]
-
-    def backward_versions(self) -> np.ndarray:
-        """int64 `[N, C]`: the version each backward reads, as `forward_versions`."""
-        return self._by_microbatch(self.backward, self.backward_version)[1]
-
-    def _by_microbatch(
-        self, cells: np.ndarray, version: np.ndarray | None = None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Absolute ticks `[N, C]` of `cells`, and the versions that they read."""
-        shape = (self.num_microbatches, self.num_columns)
-        ticks = np.full(shape, IDLE, np.int64)
-        versions = np.full(shape, IDLE, np.int64)
-        t, c = np.nonzero(cells != IDLE)
-        k, m = np.divmod(cells[t, c].astype(np.int64), self.num_microbatches)
-        ticks[m, c] = t - self.num_ticks * k
-        if version is not None:
-            versions[m, c] = version[t, c] - k
-        return ticks, versions
-
-    # -- Legality -------------------------------------------------------------------
+    # -- Legality
 
     def check(self) -> "Schedule":
         """Checks that the table is legal.
@@ -351,37 +132,15 @@ class Schedule:
             rule(self)
         return True
 
-    # -- Facts ----------------------------------------------------------------------
-
-    def device_work(self) -> np.ndarray:
-        """int `[T, D]`: units of work of each device in each tick, F = B = W = 1.
-
-        A backward that is not split counts 2 and an update 0. The work of a device is the
-        sum over its columns. A lockstep tick takes as long as its busiest device.
-
-        An operation of a stage with r copies counts r times. Such a stage is cut r times as
-        long as a stage with one, so that all devices have equal work; one unit is then a
-        forward of the same part of the model everywhere.
-        """
-        whole_backward = 1 if self.splits_backward else 2
-        work = (
-            (self.forward != IDLE).astype(int)
-            + whole_backward * (self.backward != IDLE)
-            + (self.weight_grad != IDLE)
-        )
-        on_device = self.device[:, None] == np.arange(self.num_devices)
-        length = np.array(self.replicas)[self.stage]
-        return work @ (on_device * length[:, None])
-
     def facts(self) -> "Facts":
         """Counts bubble, activations in flight, delays and weight versions.
 
         Raises:
           ValueError: if the table is not legal.
         """
-        return _schedule_facts.facts(self.check())
+        return table_facts.facts(self.check())
 
-    # -- Writing a table ------------------------------------------------------------
+    # -- Writing a table
 
     @classmethod
     def from_ticks(
@@ -508,7 +267,7 @@ class Schedule:
             _warn_if_starved(schedule)
         return schedule
 
-    # -- Text and JSON --------------------------------------------------------------
+    # -- Text and JSON
 
     def to_text(self) -> str:
         """The table as text. `from_text` reads it back.
@@ -527,7 +286,7 @@ class Schedule:
           B0     F1,B1
           B1,U1  U1
         """
-        return _schedule_text.to_text(self)
+        return text_form.to_text(self)
 
     @classmethod
     def from_text(cls, text: str, name: str = "table") -> "Schedule":
@@ -539,7 +298,7 @@ class Schedule:
         Raises:
           ValueError: if a line cannot be read. The message names the line.
         """
-        return cls(name=name, **_schedule_text.parse(text))
+        return cls(name=name, **text_form.parse(text))
 
     def to_dict(self) -> dict[str, Any]:
         """The table as lists for JSON, with None in place of `IDLE`."""
@@ -552,15 +311,15 @@ class Schedule:
         return {
             "name": self.name,
             "num_microbatches": self.num_microbatches,
-            **{field: lists(getattr(self, field)) for field in _ARRAYS},
+            **{field: lists(getattr(self, field)) for field in ARRAYS},
         }
 
-    # -- Identity -------------------------------------------------------------------
+    # -- Identity
 
     @property
     def identity(self) -> tuple:
         """What makes two schedules equal; the first entry is the name."""
-        arrays = tuple(getattr(self, field).tobytes() for field in _ARRAYS)
+        arrays = tuple(getattr(self, field).tobytes() for field in ARRAYS)
         shape = self.forward.shape
         return (self.name, self.num_microbatches, shape, *arrays, self.emulates)
 
@@ -578,13 +337,6 @@ class Schedule:
             f"num_devices={self.num_devices}, "
             f"num_microbatches={self.num_microbatches}, num_ticks={self.num_ticks})"
         )
-
-
-_ARRAYS = tuple(
-    field.name
-    for field in dataclasses.fields(Schedule)
-    if field.name not in ("name", "num_microbatches", "emulates")
-)
 
 
 def newest_version(
@@ -608,42 +360,6 @@ def newest_version(
     """
     ticks_since_update = np.asarray(ticks) - np.asarray(update_ticks)
     return (ticks_since_update - 1) // num_ticks + 1
-
-
-def wrong_counts(**counts: int) -> str | None:
-    """Says which of `counts` is not an integer of at least 1; None if all are.
-
-    Example:
-      >>> wrong_counts(num_stages=4, num_microbatches=8) is None
-      True
-      >>> print(wrong_counts(num_stages=0)[:52])
-      `num_stages` must be an integer of at least 1, got 0
-    """
-    for name, count in counts.items():
-        integer = isinstance(count, int | np.integer) and not isinstance(count, bool)
-        if not integer or count < 1:
-            return (
-                f"`{name}` must be an integer of at least 1, got {shown(count)}: with none "
-                "there is nothing to run. Pass 1 or more."
-            )
-    num_cells = math.prod(map(int, counts.values()))
-    if num_cells > MOST_CELLS:
-        given = ", ".join(f"`{name}`={shown(n)}" for name, n in counts.items())
-        return (
-            f"{given} make a table of {shown(num_cells)} operations of each kind, and at most {MOST_CELLS:,} fit the "
-            "memory of a machine. Pass smaller numbers."
-        )
-    return None
-
-
-MOST_CELLS = 2**26
-"""Operations of one kind in a table. Its arrays take at least 100 times as many bytes."""
-
-
-def check_counts(**counts: int) -> None:
-    """Raises ValueError unless every count is an integer of at least 1."""
-    if reason := wrong_counts(**counts):
-        raise ValueError(reason)
 
 
 def _warn_if_starved(schedule: Schedule) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 import jpipe
 from jpipe import schedules
+from jpipe._table.counts import check_counts
 from jpipe.lowering.lower import lower
-from jpipe.schedule import IDLE, Schedule, check_counts, newest_version
+from jpipe.schedule import IDLE, Schedule, newest_version
 from jpipe.schedules._search import _memory as memory_of_activations
 
 FLUSH = """

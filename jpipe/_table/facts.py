@@ -4,15 +4,13 @@ Letters: S stages, D devices, C columns, N microbatches, T ticks.
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jpipe._table.cells import IDLE
 from jpipe._table.intervals import covering
-
-if TYPE_CHECKING:
-    from jpipe.schedule import Schedule
+from jpipe._table.table import Table
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,43 +52,43 @@ class Facts:
         }
 
 
-def facts(schedule: "Schedule") -> Facts:
+def facts(table: Table) -> Facts:
     """Counts the facts of a legal table."""
-    work = schedule.device_work()
+    work = table.device_work()
     length = work.max(axis=1)
     makespan = int(length.sum())
-    span = schedule.num_devices * makespan
+    span = table.num_devices * makespan
     inner_span = span
-    if schedule.synchronous:
+    if table.synchronous:
         at_work = work > 0
         begun = np.logical_or.accumulate(at_work)
         unfinished = np.logical_or.accumulate(at_work[::-1])[::-1]
         inner_span = int(((begun & unfinished) * length[:, None]).sum())
 
-    num_ticks = schedule.num_ticks
-    forward, forward_versions = schedule.forward_ticks(), schedule.forward_versions()
+    num_ticks = table.num_ticks
+    forward, forward_versions = table.forward_ticks(), table.forward_versions()
     runs = forward != IDLE
-    backward_delay = np.zeros(schedule.num_stages, np.int64)
-    weight_versions = np.ones(schedule.num_stages, np.int64)
+    backward_delay = np.zeros(table.num_stages, np.int64)
+    weight_versions = np.ones(table.num_stages, np.int64)
     last = forward
-    if not schedule.forward_only:
-        backward = schedule.backward_ticks()
-        backward_versions = schedule.backward_versions()
-        backward_delay = _delay(schedule, backward_versions)
-        last = schedule.weight_grad_ticks()
+    if not table.forward_only:
+        backward = table.backward_ticks()
+        backward_versions = table.backward_versions()
+        backward_delay = _delay(table, backward_versions)
+        last = table.weight_grad_ticks()
         # A read of version v at tick t means a read of version 1 at t + T (1 - v).
         # Version 1 lives until its last read, and at least until version 2 is
         # written.
-        written = schedule.update_ticks()
+        written = table.update_ticks()
         read = [
             forward + num_ticks * (1 - forward_versions),
             backward + num_ticks * (1 - backward_versions),
         ]
         last_read = np.where(runs, np.max(read, axis=0), IDLE).max(axis=0)
-        first, live_until = np.zeros((2, schedule.num_stages), np.int64)
-        for s, c in enumerate(schedule.column_of_stage):  # all copies update together
+        first, live_until = np.zeros((2, table.num_stages), np.int64)
+        for s, c in enumerate(table.column_of_stage):  # all copies update together
             first[s] = written[c] + 1
-            reads = last_read[schedule.stage == s].max()
+            reads = last_read[table.stage == s].max()
             live_until[s] = max(reads, written[c] + num_ticks)
         weight_versions = covering(first[None], live_until[None], num_ticks).max(axis=0)
     return Facts(
@@ -98,28 +96,26 @@ def facts(schedule: "Schedule") -> Facts:
         makespan=makespan,
         bubble=(span - int(work.sum())) / span,
         inner_bubble=(inner_span - int(work.sum())) / inner_span,
-        in_flight=_in_flight(schedule, forward, last),
-        forward_delay=_delay(schedule, forward_versions),
+        in_flight=_in_flight(table, forward, last),
+        forward_delay=_delay(table, forward_versions),
         backward_delay=backward_delay,
         weight_versions=weight_versions,
     )
 
 
-def _delay(schedule: "Schedule", versions: np.ndarray) -> np.ndarray:
+def _delay(table: Table, versions: np.ndarray) -> np.ndarray:
     """`[S]`, the largest delay of each stage, from the versions `[N, C]` that are read."""
-    return -schedule.by_stage(versions).min(axis=0)
+    return -table.by_stage(versions).min(axis=0)
 
 
-def _in_flight(
-    schedule: "Schedule", forward: np.ndarray, last: np.ndarray
-) -> np.ndarray:
+def _in_flight(table: Table, forward: np.ndarray, last: np.ndarray) -> np.ndarray:
     """`[S]`, the most microbatches of a stage in flight on one device; see `Facts`."""
     # A microbatch that runs in another column covers no tick.
     runs = forward != IDLE
     first, last = np.where(runs, forward, 0), np.where(runs, last, -1)
-    in_column = covering(first, last, schedule.num_ticks)
-    most = np.zeros(schedule.num_stages, np.int64)
-    for s, of_stage in enumerate(schedule.columns_of_copies):
+    in_column = covering(first, last, table.num_ticks)
+    most = np.zeros(table.num_stages, np.int64)
+    for s, of_stage in enumerate(table.columns_of_copies):
         for columns in of_stage:
             most[s] = max(most[s], in_column[:, columns].sum(axis=1).max())
     return most

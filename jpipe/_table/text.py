@@ -7,44 +7,41 @@ version 1), joined by commas, or `.` if the column is idle. `F3@-1` reads weight
 """
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jpipe._table.cells import IDLE, idle_cells
+from jpipe._table.table import Table
 from jpipe._util.foreign import shortened, shown
-
-if TYPE_CHECKING:
-    from jpipe.schedule import Schedule
 
 _LETTERS = {"F": "forward", "B": "backward", "W": "weight_grad", "U": "update"}
 _OPERATION = re.compile(r"([FB])(-?\d+)(?:@(-?\d+))?|([WU])(-?\d+)", re.ASCII)
 _COLUMN = re.compile(r"(\d+)@(\d+)", re.ASCII)
 
 
-def to_text(schedule: "Schedule") -> str:
+def to_text(table: Table) -> str:
     """See `Schedule.to_text`."""
-    return "".join(line + "\n" for line in _align(cell_rows(schedule)))
+    return "".join(line + "\n" for line in _align(cell_rows(table)))
 
 
-def cell_rows(schedule: "Schedule") -> list[list[str]]:
+def cell_rows(table: Table) -> list[list[str]]:
     """The header, then one row of cell texts per tick."""
 
     def cell(t: int, c: int) -> str:
         operations = []
         for letter, field in _LETTERS.items():
-            value = getattr(schedule, field)[t, c]
+            value = getattr(table, field)[t, c]
             if value == IDLE:
                 continue
             version = 0
             if field in ("forward", "backward"):
-                version = getattr(schedule, f"{field}_version")[t, c]
+                version = getattr(table, f"{field}_version")[t, c]
             operations.append(f"{letter}{value}" + (f"@{version}" if version else ""))
         return ",".join(operations) or "."
 
-    header = [f"{s}@{d}" for s, d in zip(schedule.stage, schedule.device, strict=True)]
-    columns = range(schedule.num_columns)
-    rows = [[cell(t, c) for c in columns] for t in range(schedule.num_ticks)]
+    header = [f"{s}@{d}" for s, d in zip(table.stage, table.device, strict=True)]
+    columns = range(table.num_columns)
+    rows = [[cell(t, c) for c in columns] for t in range(table.num_ticks)]
     return [header, *rows]
 
 
@@ -125,34 +122,34 @@ def _number(digits: str, word: str, number: int) -> int:
     return -int(size) if digits.startswith("-") else int(size)
 
 
-def with_mark(schedule: "Schedule", message: str, tick: int | None, column: int) -> str:
+def with_mark(table: Table, message: str, tick: int | None, column: int) -> str:
     """An error message: `message`, its tick and stage, and the table with that cell marked.
 
     Args:
-      schedule: the table.
+      table: to show.
       message: what is wrong.
       tick: the row of the cell. None blames the whole column and marks its header.
       column: the column of the cell.
     """
-    where = f"stage {schedule.stage[column]}"
-    if schedule.has_copies:
-        where += f", device {schedule.device[column]}"
+    where = f"stage {table.stage[column]}"
+    if table.has_copies:
+        where += f", device {table.device[column]}"
     if tick is not None:
         where = f"tick {tick}, {where}"
     marked_row = 0 if tick is None else tick + 1
-    rows = cell_rows(schedule)
+    rows = cell_rows(table)
     for r, row in enumerate(rows):
         row[:] = [
             f"[{cell}]" if (r, c) == (marked_row, column) else f" {cell} "
             for c, cell in enumerate(row)
         ]
-    labels = ["", *(f"tick {t}" for t in range(schedule.num_ticks))]
-    table = [[label, *row] for label, row in zip(labels, rows, strict=True)]
-    shown_rows = _around(marked_row, len(table))
-    shown_columns = _around(column + 1, len(table[0]))
-    lines = _align([[table[r][c] for c in shown_columns] for r in shown_rows])
+    labels = ["", *(f"tick {t}" for t in range(table.num_ticks))]
+    cells = [[label, *row] for label, row in zip(labels, rows, strict=True)]
+    shown_rows = _around(marked_row, len(cells))
+    shown_columns = _around(column + 1, len(cells[0]))
+    lines = _align([[cells[r][c] for c in shown_columns] for r in shown_rows])
     lines[shown_rows.index(marked_row)] += "  <-- here"
-    return "\n".join([f"schedule {shown(schedule.name)}, {where}: {message}", *lines])
+    return "\n".join([f"schedule {shown(table.name)}, {where}: {message}", *lines])
 
 
 _MOST_SHOWN = 40

@@ -6,10 +6,11 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jpipe._table.counts import wrong_counts
 from jpipe._util.foreign import read_text, shown
 from jpipe._util.suggest import did_you_mean, missing_attribute, suggests
 from jpipe._util.warn import warn
-from jpipe.schedule import Schedule, wrong_counts
+from jpipe.schedule import Schedule
 from jpipe.schedules._search import SearchResult as SearchResult
 from jpipe.schedules._search import search as search
 from jpipe.schedules.arguments import (

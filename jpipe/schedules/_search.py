@@ -9,10 +9,11 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jpipe._table.counts import check_counts
 from jpipe._table.intervals import covering
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
-from jpipe.schedule import Schedule, check_counts
+from jpipe.schedule import Schedule
 from jpipe.schedules.gpipe import gpipe
 from jpipe.schedules.interleaved import interleaved
 from jpipe.schedules.interleaved import refusal as refusal_of_interleaved

@@ -7,8 +7,8 @@ returns it, so that a search over schedules need not catch exceptions.
 
 from collections.abc import Sequence
 
+from jpipe._table.counts import wrong_counts
 from jpipe._util.foreign import shown
-from jpipe.schedule import wrong_counts
 from jpipe.schedules.copies import wrong_replicas
 
 TICKS = ("paired", "unit")

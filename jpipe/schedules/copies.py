@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jpipe._table.counts import wrong_counts
 from jpipe._util.foreign import shown
-from jpipe.schedule import IDLE, wrong_counts
+from jpipe.schedule import IDLE
 
 
 def wrong_replicas(

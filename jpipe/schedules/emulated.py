@@ -3,9 +3,10 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jpipe._table.counts import wrong_counts
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
-from jpipe.schedule import Schedule, wrong_counts
+from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal
 
 __all__ = ["emulated", "random_delays", "with_delays"]

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jpipe._table.counts import wrong_counts
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
-from jpipe.schedule import Schedule, wrong_counts
+from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal
 from jpipe.schedules.copies import in_groups
 

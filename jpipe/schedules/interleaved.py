@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from jpipe._table.counts import wrong_counts
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
-from jpipe.schedule import Schedule, wrong_counts
+from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal, wrong_ticks
 from jpipe.schedules.list_scheduling import Operation, Progress, list_schedule
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jpipe.schedule import check_counts
+from jpipe._table.counts import check_counts
 from jpipe.simulate import TRANSFERS
 
 

@@ -1,8 +1,9 @@
 """Zero-bubble schedules: weight gradients wait, and run where a device would be idle."""
 
+from jpipe._table.counts import check_counts, wrong_counts
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import suggests
-from jpipe.schedule import Schedule, check_counts, wrong_counts
+from jpipe.schedule import Schedule
 from jpipe.schedules.arguments import raise_refusal
 from jpipe.schedules.list_scheduling import Operation, Progress, Rule, list_schedule
 

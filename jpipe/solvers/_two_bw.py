@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+from jpipe._table.counts import check_counts
 from jpipe._util.foreign import shown
-from jpipe.schedule import check_counts
 from jpipe.solvers.machine import Machine
 
 
