@@ -28,6 +28,7 @@ from jpipe.layers.as_layers import as_layers, shared_weights
 from jpipe.layers.avals import shapes_text
 from jpipe.layers.axis_rules import AxisRules, check_axis_rules
 from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
+from jpipe.layers.layer_split import Strategy
 from jpipe.layers.loss import Loss, cut_warning
 from jpipe.layers.plain_loss import plain_loss
 from jpipe.layers.rows import row_mixing
@@ -103,8 +104,9 @@ class Pipeline:
       strategy: a file of `jpipe.soap.save_strategy`, such as `train/search.py --in-stages --save` writes. It says how
         the operators of the layers are split over the axes of the mesh that are left to the compiler, instead of the
         model's annotations, and how the weights are split. It was searched for a microbatch of one replica, in the
-        graph of `jpipe.soap.layers.layers_graph`. The loss, and evaluation, are left to the compiler. None: the
-        annotations count. `docs/tensor_search.md` has an example.
+        graph of `jpipe.soap.layers.layers_graph`. The loss, and evaluation, are left to the compiler. Or an
+        object with the method `split_layers`, see `jpipe.layers.layer_split.Strategy`. None: the annotations count.
+        `docs/tensor_search.md` has an example.
       recompute: "none": a layer keeps the fewest bytes from which elementwise operations compute what
         its backward reads; "full": a stage keeps only its inputs, and runs its forward again before
         its backward; or a policy of `jax.checkpoint_policies`: a layer keeps its inputs and what
@@ -208,7 +210,7 @@ class Pipeline:
         boundaries: Sequence[int] | str | None = None,
         mesh: Mesh | None = None,
         axis_rules: AxisRules | None = None,
-        strategy: str | os.PathLike[str] | None = None,
+        strategy: Strategy | str | os.PathLike[str] | None = None,
         recompute: str | Callable[..., Any] = "none",
         compute_dtype: Any = None,
         loss_scale: LossScale | float | None = None,

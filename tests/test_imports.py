@@ -13,41 +13,24 @@ from jpipe._util.entry_points import ENTRY_POINTS
 ROOT = pathlib.Path(__file__).parents[1]
 
 LEVELS = [
-    {"foreign", "paths"},
-    {"suggest"},
-    {"command_line"},
-    {
-        "_cells",
-        "_intervals",
-        "warn",
-        "vocabulary",
-        "packing",
-        "mesh",
-        "entry_points",
-        "in_flight",
-        "_watchdog",
-        "launch",
-    },
-    {"sizes"},
-    {"optim", "compress", "_schedule_facts", "_schedule_text", "processes", "offload"},
-    {"_schedule_rules"},
-    {"schedule"},
-    {"solvers"},
+    {"_util"},
+    {"_table", "vocabulary", "packing", "mesh", "launch"},
+    {"optim", "compress", "_processes", "schedule"},
     {"simulate"},
     {"schedules"},
     {"lowering", "draw"},
     {"layers"},
-    {"stages", "soap", "plain"},
-    {"engine", "traffic"},
-    {"state"},
-    {"checks", "calls"},
-    {"settings"},
+    {"stages"},
+    {"engine"},
+    {"options"},
     {"program"},
-    {"locations"},
-    {"portable", "costs", "agreement", "hyperparams"},
-    {"fit", "memory"},
+    {"states", "costs"},
+    {"memory"},
     {"pipeline"},
-    {"reference", "plan", "checkpoints", "distributed"},
+    {"reference", "checkpoints", "distributed"},
+    {"solvers"},
+    {"soap"},
+    {"plan"},
 ]
 """The modules and packages of `jpipe`, from the bottom. Each may import those of lower levels."""
 
@@ -56,22 +39,24 @@ LEVEL_OF = {name: i for i, level in enumerate(LEVELS) for name in level}
 WITHOUT_JAX = ("schedule", "schedules", "simulate", "draw", "solvers")
 
 
-def modules() -> dict[str, pathlib.Path]:
-    """Every module of the package, by its name without "jpipe."."""
-    paths = sorted((ROOT / "jpipe").rglob("*.py"))
-    names = [path.relative_to(ROOT / "jpipe").with_suffix("").parts for path in paths]
+def modules(package: str) -> dict[str, pathlib.Path]:
+    """Every module of a package, by its name without that of the package."""
+    folder = ROOT / package
+    paths = sorted(folder.rglob("*.py"))
+    names = [path.relative_to(folder).with_suffix("").parts for path in paths]
     return {
         ".".join(name[:-1] if name[-1] == "__init__" else name): path
         for name, path in zip(names, paths)
     }
 
 
-MODULES = modules()
+MODULES = modules("jpipe")
 
 
-def imports(name: str) -> set[str]:
-    """The modules of `jpipe` that a module imports, anywhere in its text, but for type checkers."""
-    tree = ast.parse(MODULES[name].read_text())
+def imports(name: str, package: str = "jpipe") -> set[str]:
+    """The modules of its package that a module imports, anywhere in its text, but for type checkers."""
+    names = modules(package) if package != "jpipe" else MODULES
+    tree = ast.parse(names[name].read_text())
     imported: set[str] = set()
 
     def visit(node: ast.AST) -> None:
@@ -83,16 +68,16 @@ def imports(name: str) -> set[str]:
             assert node.level == 0, f"{name}: relative imports hide their level"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
-                is_module = inner.removeprefix("jpipe.") in MODULES
+                is_module = inner.removeprefix(f"{package}.") in names
                 imported.add(inner if is_module else node.module)
         for child in ast.iter_child_nodes(node):
             visit(child)
 
     visit(tree)
     return {
-        target.removeprefix("jpipe.")
+        target.removeprefix(f"{package}.")
         for target in imported
-        if target.startswith("jpipe.")
+        if target.startswith(f"{package}.")
     }
 
 
@@ -107,8 +92,9 @@ def test_no_module_imports_upwards(name):
         )
 
 
-def test_no_cycle():
-    graph = {name: imports(name) for name in MODULES if name}
+@pytest.mark.parametrize("package", ["jpipe", "train", "models"])
+def test_no_cycle(package):
+    graph = {name: imports(name, package) for name in modules(package) if name}
     for name in graph:  # a package is its `__init__`, which Python runs first
         parents = {name.rpartition(".")[0]} - {""}
         assert parents <= set(graph)
@@ -167,7 +153,7 @@ def test_modules_are_imported_by_name_in_three_places_only():
     by_name = {
         name for name, path in MODULES.items() if "import_module" in path.read_text()
     }
-    assert by_name == {"", "entry_points", "solvers._scipy"}
+    assert by_name == {"", "_util.entry_points", "solvers._scipy"}
 
 
 def test_no_test_module_imports_another():

@@ -29,7 +29,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from jpipe._util.command_line import Parser
 from jpipe._util.foreign import shortened, shown
 from train import flags
-from train.plan import count, size
+from train.arguments import count, size
 
 
 def duration(text: str) -> float:

@@ -1,14 +1,15 @@
 """Functions of packages that stand above `Pipeline`, by name.
 
-`jpipe.plan` imports `jpipe.pipeline`, so the pipeline cannot import the planner. It offers two of its
-functions all the same: `Pipeline.profile`, and `boundaries="time"` or `"memory"`. They are named here as
-text, as a package names its entry points, and loaded when they are called.
+The planner and the search of strategies import the core, so the core cannot import them. `Pipeline` offers some
+of their functions all the same: `Pipeline.profile`, `boundaries="time"`, a strategy in a file. They are named here
+as text, as a package names its entry points, and loaded when they are called.
 """
 
 import importlib
 from collections.abc import Callable
 
 ENTRY_POINTS = {
+    "strategy of a file": "jpipe.soap.layers:stored_strategy",
     "profile": "jpipe.plan.pipelines:profile_pipeline",
     "boundaries by flops": "jpipe.costs:boundaries_by_flops",
     "boundaries by time": "jpipe.plan.pipelines:boundaries_by_time",

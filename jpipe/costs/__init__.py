@@ -16,8 +16,8 @@ from jpipe.mesh import DATA, HOST_MEMORY, STAGE
 from jpipe.options.settings import Settings
 from jpipe.packing import Packing, Place
 from jpipe.program import Program
-from jpipe.solvers import min_max
 from jpipe.stages.accumulators import flat_places
+from jpipe.stages.min_max import min_max
 from jpipe.stages.update_groups import Piece
 from jpipe.stages.vocabulary import PartedLeaf
 from jpipe.vocabulary import VocabularyError

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from jpipe.layers.backward import (
 )
 from jpipe.layers.equations import Equations
 from jpipe.layers.layer import Layer
+from jpipe.layers.layer_split import LayerSplit
 from jpipe.layers.loss import Loss, trace_loss
 from jpipe.layers.numbers import as_numbers, from_numbers
 from jpipe.layers.report import collect
@@ -30,9 +31,6 @@ from jpipe.layers.sharding import ValueSplit, parameter_specs, stash_specs
 from jpipe.layers.state_update import StateUpdate, trace_state
 from jpipe.layers.vjp import OffloadError, OrderedEffectError
 from jpipe.packing import Leaf
-
-if TYPE_CHECKING:
-    from jpipe.soap.layers import LayerSplit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Traced:
     specs: Sequence[tuple[tuple, ...]]
     find_stash_specs: Callable[[], Sequence[Sequence[tuple]]]
     values: ValueSplit
-    splits: Sequence["LayerSplit"] = ()
+    splits: Sequence[LayerSplit] = ()
 
     def with_one_stash(self) -> "Traced":
         """The layers for a table that does not split backwards: see `LayerProgram.with_one_stash`."""
@@ -107,7 +105,7 @@ def trace_layers(
     automatic: Mesh | None = None,
     mesh: Mesh | None = None,
     axis_rules: AxisRules = (),
-    splits: Sequence["LayerSplit"] = (),
+    splits: Sequence[LayerSplit] = (),
     rereads_weights: bool = False,
 ) -> Traced:
     """Traces every layer, and the loss, for the abstract `microbatch`.
@@ -299,7 +297,7 @@ class _Tracer:
             self._is_last(i),
             len(layer.stash),
             _signature((args, layer.parameters, layer.state)),
-            repr(self.splits[i].plan) if self.splits else None,
+            repr(self.splits[i]) if self.splits else None,
         )
         if seen not in self._program_of:
             update = self._update(i, plain_args)

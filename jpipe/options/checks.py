@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpipe._processes.sharing import check_processes
+from jpipe._util.entry_points import load
 from jpipe._util.foreign import shown
 from jpipe._util.sizes import parse_size
 from jpipe._util.suggest import did_you_mean
@@ -21,6 +22,7 @@ from jpipe.engine.loss_scale import LossScale
 from jpipe.engine.state import PipelineState
 from jpipe.layers.avals import is_inexact, is_key
 from jpipe.layers.layer import Layer
+from jpipe.layers.layer_split import Strategy
 from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.lower import mixes_minibatches
 from jpipe.mesh import DATA, FSDP, HOST_MEMORY, STAGE, automatic, memory_kinds
@@ -632,15 +634,15 @@ def check_device_memory(device_memory: Any, offload: Any, mesh: Mesh) -> float |
     return float(limit)
 
 
-def check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Any:
-    """`strategy` of a pipeline, a file or None.
+def check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Strategy | None:
+    """`strategy` of a pipeline: an object that splits layers, the one in a file, or None.
 
     Raises:
-      ValueError: if it is no path, or the mesh or the rules split the layers in other ways.
+      ValueError: if it is neither, or the mesh or the rules split the layers in other ways.
     """
     if strategy is None:
         return None
-    if not isinstance(strategy, str | os.PathLike):
+    if not isinstance(strategy, Strategy | str | os.PathLike):
         raise ValueError(
             "`strategy` must be the path of a file of `jpipe.soap.save_strategy`, or None, got "
             f"{type(strategy).__name__}."
@@ -660,7 +662,9 @@ def check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Any:
         raise ValueError(
             '`axis_rules` split layers over "stage", and `strategy` says how every layer is split. Leave one of them out.'
         )
-    return strategy
+    if isinstance(strategy, Strategy):
+        return strategy
+    return load("strategy of a file")(strategy)
 
 
 # -- What depends on how the layers are cut

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +15,7 @@ from jpipe.compress import Compressor, StreamingPCA
 from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.axis_rules import AxisRules, rules_for
 from jpipe.layers.layer import Layer
+from jpipe.layers.layer_split import LayerSplit, Strategy
 from jpipe.layers.loss import Loss
 from jpipe.layers.trace import Traced, trace_layers
 from jpipe.lowering.target import target_of
@@ -29,9 +29,6 @@ from jpipe.stages.extra_args import read_delays, rereads_weights
 from jpipe.stages.offload import NO_OFFLOAD, Offload
 from jpipe.stages.shares import Replicas
 from jpipe.stages.ties import resolve_ties
-
-if TYPE_CHECKING:
-    from jpipe.soap.layers import LayerSplit
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,7 +62,7 @@ class Settings:
     donate: bool
     compiler_options: Mapping[str, Any]
     offload: Offload = NO_OFFLOAD
-    strategy: str | os.PathLike[str] | None = None
+    strategy: Strategy | None = None
 
     @property
     def num_replicas(self) -> int:
@@ -191,7 +188,7 @@ class Settings:
                 tuple((d.platform, d.id) for d in mesh.devices.flat),
             ),
             "axis_rules": rules_for(self.automatic_sizes, self.axis_rules),
-            "strategy": None if self.strategy is None else os.fspath(self.strategy),
+            "strategy": self.strategy,
             "compute_dtype": self.compute_dtype,
             "recompute": self.recompute_name,
             "loss_scale": self.loss_scale,
@@ -241,20 +238,18 @@ class Settings:
                 rereads_weights=rereads_weights(self.schedule, self.hooks),
             )
 
-    def _splits(self, microbatch: Any, key_impl: Any) -> Sequence["LayerSplit"]:
+    def _splits(self, microbatch: Any, key_impl: Any) -> Sequence[LayerSplit]:
         """How the strategy splits each layer; `()` without one."""
         if self.strategy is None:
             return ()
-        from jpipe.soap.layers import layers_graph, load_layer_splits
-
-        traced = layers_graph(
+        return self.strategy.split_layers(
             self.layers,
             self.loss,
             microbatch,
+            self.automatic_sizes,
             compute_dtype=self.compute_dtype,
             key_impl=key_impl,
         )
-        return load_layer_splits(self.strategy, traced, self.automatic_sizes)
 
     def vocabulary(
         self, traced: Traced, microbatch: Any, key_impl: Any

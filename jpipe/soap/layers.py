@@ -1,5 +1,7 @@
 """The operator graph of the layers of a pipeline, and a strategy of it as splits of each layer."""
 
+import dataclasses
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -131,23 +133,49 @@ def layers_graph(
     return LayersGraph(graph, [len(jax.tree.leaves(each)) for each in weights])
 
 
-def load_layer_splits(
-    path: str | os.PathLike[str], traced: LayersGraph, sizes: Mapping[str, int]
-) -> list[LayerSplit]:
-    """Reads how a strategy splits each layer over the axes of a mesh.
+@dataclasses.dataclass(frozen=True)
+class StoredStrategy:
+    """A strategy in a file of `jpipe.soap.save_strategy`, as `Pipeline(strategy=)` takes it.
 
-    Raises:
-      ValueError: if the file holds no strategy, it is one of another model, microbatch or number of devices, or it does not fit
-        the mesh.
-      OSError: if the file cannot be read.
+    Attributes:
+      path: of the file.
     """
-    num_devices = 1
-    for size in sizes.values():
-        num_devices *= size
-    try:
-        strategy = load_strategy(path, traced.graph, num_devices)
-        return traced.splits(strategy, sizes)
-    except ValueError as error:
-        raise ValueError(
-            f"the strategy `{os.fspath(path)}` cannot run on {num_devices} devices of the stages: {error}"
-        ) from None
+
+    path: str
+
+    def __repr__(self) -> str:
+        return repr(self.path)
+
+    def split_layers(
+        self,
+        layers: Sequence[Layer],
+        loss: Loss,
+        microbatch: Any,
+        sizes: Mapping[str, int],
+        *,
+        compute_dtype: Any,
+        key_impl: Any,
+    ) -> list[LayerSplit]:
+        """Reads how the strategy splits each layer over the axes of a mesh. See `jpipe.layers.layer_split.Strategy`.
+
+        Raises:
+          ValueError: if the file holds no strategy, it is one of another model, microbatch or number of devices, or it does
+            not fit the mesh.
+          OSError: if the file cannot be read.
+        """
+        traced = layers_graph(
+            layers, loss, microbatch, compute_dtype=compute_dtype, key_impl=key_impl
+        )
+        num_devices = math.prod(sizes.values())
+        try:
+            strategy = load_strategy(self.path, traced.graph, num_devices)
+            return traced.splits(strategy, sizes)
+        except ValueError as error:
+            raise ValueError(
+                f"the strategy `{self.path}` cannot run on {num_devices} devices of the stages: {error}"
+            ) from None
+
+
+def stored_strategy(path: str | os.PathLike[str]) -> StoredStrategy:
+    """The strategy in a file, which is read when the layers are traced."""
+    return StoredStrategy(os.fspath(path))

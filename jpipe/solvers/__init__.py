@@ -5,7 +5,6 @@ They need NumPy, some of them SciPy, and none JAX.
 
 from jpipe.solvers._ideals import ideals
 from jpipe.solvers._linearised import linearised
-from jpipe.solvers._min_max import min_max
 from jpipe.solvers._pipedream import pipedream
 from jpipe.solvers._throughput_ip import throughput_ip
 from jpipe.solvers._two_bw import Blocks, Configuration, two_bw
@@ -15,6 +14,7 @@ from jpipe.solvers.formats import read_graph
 from jpipe.solvers.graph import Graph, Node, Solution, Stage
 from jpipe.solvers.machine import Machine
 from jpipe.solvers.registry import SOLVERS, Solver, get, names
+from jpipe.stages.min_max import min_max
 
 __all__ = [
     "SOLVERS",

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 
-from jpipe.solvers._min_max import checked_costs
+from jpipe.stages.min_max import checked_costs
 
 
 def block_partition(costs: Sequence[float], num_stages: int) -> list[int]:

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Callable
 from typing import Literal
 
-from jpipe.solvers._min_max import min_max
 from jpipe.solvers.block import block_partition
 from jpipe.solvers.graph import Graph, Solution, Stage
+from jpipe.stages.min_max import min_max
 
 _CUTS: dict[str, Callable] = {"min-max": min_max, "block": block_partition}
 

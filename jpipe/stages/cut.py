@@ -29,10 +29,10 @@ from jpipe.layers.state_update import StateUpdate
 from jpipe.layers.trace import Traced
 from jpipe.lowering.target import CPU, Target
 from jpipe.packing import CHUNK, Leaf, Packing
-from jpipe.solvers import min_max
 from jpipe.stages.accumulators import FACTORS, Accumulators, GradientPlace
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
+from jpipe.stages.min_max import min_max
 from jpipe.stages.offload import NO_OFFLOAD, Offload
 from jpipe.stages.vocabulary import NO_VOCABULARY, Vocabulary
 

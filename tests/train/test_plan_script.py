@@ -23,7 +23,7 @@ import jpipe
 from jpipe import solvers
 from jpipe.plan import PROGRAMS
 from jpipe.solvers import Graph, Node, read_graph
-from train import flags, plan
+from train import arguments, flags, plan
 from train.config import OptimizerConfig, PipelineConfig, TrainConfig
 from train.planned import file_of, planned_config
 
@@ -179,8 +179,8 @@ def test_wrong_words(capsys, chain, monkeypatch, words, message):
 
 
 def test_sizes():
-    assert plan.size("2GiB") == 2 * 2**30 and plan.size("500MB") == 5e8
-    assert plan.size("1.25e9") == 1.25e9 and plan.size("3K") == 3000
+    assert arguments.size("2GiB") == 2 * 2**30 and arguments.size("500MB") == 5e8
+    assert arguments.size("1.25e9") == 1.25e9 and arguments.size("3K") == 3000
 
 
 # -- The printed commands, word for word
