@@ -26,7 +26,7 @@ from jpipe.engine.state import PipelineState
 from jpipe.engine.traffic import MessageRecord
 from jpipe.layers.as_layers import as_layers, shared_weights
 from jpipe.layers.avals import shapes_text
-from jpipe.layers.axis_rules import AxisRules, check_axis_rules
+from jpipe.layers.axis_rules import AxisRules
 from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
 from jpipe.layers.layer_split import Strategy
 from jpipe.layers.loss import Loss, cut_warning
@@ -37,7 +37,11 @@ from jpipe.memory._pipeline import pipeline_timeline
 from jpipe.memory._timeline import Timeline
 from jpipe.mesh import make_mesh
 from jpipe.options import checks
+from jpipe.options.communication import Communication
+from jpipe.options.host_memory import check_device_memory, check_offload
+from jpipe.options.numbers import Numbers, check_recompute
 from jpipe.options.settings import Settings, same_shapes
+from jpipe.options.splits import Splits
 from jpipe.program import Program
 from jpipe.schedule import Schedule
 from jpipe.stages.cut import check_boundaries
@@ -231,68 +235,53 @@ class Pipeline:
         checks.check_schedule(schedule)
         checks.check_loss(loss)
         checks.check_optimizer(optimizer)
-        checks.check_recompute(recompute)
+        check_recompute(recompute)
         self.layers = as_layers(layers)
         self.loss, self.optimizer, self.schedule = loss, optimizer, schedule
-        self.recompute, self.has_aux = recompute, has_aux
-        self.compute_dtype = checks.floating_dtype(compute_dtype)
-        self.loss_scale = checks.check_loss_scale(loss_scale, schedule)
+        self.has_aux = has_aux
+        numbers = Numbers.checked(
+            schedule,
+            compute_dtype=compute_dtype,
+            recompute=recompute,
+            loss_scale=loss_scale,
+        )
+        self.recompute, self.compute_dtype = recompute, numbers.compute_dtype
+        self.loss_scale = numbers.loss_scale
         hooks = checks.check_hooks(forward=forward_params, backward=backward_params)
         self.ties = [*shared_weights(layers), *checks.check_ties(ties)]
         starts = check_boundaries(boundaries, len(self.layers), schedule.num_stages)
         if mesh is None:
             mesh = make_mesh(stage=schedule.num_devices, ring=schedule.ring)
         self.mesh = checks.check_mesh(mesh, schedule)
-        self.overlap = checks.check_overlap(overlap, mesh)
-        self.shard_optimizer = checks.check_shard_optimizer(
-            shard_optimizer, self.mesh, schedule
-        )
-        self.compress_messages = checks.check_compress_messages(
-            compress_messages, self.mesh, schedule
-        )
-        self.compress_gradients = checks.check_compress_gradients(
-            compress_gradients, self.mesh, schedule, self.shard_optimizer
-        )
-        self.accumulate_gradients = checks.check_accumulate_gradients(
-            accumulate_gradients,
+        communication = Communication.checked(
             self.mesh,
             schedule,
-            {
-                "compress_gradients": self.compress_gradients,
-                "shard_optimizer": self.shard_optimizer,
-            },
+            overlap=overlap,
+            shard_optimizer=shard_optimizer,
+            compress_messages=compress_messages,
+            compress_gradients=compress_gradients,
+            accumulate_gradients=accumulate_gradients,
         )
-        self._device_memory = checks.check_device_memory(
-            device_memory, offload, self.mesh
-        )
+        self.overlap = communication.overlap
+        self.shard_optimizer = communication.shard_optimizer
+        self.compress_messages = communication.compress_messages
+        self.compress_gradients = communication.compress_gradients
+        self.accumulate_gradients = communication.accumulate_gradients
+        self._device_memory = check_device_memory(device_memory, offload, self.mesh)
         self._settings = Settings(
             layers=self.layers,
             loss=Loss.of(loss, has_aux),
             optimizer=optimizer,
             schedule=schedule,
             mesh=self.mesh,
-            axis_rules=check_axis_rules(axis_rules),
-            strategy=checks.check_strategy(strategy, self.mesh, axis_rules),
-            recompute=recompute,
-            compute_dtype=self.compute_dtype,
-            loss_scale=self.loss_scale,
+            splits=Splits.checked(self.mesh, axis_rules=axis_rules, strategy=strategy),
+            numbers=numbers,
+            communication=communication,
             has_aux=has_aux,
             ties=self.ties,
             hooks=hooks,
-            overlap=self.overlap,
-            shard_optimizer=self.shard_optimizer,
-            compress_messages=self.compress_messages,
-            compress_gradients=self.compress_gradients,
-            accumulate_gradients=self.accumulate_gradients,
-            offload=checks.check_offload(
-                offload,
-                self.mesh,
-                schedule,
-                recompute,
-                weights_stay=checks.why_weights_stay(hooks),
-                gradients_stay=checks.why_gradients_stay(
-                    schedule, self.compress_gradients, self.accumulate_gradients
-                ),
+            offload=check_offload(
+                offload, self.mesh, schedule, numbers, communication, hooks
             ),
             donate=bool(donate),
             compiler_options=checks.check_compiler_options(compiler_options),

@@ -78,7 +78,7 @@ class Program:
         check_stages(
             self.stages,
             settings.schedule,
-            settings.recompute,
+            settings.numbers.recompute,
             settings.num_replicas,
         )
         _check_hooks(settings, traced)
@@ -89,21 +89,23 @@ class Program:
                 self.stages,
                 settings.optimizer,
                 settings.hooks,
-                settings.sharing_replicas,
+                settings.communication.sharing_replicas(
+                    settings.schedule.copies, settings.num_replicas
+                ),
                 settings.mesh.shape,
                 settings.offload,
                 settings.schedule.copies,
                 one_row=has_one_row(settings.schedule),
             ),
             settings.mesh,
-            recompute=settings.recompute == "full",
+            recompute=settings.numbers.runs_forward_again,
             microbatch=microbatch,
-            loss_scale=settings.loss_scale,
+            loss_scale=settings.numbers.loss_scale,
             key_impl=key_impl,
-            overlap=settings.overlap,
-            compute_dtype=settings.compute_dtype,
-            compress_gradients=settings.compress_gradients,
-            accumulate_gradients=settings.accumulate_gradients,
+            overlap=settings.communication.overlap,
+            compute_dtype=settings.numbers.compute_dtype,
+            compress_gradients=settings.communication.compress_gradients,
+            accumulate_gradients=settings.communication.accumulate_gradients,
             stash_slots=settings.offload.activations,
         )
         self._check_compression()
@@ -139,8 +141,8 @@ class Program:
 
     def _check_compression(self) -> None:
         """Raises ValueError if a gradient cannot be compressed, or accumulated."""
-        compressor = self.settings.compress_gradients
-        accumulate = self.settings.accumulate_gradients
+        compressor = self.settings.communication.compress_gradients
+        accumulate = self.settings.communication.accumulate_gradients
         if accumulate is not None and not self.stages.factors.arrays:
             raise ValueError(
                 f"`accumulate_gradients` is of rank {accumulate.rank}, and no weight has a gradient that is a product of two "
@@ -332,9 +334,9 @@ class Program:
         }
         if self.settings.has_aux:
             metrics["aux"], *_ = loss.aux_tree.unflatten(map(nothing, loss.aux))
-        if self.settings.loss_scale is not None:
+        if self.settings.numbers.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale["scale"][0]
-        if self.settings.compresses:
+        if self.settings.communication.compresses:
             metrics["compression"] = traffic.counts(self, state.kept())
         return metrics
 
@@ -561,9 +563,9 @@ class Program:
             "gradient_norm": results["gradient_norm"][0],
             "skipped_updates": results["skipped"][np.array(columns)],
         }
-        if self.settings.loss_scale is not None:
+        if self.settings.numbers.loss_scale is not None:
             totals["loss_scale"] = kept["loss_scale"]["scale"][0]
-        if self.settings.compresses:
+        if self.settings.communication.compresses:
             totals["compression"] = traffic.counts(self, kept)
         state = dataclasses.replace(state, **kept, **in_flight, round=state.round + 1)
         return state, totals
@@ -584,7 +586,7 @@ class Program:
         }
         if self.settings.has_aux:
             metrics["aux"] = aux
-        if self.settings.loss_scale is not None:
+        if self.settings.numbers.loss_scale is not None:
             metrics["loss_scale"] = totals["loss_scale"]
         if "compression" in totals:
             metrics["compression"] = totals["compression"]
@@ -776,7 +778,7 @@ class Program:
             microbatch=microbatch,
             key_impl=self.engine.key_impl,
             trained=self.engine.lowered,
-            compute_dtype=settings.compute_dtype,
+            compute_dtype=settings.numbers.compute_dtype,
         )
 
 

@@ -20,10 +20,13 @@ import optax
 import jpipe
 from jpipe._util.foreign import shown
 from jpipe._util.sizes import parse_size
+from jpipe.options import exclusions
 from models import Model
 from train.mnist import MNIST, MNISTPixels
 from train.pairs import Pairs
 from train.text import LabeledText, MaskedText, Text
+
+_OFFLOADED = ("optimizer", "weights", "gradients", "activations")
 
 Data = MNIST | MNISTPixels | Text | MaskedText | LabeledText | Pairs
 
@@ -273,10 +276,9 @@ class MeshConfig:
         self.offload()
         if self.device_memory is not None:
             if self.offload() is not None:
+                names = [f"offload_{part}" for part in _OFFLOADED]
                 raise ValueError(
-                    "`device_memory` chooses what goes to host memory, and `offload_optimizer`, `offload_weights`, "
-                    "`offload_gradients` and `offload_activations` "
-                    f"say it, got {self.device_memory}. Leave it out, or leave them out."
+                    f"{exclusions.chosen_and_given(*names)}, got {self.device_memory}. Leave it out, or leave them out."
                 )
             try:
                 parse_size(self.device_memory)
@@ -607,23 +609,17 @@ class TrainConfig:
         _check(0 <= self.seed < 2**32, self, "seed", "must lie in [0, 2**32)")
         if self.stability:
             self.optimizer.momentum_of_stability()
-        replicas = self.mesh.data * max(self.pipeline.replicas or (1,))
-        if (
-            self.mesh.compress_gradients is not None
-            and replicas == 1
-            and not self.pipeline.schedule_file
-        ):
-            raise ValueError(
-                "`mesh.compress_gradients` compresses what the replicas of a stage exchange, and there is one. "
-                "Set `--config.mesh.data=2` or `--config.pipeline.replicas=2,1`, or leave it out."
-            )
         # A table in a file may have copies of its own.
-        if (
-            self.mesh.shard_optimizer
-            and replicas == 1
-            and not self.pipeline.schedule_file
-        ):
-            raise ValueError(
-                "`mesh.shard_optimizer` shares the update of a stage between its replicas, and there is one. "
-                "Set `--config.mesh.data=2` or `--config.pipeline.replicas=2,1`, or leave it out."
-            )
+        if not self.pipeline.schedule_file:
+            self._check_replicas()
+
+    def _check_replicas(self) -> None:
+        """Refuses options for the replicas of a stage where there is one."""
+        if self.mesh.data * max(self.pipeline.replicas or (1,)) > 1:
+            return
+        for name in ("compress_gradients", "shard_optimizer"):
+            if getattr(self.mesh, name):
+                raise ValueError(
+                    f"`mesh.{name}` {exclusions.without_replicas(name)}. Set `--config.mesh.data=2` or "
+                    "`--config.pipeline.replicas=2,1`, or leave it out."
+                )

@@ -16,7 +16,6 @@ from flax.traverse_util import unflatten_dict
 
 from jpipe.engine.state import PipelineState, num_rounds
 from jpipe.program import Program
-from jpipe.stages.codecs import NO_COMPRESSION
 from jpipe.states.locations import Block, Location, Locations, locations
 from jpipe.states.portable import is_in_flight
 
@@ -62,9 +61,9 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         "num_microbatches": schedule.num_microbatches,
         "starts": list(program.stages.starts),
         **copies,
-        **_compressors(program),
+        **{n: str(c) for n, c in settings.communication.compressors.items()},
         "mesh": {name: n for name, n in mesh.shape.items() if n > 1},
-        "shard_optimizer": settings.shard_optimizer,
+        "shard_optimizer": settings.communication.shard_optimizer,
         "in_flight": in_flight,
         "optimizer": program.optimizer_identity,
         "hyperparams": {n: a.tolist() for n, a in program.first_hyperparams.items()},
@@ -77,17 +76,6 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         ],
         "loss_scale": {n: _to_json(leaf) for n, leaf in found.loss_scale.items()},
     }
-
-
-def _compressors(program: Program) -> dict[str, str]:
-    """Argument -> its compressors, as text; only those that are given."""
-    settings = program.settings
-    given = {
-        "compress_messages": settings.compress_messages,
-        "compress_gradients": settings.compress_gradients,
-        "accumulate_gradients": settings.accumulate_gradients,
-    }
-    return {n: str(c) for n, c in given.items() if c not in (None, NO_COMPRESSION)}
 
 
 def layout_of_state(state: PipelineState) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def shards(program: Program) -> list[ShardRecord]:
     mesh, buffers = settings.mesh, groups["buffers"].shapes
     messages = ("inbox", "sent_activations", "sent_gradients", "received")
     by_stage, by_both = (STAGE,), (STAGE, DATA)
-    of_optimizer = by_both if settings.shard_optimizer else by_stage
+    of_optimizer = by_both if settings.communication.shard_optimizer else by_stage
     uses: list[tuple[str, Any, tuple[str, ...]]] = [
         ("weights", [groups[n].shapes for n in PARAMETERS], by_stage),
         ("gradients", groups["gradients"].shapes, by_stage),
@@ -198,7 +198,7 @@ def memory(program: Program) -> Memory:
     optimizer, gradients = num_bytes["optimizer_state"], num_bytes["gradients"]
     whole_optimizer = optimizer + host_bytes.get("optimizer_state", 0)
     compression = num_bytes["gradient_compression"]
-    if settings.accumulate_gradients is not None:
+    if settings.communication.accumulate_gradients is not None:
         gradients, compression = gradients + compression, 0
     accumulators = {**stages.accumulators.arrays, **stages.factors.arrays}
     used = used_gradients = 0

@@ -23,7 +23,7 @@ from jpipe import costs, packing
 from jpipe._util.sizes import size_text
 from jpipe.lowering.lower import STASHES
 from jpipe.mesh import HOST_MEMORY
-from jpipe.options.checks import why_gradients_stay, why_weights_stay
+from jpipe.options import exclusions
 from jpipe.packing import CHUNK
 from jpipe.program import Program
 from jpipe.stages.offload import LEAST_SLOTS, NO_OFFLOAD, Moves, Offload
@@ -68,21 +68,12 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
         return plain
     options = list(_stash_options(plain))
     settings = plain.settings
-    movable = [
-        name
-        for name, why in (
-            ("weights", why_weights_stay(settings.hooks)),
-            (
-                "gradients",
-                why_gradients_stay(
-                    settings.schedule,
-                    settings.compress_gradients,
-                    settings.accumulate_gradients,
-                ),
-            ),
-        )
-        if not why
-    ]
+    compressors = settings.communication.compressors
+    stays = {
+        "weights": exclusions.weights_stay(settings.hooks),
+        "gradients": exclusions.gradients_stay(settings.schedule, compressors),
+    }
+    movable = [name for name, why in stays.items() if not why]
 
     def offload(state: float, slots: int | None, chunk: int, others: float) -> Offload:
         """`others` is the part of weights and of gradients, as far as they can move."""
@@ -106,7 +97,7 @@ def fit(make: Callable[[Offload], Program], limit: float) -> Program:
     )
     left = plain_arrays - options[0].num_bytes
     schedule = settings.schedule
-    passes = 2 + schedule.splits_backward + (settings.recompute == "full")
+    passes = 2 + schedule.splits_backward + settings.numbers.runs_forward_again
     moves = Moves.of(schedule.num_microbatches, passes)
     moved_of_others = moves.weights * weights + moves.gradients * gradients
     moves_of_others = moved_of_others / max(weights + gradients, 1)

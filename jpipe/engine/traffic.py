@@ -140,8 +140,8 @@ def counts(program: "Program", kept: Mapping[str, Any]) -> dict[str, jax.Array]:
             jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), state)
             for state in of_gradients["states"].values()
         ]
-        found |= _counts("gradient", settings.compress_gradients, states)
-    activations, gradients = settings.compress_messages
+        found |= _counts("gradient", settings.communication.compress_gradients, states)
+    activations, gradients = settings.communication.compress_messages
     compressors = {"message": activations, "message_gradient": gradients}
     for name, compressor in compressors.items():
         states = [

@@ -165,7 +165,7 @@ class Builder:
         self.add("weights", size["parameters"], self._weights())
         self.add("read weights", size["read_parameters"], self._read_weights())
         self.add("optimizer", size["optimizer_state"], self._optimizer())
-        factors = settings.accumulate_gradients is not None
+        factors = settings.communication.accumulate_gradients is not None
         gradients = size["gradients"] + factors * size["gradient_compression"]
         self.add("gradients", gradients, self._gradients(gradients, factors))
         if not factors:

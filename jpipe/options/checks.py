@@ -1,8 +1,6 @@
 """Checks of arguments: each raises a `ValueError` with a remedy before anything is compiled."""
 
 import itertools
-import numbers
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,25 +10,15 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jpipe._processes.sharing import check_processes
-from jpipe._util.entry_points import load
 from jpipe._util.foreign import shown
-from jpipe._util.sizes import parse_size
-from jpipe._util.suggest import did_you_mean
-from jpipe._util.warn import warn
-from jpipe.compress import Compressor, SparseCompressor, StreamingPCA
-from jpipe.engine.loss_scale import LossScale
 from jpipe.engine.state import PipelineState
 from jpipe.layers.avals import is_inexact, is_key
 from jpipe.layers.layer import Layer
-from jpipe.layers.layer_split import Strategy
 from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.lower import mixes_minibatches
-from jpipe.mesh import DATA, FSDP, HOST_MEMORY, STAGE, automatic, memory_kinds
-from jpipe.packing import axes
+from jpipe.mesh import STAGE, automatic
 from jpipe.schedule import Schedule
-from jpipe.stages.codecs import NO_COMPRESSION, MessageCompression
 from jpipe.stages.cut import Stages
-from jpipe.stages.offload import NO_OFFLOAD, Offload
 
 # -- Arguments of `Pipeline`
 
@@ -70,61 +58,6 @@ def check_optimizer(optimizer: Any) -> Any:
             f"{type(optimizer).__name__}."
         )
     return optimizer
-
-
-def check_recompute(recompute: Any) -> Any:
-    """`recompute`, if it is a known name or a checkpoint policy."""
-    policies = vars(jax.checkpoint_policies)
-    policy_makers = [
-        name
-        for name, policy in policies.items()
-        if policy is recompute and name.startswith(("save_", "offload_"))
-    ]
-    if recompute in ("none", "full") or (callable(recompute) and not policy_makers):
-        return recompute
-    remedy = ""
-    if policy_makers:
-        remedy = f" Call it to get a policy: `jax.checkpoint_policies.{policy_makers[0]}(...)`."
-    elif isinstance(recompute, str):
-        name = recompute.rpartition(".")[2]
-        remedy = did_you_mean(name, ["none", "full", *policies])
-    raise ValueError(
-        '`recompute` must be "none", "full" or a policy of `jax.checkpoint_policies`, got '
-        f"{shown(recompute)}.{remedy}"
-    )
-
-
-def floating_dtype(dtype: Any) -> np.dtype | None:
-    """`compute_dtype` as a dtype, if it is one of floating-point numbers, or None."""
-    try:
-        checked = None if dtype is None else jnp.dtype(dtype)
-    except (TypeError, ValueError, RecursionError):  # it is written out, or not a dtype
-        checked = np.dtype(object)
-    if checked is not None and not jnp.issubdtype(checked, jnp.floating):
-        raise ValueError(
-            "`compute_dtype` must be a floating-point dtype, such as `jnp.bfloat16`, or "
-            f"None, got {shown(dtype)}."
-        )
-    return checked
-
-
-def check_loss_scale(scale: Any, schedule: Schedule) -> LossScale | None:
-    """`loss_scale` as a `LossScale`, if the schedule can use it, or None."""
-    if scale is None:
-        return None
-    if isinstance(scale, (int, float)) and not isinstance(scale, bool):
-        scale = LossScale(scale, None, largest=np.inf)
-    if not isinstance(scale, LossScale):
-        raise ValueError(
-            f"`loss_scale` must be a number, a `jpipe.LossScale` or None, got {shown(scale)}."
-        )
-    if scale.growth_interval is not None and not schedule.synchronous:
-        raise ValueError(
-            "a loss scale that moves needs a synchronous schedule: in "
-            f"{schedule.name!r} one update would add gradients of different scales. Use a "
-            f"constant scale, such as `loss_scale={scale.initial:g}`."
-        )
-    return scale
 
 
 def check_hooks(**hooks: Any) -> dict[str, Callable]:
@@ -183,147 +116,6 @@ def check_mesh(mesh: Any, schedule: Schedule) -> Mesh:
         )
     check_processes(mesh)
     return automatic(mesh)
-
-
-def check_overlap(overlap: Any, mesh: Mesh) -> bool:
-    """`overlap`, decided by the platform of the devices if it is None."""
-    if overlap not in (None, True, False):
-        raise ValueError(
-            f"`overlap` must be True, False or None, got {shown(overlap)}. With None the "
-            "platform of the devices decides."
-        )
-    if overlap is None:
-        return mesh.devices.flat[0].platform != "cpu"
-    return overlap
-
-
-def check_shard_optimizer(shard: Any, mesh: Mesh, schedule: Schedule) -> bool:
-    """`shard_optimizer`; there must be replicas that can share an update."""
-    if shard not in (True, False):
-        raise ValueError(
-            f"`shard_optimizer` must be True or False, got {shown(shard)}."
-        )
-    if shard and mesh.shape.get(DATA, 1) == 1 and not schedule.has_copies:
-        raise ValueError(
-            "`shard_optimizer` shares the optimizer's state between the replicas of a stage, and there is one replica: "
-            f'the mesh has the axes {dict(mesh.shape)}. Give the mesh an axis "data", for example by '
-            f"`jpipe.make_mesh(stage={schedule.num_devices}, data=2)`, give the schedule `replicas`, or leave "
-            "`shard_optimizer` out."
-        )
-    return bool(shard)
-
-
-def check_compress_gradients(
-    compressor: Any, mesh: Mesh, schedule: Schedule, shard_optimizer: bool
-) -> Compressor | None:
-    """`compress_gradients`; there must be replicas whose weights are whole."""
-    if compressor is None:
-        return None
-    if not isinstance(compressor, Compressor):
-        raise ValueError(
-            f"`compress_gradients` must be a compressor of `jpipe.compress`, got {shown(compressor)}. For example "
-            "`jpipe.compress.PowerSGD(rank=4)`."
-        )
-    if mesh.shape.get(DATA, 1) == 1 and not schedule.has_copies:
-        raise ValueError(
-            "`compress_gradients` compresses what the replicas of a stage exchange, and there is one replica: the mesh "
-            f'has the axes {dict(mesh.shape)}. Give the mesh an axis "data", for example by '
-            f"`jpipe.make_mesh(stage={schedule.num_devices}, data=2)`, give the schedule `replicas`, or leave "
-            "`compress_gradients` out."
-        )
-    if shard_optimizer:
-        raise ValueError(
-            "`compress_gradients` and `shard_optimizer` exclude each other: every replica needs the whole gradient to "
-            "know what it has not sent, and a shared update gives it a share. Leave one of them out."
-        )
-    _check_whole("compress_gradients", mesh)
-    return compressor
-
-
-def check_accumulate_gradients(
-    compressor: Any, mesh: Mesh, schedule: Schedule, others: Mapping[str, Any]
-) -> StreamingPCA | None:
-    """`accumulate_gradients`; weights are whole, and one device has a stage.
-
-    Args:
-      compressor: the argument.
-      mesh: the devices.
-      schedule: the table.
-      others: name -> value of the arguments that exclude it.
-    """
-    if compressor is None:
-        return None
-    if not isinstance(compressor, StreamingPCA):
-        raise ValueError(
-            "`accumulate_gradients` must be a `jpipe.compress.StreamingPCA`, which updates factors from the inputs of a "
-            f"layer and the gradients by its outputs, got {shown(compressor)}. For example `jpipe.compress.StreamingPCA(rank=4)`. "
-            "Other compressors need the gradient: they are for `compress_gradients`."
-        )
-    for name, value in others.items():
-        if value:
-            raise ValueError(
-                f"`accumulate_gradients` and `{name}` exclude each other: replicas have equal factors already, and no "
-                f"gradient to exchange. Leave `{name}` or `accumulate_gradients` out."
-            )
-    if schedule.has_copies:
-        raise ValueError(
-            "`accumulate_gradients` updates factors microbatch by microbatch, and the schedule has several copies of a stage, "
-            'of which each sees some microbatches. Take a schedule without `replicas`, or replicas along "data".'
-        )
-    _check_whole("accumulate_gradients", mesh)
-    return compressor
-
-
-def message_compression(compress: Any) -> MessageCompression:
-    """`compress_messages` as a compressor of activations and one of gradients."""
-    if compress is None:
-        return NO_COMPRESSION
-    if isinstance(compress, Mapping):
-        unknown = [name for name in compress if name not in MessageCompression._fields]
-        if unknown or not compress:
-            raise ValueError(
-                '`compress_messages` must be a compressor or a dict with one for "activations", "gradients" or both, '
-                f"got a dict with {shown(list(compress)) if compress else 'nothing'}. For example "
-                '`{"activations": jpipe.compress.Quantize(8)}`.'
-            )
-        found = MessageCompression(**compress)
-    elif isinstance(compress, SparseCompressor):
-        found = MessageCompression(compress)
-    else:
-        found = MessageCompression(compress, compress)
-    for compressor in found:
-        if not isinstance(compressor, Compressor | None):
-            raise ValueError(
-                f"`compress_messages` must be a compressor of `jpipe.compress`, got {shown(compressor)}. For example "
-                "`jpipe.compress.Quantize(bits=8)`."
-            )
-    return found
-
-
-def check_compress_messages(
-    compress: Any, mesh: Mesh, schedule: Schedule
-) -> MessageCompression:
-    """`compress_messages`; there must be several stages, whose messages are whole."""
-    found = message_compression(compress)
-    if found == NO_COMPRESSION:
-        return found
-    if schedule.num_stages == 1:
-        raise ValueError(
-            "`compress_messages` compresses what stages send to each other, and there is one stage. Choose a schedule with "
-            "more stages, or leave it out."
-        )
-    _check_whole("compress_messages", mesh)
-    return found
-
-
-def _check_whole(argument: str, mesh: Mesh) -> None:
-    """Refuses a mesh that splits arrays inside of a stage."""
-    split = [n for n, size in mesh.shape.items() if size > 1 and n not in (STAGE, DATA)]
-    if split:
-        raise ValueError(
-            f"`{argument}` compresses arrays that are whole on a device, and the mesh splits them over the axes {split}: "
-            f"it has the axes {dict(mesh.shape)}. Leave these axes or `{argument}` out."
-        )
 
 
 def check_compiler_options(options: Any) -> dict[str, bool | int | float | str]:
@@ -520,151 +312,6 @@ def check_same_parts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None
                 f"`state` was made by another pipeline, which differs in `{name}`{shown}. Take "
                 "the state over with `state = pipe.adopt(state)`."
             )
-
-
-def why_weights_stay(hooks: Mapping) -> str:
-    """Why weights cannot be in host memory; empty: they can."""
-    if not hooks:
-        return ""
-    names = " and ".join(f"`{name}_params`" for name in hooks)
-    return f"passes read the weights themselves, and {names} computes others for them"
-
-
-def why_gradients_stay(
-    schedule: Schedule, compress_gradients: Any, accumulate_gradients: Any
-) -> str:
-    """Why gradients cannot be in host memory; empty: they can."""
-    if schedule.has_copies:
-        return "a stage is on one device, and this schedule has copies of stages, which add up their gradients"
-    for name, value in (
-        ("compress_gradients", compress_gradients),
-        ("accumulate_gradients", accumulate_gradients),
-    ):
-        if value is not None:
-            return f"gradients are accumulated and exchanged as they are, and `{name}` changes that"
-    return ""
-
-
-def check_offload(
-    offload: Any,
-    mesh: Mesh,
-    schedule: Schedule,
-    recompute: Any,
-    *,
-    weights_stay: str = "",
-    gradients_stay: str = "",
-) -> Offload:
-    """`offload` of a pipeline, an `Offload` or None.
-
-    Args:
-      offload: the argument.
-      mesh, schedule, recompute: of the pipeline.
-      weights_stay: of `why_weights_stay`.
-      gradients_stay: of `why_gradients_stay`.
-
-    Raises:
-      ValueError: if it is something else, devices have no memory of the host, or a part of the state cannot go there.
-    """
-    if offload is None:
-        return NO_OFFLOAD
-    if not isinstance(offload, Offload):
-        raise ValueError(
-            "`offload` must be a `jpipe.Offload`, such as `jpipe.Offload(optimizer=1.0)`, or None, got "
-            f"{shown(offload)}."
-        )
-    if not offload:
-        return offload
-    kinds = memory_kinds(mesh.devices.flat[0])
-    if HOST_MEMORY not in kinds:
-        problem = (
-            f"`offload` keeps arrays in memory of the kind {HOST_MEMORY!r}, and {mesh.devices.flat[0].platform} devices have "
-            f"only {', '.join(map(repr, kinds))}."
-        )
-        if offload.required:
-            raise ValueError(
-                f"{problem} Leave `offload` out, or say `jpipe.Offload(..., required=False)` to train without it here."
-            )
-        warn(f"{problem} The pipeline trains without offloading.")
-        return NO_OFFLOAD
-    if offload.activations is not None and recompute == "full":
-        raise ValueError(
-            '`activations` of `Offload` is about what a forward keeps for its backward, and with `recompute="full"` a stage '
-            "keeps only its inputs. Leave one of them out."
-        )
-    for name, why in ("weights", weights_stay), ("gradients", gradients_stay):
-        if getattr(offload, name) and why:
-            raise ValueError(
-                f"`{name}` of `Offload` go to host memory where {why}. Leave one of them out, or offload the optimizer's "
-                "state alone."
-            )
-    return offload
-
-
-def check_device_memory(device_memory: Any, offload: Any, mesh: Mesh) -> float | None:
-    """`device_memory` of a pipeline in bytes, or None.
-
-    Raises:
-      ValueError: if it is no number of bytes, or `offload` is given too, or devices cannot use host memory.
-    """
-    if device_memory is None:
-        return None
-    if offload is not None:
-        raise ValueError(
-            "`device_memory` chooses what goes to host memory, and `offload` says it. Leave one of them out."
-        )
-    limit = device_memory
-    if isinstance(limit, str):
-        try:
-            limit = parse_size(limit)
-        except ValueError as error:
-            raise ValueError(f"`device_memory` {error}") from None
-    is_number = isinstance(limit, numbers.Real) and not isinstance(limit, bool)
-    if not is_number or not 0 < limit < 2**64:
-        raise ValueError(
-            '`device_memory` must be a number of bytes above 0, such as 2e9 or "2GiB", or None, got '
-            f"{shown(device_memory)}."
-        )
-    kinds = memory_kinds(mesh.devices.flat[0])
-    if HOST_MEMORY not in kinds:
-        raise ValueError(
-            f"`device_memory` keeps what does not fit in memory of the kind {HOST_MEMORY!r}, and "
-            f"{mesh.devices.flat[0].platform} devices have only {', '.join(map(repr, kinds))}. Leave it out, and use more "
-            "stages or recompute."
-        )
-    return float(limit)
-
-
-def check_strategy(strategy: Any, mesh: Mesh, axis_rules: Any) -> Strategy | None:
-    """`strategy` of a pipeline: an object that splits layers, the one in a file, or None.
-
-    Raises:
-      ValueError: if it is neither, or the mesh or the rules split the layers in other ways.
-    """
-    if strategy is None:
-        return None
-    if not isinstance(strategy, Strategy | str | os.PathLike):
-        raise ValueError(
-            "`strategy` must be the path of a file of `jpipe.soap.save_strategy`, or None, got "
-            f"{type(strategy).__name__}."
-        )
-    if mesh.shape.get(FSDP, 1) > 1:
-        raise ValueError(
-            f"`strategy` splits weights as its operators read them, and the mesh has fsdp={mesh.shape[FSDP]}, which splits "
-            'them all. Use a mesh without the axis "fsdp".'
-        )
-    shared = [a for a, n in mesh.shape.items() if a not in (STAGE, DATA) and n > 1]
-    if len(shared) > 1:
-        raise ValueError(
-            f"`strategy` splits each operator over one axis of the mesh, and {' and '.join(map(repr, shared))} are left to it. "
-            "Use one axis with all their devices, `make_mesh(stage=, data=, model=)`."
-        )
-    if any(STAGE in axes((target,)) for _, target in axis_rules or ()):
-        raise ValueError(
-            '`axis_rules` split layers over "stage", and `strategy` says how every layer is split. Leave one of them out.'
-        )
-    if isinstance(strategy, Strategy):
-        return strategy
-    return load("strategy of a file")(strategy)
 
 
 # -- What depends on how the layers are cut

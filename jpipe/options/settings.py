@@ -11,23 +11,22 @@ import optax
 from jax.sharding import AxisType, Mesh
 
 from jpipe._processes.sharing import Rows, is_global, is_shared
-from jpipe.compress import Compressor, StreamingPCA
-from jpipe.engine.loss_scale import LossScale
-from jpipe.layers.axis_rules import AxisRules, rules_for
+from jpipe.layers.axis_rules import rules_for
 from jpipe.layers.layer import Layer
-from jpipe.layers.layer_split import LayerSplit, Strategy
+from jpipe.layers.layer_split import LayerSplit
 from jpipe.layers.loss import Loss
 from jpipe.layers.trace import Traced, trace_layers
 from jpipe.lowering.target import target_of
 from jpipe.mesh import DATA, FSDP, STAGE, on_platform
 from jpipe.options.checks import batch_size
+from jpipe.options.communication import Communication
+from jpipe.options.numbers import Numbers
+from jpipe.options.splits import Splits
 from jpipe.schedule import Schedule
 from jpipe.stages import vocabulary
-from jpipe.stages.codecs import NO_COMPRESSION, MessageCompression
 from jpipe.stages.cut import Stages, cut
 from jpipe.stages.extra_args import read_delays, rereads_weights
 from jpipe.stages.offload import NO_OFFLOAD, Offload
-from jpipe.stages.shares import Replicas
 from jpipe.stages.ties import resolve_ties
 
 
@@ -47,40 +46,20 @@ class Settings:
     optimizer: optax.GradientTransformation
     schedule: Schedule
     mesh: Mesh
-    axis_rules: AxisRules
-    recompute: str | Callable[..., Any]
-    compute_dtype: np.dtype | None
-    loss_scale: LossScale | None
+    splits: Splits
+    numbers: Numbers
+    communication: Communication
     has_aux: bool
     ties: Sequence[Sequence[tuple[int, str]]]
     hooks: Mapping[str, Callable]
-    overlap: bool
-    shard_optimizer: bool
-    compress_messages: MessageCompression
-    compress_gradients: Compressor | None
-    accumulate_gradients: StreamingPCA | None
     donate: bool
     compiler_options: Mapping[str, Any]
     offload: Offload = NO_OFFLOAD
-    strategy: Strategy | None = None
 
     @property
     def num_replicas(self) -> int:
         """Replicas of the pipeline, along the axis "data" of the mesh."""
         return self.mesh.shape.get(DATA, 1)
-
-    @property
-    def compresses(self) -> bool:
-        """Whether anything that is sent is compressed."""
-        return self.compress_messages != NO_COMPRESSION or bool(self.compress_gradients)
-
-    @property
-    def sharing_replicas(self) -> list[Replicas] | None:
-        """For each stage the replicas that share its update; None if every replica updates all weights."""
-        if not self.shard_optimizer:
-            return None
-        copies = self.schedule.copies
-        return [Replicas(len(devices), self.num_replicas) for devices in copies]
 
     @property
     def platform(self) -> str:
@@ -92,13 +71,6 @@ class Settings:
         """Equal parts that the rows of a batch are cut into, over microbatches and devices."""
         num_shares = self.mesh.shape.get(FSDP, 1)
         return self.schedule.num_microbatches * self.num_replicas * num_shares
-
-    @property
-    def recompute_name(self) -> str:
-        """`recompute` as text: "none", "full" or the name of the policy."""
-        if callable(self.recompute):
-            return getattr(self.recompute, "__name__", "policy")
-        return self.recompute
 
     @functools.cached_property
     def automatic_mesh(self) -> Mesh | None:
@@ -187,16 +159,10 @@ class Settings:
                 tuple(mesh.shape.items()),
                 tuple((d.platform, d.id) for d in mesh.devices.flat),
             ),
-            "axis_rules": rules_for(self.automatic_sizes, self.axis_rules),
-            "strategy": self.strategy,
-            "compute_dtype": self.compute_dtype,
-            "recompute": self.recompute_name,
-            "loss_scale": self.loss_scale,
-            "overlap": self.overlap,
-            "shard_optimizer": self.shard_optimizer,
-            "compress_messages": tuple(self.compress_messages),
-            "compress_gradients": self.compress_gradients,
-            "accumulate_gradients": self.accumulate_gradients,
+            "axis_rules": rules_for(self.automatic_sizes, self.splits.axis_rules),
+            "strategy": self.splits.strategy,
+            **self.numbers.parts,
+            **self.communication.parts,
             "offload": self.offload,
             "has_aux": self.has_aux,
             "ties": tuple(map(tuple, self.ties)),
@@ -220,34 +186,34 @@ class Settings:
         if evaluated is not None:
             splits = evaluated.splits
         else:
-            splits = self._splits(microbatch, key_impl)
-        accumulate = self.accumulate_gradients
+            splits = self._layer_splits(microbatch, key_impl)
+        accumulate = self.communication.accumulate_gradients
         with on_platform(self.platform):
             return trace_layers(
                 self.layers,
                 self.loss if evaluated is None else None,
                 microbatch,
-                compute_dtype=self.compute_dtype,
+                compute_dtype=self.numbers.compute_dtype,
                 key_impl=key_impl,
-                policy=self.recompute if callable(self.recompute) else None,
+                policy=self.numbers.policy,
                 products=None if accumulate is None else accumulate.is_smaller,
                 automatic=self.automatic_mesh,
                 mesh=self.mesh,
-                axis_rules=self.axis_rules,
+                axis_rules=self.splits.axis_rules,
                 splits=splits,
                 rereads_weights=rereads_weights(self.schedule, self.hooks),
             )
 
-    def _splits(self, microbatch: Any, key_impl: Any) -> Sequence[LayerSplit]:
+    def _layer_splits(self, microbatch: Any, key_impl: Any) -> Sequence[LayerSplit]:
         """How the strategy splits each layer; `()` without one."""
-        if self.strategy is None:
+        if self.splits.strategy is None:
             return ()
-        return self.strategy.split_layers(
+        return self.splits.strategy.split_layers(
             self.layers,
             self.loss,
             microbatch,
             self.automatic_sizes,
-            compute_dtype=self.compute_dtype,
+            compute_dtype=self.numbers.compute_dtype,
             key_impl=key_impl,
         )
 
@@ -261,10 +227,10 @@ class Settings:
             self.loss,
             microbatch,
             resolve_ties(traced.layers, self.ties),
-            compute_dtype=self.compute_dtype,
+            compute_dtype=self.numbers.compute_dtype,
             key_impl=key_impl,
             num_stages=self.schedule.num_stages,
-            axis_rules=self.axis_rules,
+            axis_rules=self.splits.axis_rules,
         )
         delays = read_delays(self.schedule) if self.hooks else {}
         hooked = {name: delays[name] for name in self.hooks}
@@ -285,8 +251,8 @@ class Settings:
             ties,
             target=target_of(self.platform),
             vocabulary_layers=self.vocabulary(traced, microbatch, key_impl),
-            compression=self.compress_messages,
-            accumulate=self.accumulate_gradients,
+            compression=self.communication.compress_messages,
+            accumulate=self.communication.accumulate_gradients,
             devices=self.schedule.copies,
             offload=self.offload,
         )

@@ -17,7 +17,7 @@ from jpipe.layers.avals import num_bytes
 from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, lower
-from jpipe.options.checks import message_compression
+from jpipe.options.communication import message_compression
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule

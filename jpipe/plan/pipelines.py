@@ -92,7 +92,7 @@ def boundaries_by_time(
     """The boundaries that balance the measured seconds of the stages."""
     split = settings.schedule.splits_backward
     programs = [
-        programs_of(operation, settings.recompute_name)
+        programs_of(operation, settings.numbers.recompute_name)
         for operation in operations_of(split)
     ]
     measured = profile(
@@ -138,8 +138,8 @@ def _options(settings: Settings, traced: Traced) -> dict[str, Any]:
     process = jax.process_index()
     local = [d for d in settings.mesh.devices.flat if d.process_index == process]
     return dict(
-        recompute=settings.recompute_name,
-        compute_dtype=settings.compute_dtype,
+        recompute=settings.numbers.recompute_name,
+        compute_dtype=settings.numbers.compute_dtype,
         reads=list(settings.hooks),
         ties=[
             [layer for layer, _ in copies]

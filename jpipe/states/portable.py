@@ -469,9 +469,7 @@ def _meaning(program: Program) -> tuple:
         lambda a: (a.shape, a.dtype), engine.layout.local_shapes(_COMPRESSION)
     )
     return (
-        settings.compress_messages,
-        settings.compress_gradients,
-        settings.accumulate_gradients,
+        settings.communication.compressors,
         groups,
         shapes,
         program.stages.starts,

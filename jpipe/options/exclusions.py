@@ -1,0 +1,67 @@
+"""What excludes what among the options of a pipeline, each stated once.
+
+A function returns why an option cannot be, as a part of a sentence; empty: it can. `Pipeline`, the choice of what goes
+to host memory and the training script ask it, and add the remedy that fits where the option was given.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jpipe.mesh import DATA, STAGE
+from jpipe.schedule import Schedule
+
+_SHARED_BY_REPLICAS = {
+    "shard_optimizer": "shares the optimizer's state between the replicas of a stage",
+    "compress_gradients": "compresses what the replicas of a stage exchange",
+}
+
+
+def without_replicas(argument: str) -> str:
+    """Why an argument for the replicas of a stage cannot be where each stage has one.
+
+    Args:
+      argument: "shard_optimizer" or "compress_gradients".
+    """
+    return f"{_SHARED_BY_REPLICAS[argument]}, and there is one"
+
+
+def on_split_arrays(sizes: Mapping[str, int]) -> str:
+    """Why nothing can be compressed on a mesh that splits arrays inside of a stage.
+
+    Args:
+      sizes: axis of the mesh -> number of devices.
+    """
+    split = [n for n, size in sizes.items() if size > 1 and n not in (STAGE, DATA)]
+    if not split:
+        return ""
+    return f"compresses arrays that are whole on a device, and the mesh splits them over the axes {split}"
+
+
+def chosen_and_given(*names: str) -> str:
+    """Why `device_memory` cannot be beside the arguments that say what goes to host memory."""
+    *others, last = (f"`{name}`" for name in names)
+    given = f"{', '.join(others)} and {last} say" if others else f"{last} says"
+    return f"`device_memory` chooses what goes to host memory, and {given} it"
+
+
+def weights_stay(hooks: Mapping[str, Any]) -> str:
+    """Why weights cannot be in host memory."""
+    if not hooks:
+        return ""
+    names = " and ".join(f"`{name}_params`" for name in hooks)
+    return f"passes read the weights themselves, and {names} computes others for them"
+
+
+def gradients_stay(schedule: Schedule, compressors: Mapping[str, Any]) -> str:
+    """Why gradients cannot be in host memory.
+
+    Args:
+      schedule: the table.
+      compressors: argument -> the compressor that is given for it.
+    """
+    if schedule.has_copies:
+        return "a stage is on one device, and this schedule has copies of stages, which add up their gradients"
+    for name in ("compress_gradients", "accumulate_gradients"):
+        if name in compressors:
+            return f"gradients are accumulated and exchanged as they are, and `{name}` changes that"
+    return ""
