@@ -32,7 +32,7 @@ from jpipe.layers.layer_split import Strategy
 from jpipe.layers.loss import Loss, cut_warning
 from jpipe.layers.plain_loss import plain_loss
 from jpipe.layers.rows import row_mixing
-from jpipe.layers.trace import Traced
+from jpipe.layers.trace import Traced, TrainingTrace
 from jpipe.memory._pipeline import pipeline_timeline
 from jpipe.memory._timeline import Timeline
 from jpipe.mesh import make_mesh
@@ -288,7 +288,7 @@ class Pipeline:
         )
         self._balance = boundaries if isinstance(boundaries, str) else "flops"
         self._starts: list[int] | None = starts
-        self._traced: dict[tuple, Traced] = {}
+        self._traced: dict[tuple, TrainingTrace] = {}
         self._balanced: dict[tuple, list[int]] = {}
         self._programs: dict[tuple, Program] = {}
 
@@ -446,7 +446,7 @@ class Pipeline:
         """Warns if the loss of a minibatch does not follow from the losses of its microbatches."""
         if self.schedule.num_microbatches * self.num_replicas == 1:
             return
-        traced = program.traced
+        traced: Traced = program.traced
         outputs = traced.output_tree.unflatten(traced.outputs[-1])
         if traced.reported:
             outputs, _ = outputs
@@ -456,8 +456,8 @@ class Pipeline:
         if problem is not None:
             warn(problem)
         if traced.reported:  # reports may be means over rows, which only the loss sees
-            traced = self._settings.trace(
-                program.microbatch, program.engine.key_impl, evaluated=traced
+            traced = self._settings.trace_evaluation(
+                program.microbatch, program.engine.key_impl, traced
             )
         for sentence in row_mixing(traced):
             warn(
@@ -752,7 +752,7 @@ class Pipeline:
 
         For minibatches shaped like `batch`. Compiles nothing.
         """
-        return traffic.messages(self._program(batch))
+        return traffic.messages(self._program(batch).engine)
 
     @public("memory")
     def memory(self, batch: Any) -> Memory:

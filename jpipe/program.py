@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe._processes import watchdog as _watchdog
 from jpipe._processes.sharing import (
+    Rows,
     assemble,
     gather,
     is_global,
@@ -28,14 +29,16 @@ from jpipe._processes.sharing import (
 )
 from jpipe._util import in_flight
 from jpipe.engine import traffic
-from jpipe.engine.engine import Engine
+from jpipe.engine.engine import in_all_versions, run_forward, run_training
 from jpipe.engine.layout import batch_spec
+from jpipe.engine.spec import ForwardPass
 from jpipe.engine.state import PipelineState
+from jpipe.engine.training import TrainingPass
 from jpipe.layers.avals import check_nans, shapes_text
 from jpipe.layers.equations import off_mesh
 from jpipe.layers.loss import mean_of_sums
 from jpipe.layers.numbers import from_numbers
-from jpipe.layers.trace import Traced
+from jpipe.layers.trace import TrainingTrace
 from jpipe.lowering.versions import has_one_row
 from jpipe.mesh import DATA, with_automatic_axes
 from jpipe.optim import check_hooks
@@ -70,7 +73,7 @@ class Program:
         settings: Settings,
         microbatch: Any,
         key_impl: Any,
-        traced: Traced,
+        traced: TrainingTrace,
         starts: Sequence[int],
     ):
         self.settings, self.microbatch, self.traced = settings, microbatch, traced
@@ -82,10 +85,16 @@ class Program:
             settings.num_replicas,
         )
         _check_hooks(settings, traced)
-        self.engine = Engine(
-            settings.schedule,
-            self.stages,
-            make_updates(
+        self.engine = TrainingPass(
+            schedule=settings.schedule,
+            stages=self.stages,
+            mesh=settings.mesh,
+            microbatch=microbatch,
+            key_impl=key_impl,
+            compute_dtype=settings.numbers.compute_dtype,
+            loss=traced.loss,
+            loss_weight=traced.loss_weight,
+            updates=make_updates(
                 self.stages,
                 settings.optimizer,
                 settings.hooks,
@@ -97,13 +106,9 @@ class Program:
                 settings.schedule.copies,
                 one_row=has_one_row(settings.schedule),
             ),
-            settings.mesh,
             recompute=settings.numbers.runs_forward_again,
-            microbatch=microbatch,
             loss_scale=settings.numbers.loss_scale,
-            key_impl=key_impl,
             overlap=settings.communication.overlap,
-            compute_dtype=settings.numbers.compute_dtype,
             compress_gradients=settings.communication.compress_gradients,
             accumulate_gradients=settings.communication.accumulate_gradients,
             stash_slots=settings.offload.activations,
@@ -115,7 +120,7 @@ class Program:
             out_shardings=(*self._state_shardings(), everywhere),
         )
         compiler_options = {
-            **self.engine.compiler_options,
+            **self.engine.target.compiler_options,
             **settings.compiler_options,
         }
         options["compiler_options"] = compiler_options
@@ -132,7 +137,7 @@ class Program:
                 for options, sharding in zip(forward_options, (outputs, everywhere))
             ]
         self._stepped = False  # the first step compiles
-        self._latest_forward_engine: tuple[tuple, Engine] | None = None
+        self._latest_forward_engine: tuple[tuple, ForwardPass] | None = None
         self._forward_rows: dict[
             tuple, jax.Array
         ] = {}  # shapes of a microbatch -> rows
@@ -149,8 +154,9 @@ class Program:
                 "matrices and larger than its factors, k (a + b + 1) numbers for a weight [a, b]. Choose a smaller "
                 "`rank`, or leave it out."
             )
+        if compressor is None:
+            return
         for group in self.engine.gradient_groups:
-            assert compressor is not None
             shape = "x".join(map(str, group.like.shape)) or "scalar"
             is_part = group.place.array not in self.stages.accumulators.arrays
             words = "of a device's part of a weight" if is_part else "of a weight"
@@ -321,7 +327,7 @@ class Program:
 
     def _no_metrics(self, state: PipelineState) -> dict[str, Any]:
         """What `flush` returns where nothing was in flight."""
-        loss = self.stages.loss
+        loss = self.traced.loss
 
         def nothing(a: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.asarray(np.full(a.shape, np.nan, a.dtype))
@@ -337,7 +343,7 @@ class Program:
         if self.settings.numbers.loss_scale is not None:
             metrics["loss_scale"] = state.loss_scale["scale"][0]
         if self.settings.communication.compresses:
-            metrics["compression"] = traffic.counts(self, state.kept())
+            metrics["compression"] = self._compression_counts(state.kept())
         return metrics
 
     def predict(self, state: PipelineState, batch: Any) -> Any:
@@ -474,7 +480,7 @@ class Program:
                     "`batch` has global arrays and arrays of this process, got "
                     f"{shapes_text(batch)}. Make all of them global, or none."
                 )
-            sizes = self._sizes(size, apart=rows.apart and given_whole == {False})
+            sizes = self._sizes(rows, size, apart=rows.apart and given_whole == {False})
             if given_whole == {True}:
                 padded = self._pad_global(batch, -size % multiple)
                 return size, padded, np.arange(size, dtype=np.int32)
@@ -495,17 +501,18 @@ class Program:
             positions = rows.positions(sizes, padded)
         return size, self._place(batch), positions
 
-    def _sizes(self, size: int, *, apart: bool) -> list[int]:
+    @staticmethod
+    def _sizes(rows: Rows, size: int, *, apart: bool) -> list[int]:
         """Rows of the batches that all processes give, by process.
 
         Args:
+          rows: the rows that each of them holds.
           size: rows of this process's batch.
           apart: whether processes may differ.
 
         Raises:
           ValueError: if processes that must give the same rows give different numbers.
         """
-        rows = self.settings.rows
         sizes = gather(np.array(size, np.int32)).tolist()
         for p, q in itertools.combinations(range(len(sizes)), 2):
             if sizes[p] != sizes[q] and (not apart or rows.held[p] == rows.held[q]):
@@ -547,7 +554,8 @@ class Program:
     ):
         """One pass over the table: the new state, and the totals that `_metrics` takes."""
         engine = self.engine
-        kept, in_flight, results = engine.run(
+        kept, in_flight, results = run_training(
+            engine,
             state.kept(),
             state.in_flight(),
             self._counters(state),
@@ -566,9 +574,14 @@ class Program:
         if self.settings.numbers.loss_scale is not None:
             totals["loss_scale"] = kept["loss_scale"]["scale"][0]
         if self.settings.communication.compresses:
-            totals["compression"] = traffic.counts(self, kept)
+            totals["compression"] = self._compression_counts(kept)
         state = dataclasses.replace(state, **kept, **in_flight, round=state.round + 1)
         return state, totals
+
+    def _compression_counts(self, kept: Mapping[str, Any]) -> dict[str, jax.Array]:
+        return traffic.counts(
+            self.engine, self.settings.communication.compress_messages, kept
+        )
 
     def _metrics(self, totals: dict) -> dict:
         """What `step` returns, from sums over the microbatches of all replicas that finished.
@@ -576,7 +589,7 @@ class Program:
         Where none finished, a mean is 0 / 0, which is NaN.
         """
         count = totals["count"]
-        sums = self.stages.loss.aux_tree.unflatten(totals["aux"])
+        sums = self.traced.loss.aux_tree.unflatten(totals["aux"])
         loss, aux = mean_of_sums(totals["loss"], sums, count)
         metrics = {
             "loss": loss,
@@ -628,7 +641,7 @@ class Program:
             jnp.zeros_like, {**state.in_flight(), "round": state.round}
         )
         newest_of = {
-            name: self.engine.in_all_versions(getattr(state, name), newest)
+            name: in_all_versions(self.engine, getattr(state, name), newest)
             for name in ("parameters", "read_parameters")
         }
         started = state.started + newest * N
@@ -722,7 +735,8 @@ class Program:
                 if key in state.message_compression
             },
         }
-        outputs = engine.run(
+        outputs = run_forward(
+            engine,
             kept,
             buffers,
             self._counters(state),
@@ -753,7 +767,7 @@ class Program:
             self._forward_rows[key] = self._forward_engine(microbatch).place_rows()
         return self._forward_rows[key]
 
-    def _forward_engine(self, microbatch: Any) -> Engine:
+    def _forward_engine(self, microbatch: Any) -> ForwardPass:
         """The engine that runs the same stages forward only, in evaluation; the latest is kept."""
         key, latest = shapes_key(microbatch), self._latest_forward_engine
         if latest is None or latest[0] != key:
@@ -761,22 +775,22 @@ class Program:
             self._latest_forward_engine = latest
         return latest[1]
 
-    def _make_forward_engine(self, microbatch: Any) -> Engine:
+    def _make_forward_engine(self, microbatch: Any) -> ForwardPass:
         settings, schedule = self.settings, self.settings.schedule
-        traced = settings.trace(microbatch, self.engine.key_impl, evaluated=self.traced)
+        key_impl = self.engine.key_impl
+        traced = settings.trace_evaluation(microbatch, key_impl, self.traced)
         table = forward_only(
             schedule.num_stages,
             schedule.num_microbatches,
             stage=schedule.stage,
             device=schedule.device,
         )
-        return Engine(
-            table,
-            settings.cut(traced, self.stages.starts, microbatch, self.engine.key_impl),
-            None,
-            settings.mesh,
+        return ForwardPass(
+            schedule=table,
+            stages=settings.cut(traced, self.stages.starts, microbatch, key_impl),
+            mesh=settings.mesh,
             microbatch=microbatch,
-            key_impl=self.engine.key_impl,
+            key_impl=key_impl,
             trained=self.engine.lowered,
             compute_dtype=settings.numbers.compute_dtype,
         )
@@ -794,7 +808,7 @@ def _in_order(groups: Mapping[str, Any]) -> collections.OrderedDict:
     )
 
 
-def _check_hooks(settings: Settings, traced: Traced) -> None:
+def _check_hooks(settings: Settings, traced: TrainingTrace) -> None:
     """Checks that hooks and the transforms whose state they read come together."""
     if not settings.hooks and settings.schedule.synchronous:
         return  # no delays: in a synchronous warm-up all passes read the newest weights

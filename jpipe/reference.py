@@ -67,6 +67,7 @@ class Reference:
         self.weights: dict[tuple[tuple[int, int], int], Any] = {}
         self.params = list(params)
         self.stages: Any = None  # `Stages`, once the shapes of a batch are known
+        self.traced: Any = None  # `TrainingTrace`, from then on too
         self.batches: dict[int, Any] = {}
         self.stash: dict = {}
         self.inbox: dict = {}
@@ -76,8 +77,8 @@ class Reference:
 
     def _start(self, microbatch: Any) -> None:
         """Cuts the model and makes the first weights, once the shapes are known."""
-        traced = trace_layers(self.layers, Loss.of(self.loss, False), microbatch)
-        self.stages = cut(traced, self.starts, self.schedule.num_stages)
+        self.traced = trace_layers(self.layers, Loss.of(self.loss, False), microbatch)
+        self.stages = cut(self.traced, self.starts, self.schedule.num_stages)
         for s, devices in enumerate(self.schedule.copies):
             tree = stage_tree(self.stages, s, self.params)
             for copy in ((s, d) for d in devices):
@@ -185,7 +186,7 @@ class Reference:
 
     def _weight(self, m: int) -> float:
         """The weight of a microbatch in the loss of its minibatch."""
-        weight = self.stages.loss_weight
+        weight = self.traced.loss_weight
         if weight is None:
             return 1.0
         return float(weight(*jax.tree.leaves(self.batches[m]))[0])
@@ -216,7 +217,7 @@ class Reference:
         if s < self.schedule.num_stages - 1:
             arriving[s + 1, m, "activation"] = x
         else:
-            loss, N = self.stages.loss, self.schedule.num_microbatches
+            loss, N = self.traced.loss, self.schedule.num_microbatches
             values, stash, aux = loss.forward_and_stash(
                 [], x, jax.tree.leaves(self.batches[m])
             )

@@ -213,7 +213,6 @@ def memory(program: Program) -> Memory:
     for unit, num_versions in zip(stages.vocabulary.units, engine.rows_of_units):
         of_unit = _bytes_of_parts(layout, unit.packing, unit.stored().items())
         used, used_gradients = used + num_versions * of_unit, used_gradients + of_unit
-    assert updates is not None
     # On all replicas together.
     used_state = sum(
         layout.leaf_bytes([piece.place], updates.state.arrays)

@@ -13,7 +13,7 @@ from jax import lax
 
 from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
-from jpipe.engine.context import Device
+from jpipe.engine.context import TrainingDevice
 from jpipe.engine.factors import factors_in
 from jpipe.engine.shares import (
     Rank,
@@ -36,7 +36,7 @@ from jpipe.stages.stage_update import MergedUpdate
 Record = TypeVar("Record", bound=TickArrays)
 
 
-def apply_writes(device: Device) -> list[str]:
+def apply_writes(device: TrainingDevice) -> list[str]:
     """The arrays of `TickArrays` that `Apply` reads and writes."""
     names = ["gradients", "optimizer_state", "parameters", "read_parameters", "skipped"]
     if device.spec.accumulate_gradients is None:
@@ -66,7 +66,7 @@ class Apply:
       scale: `[]`, the loss scale of the gradients, or None.
     """
 
-    device: Device
+    device: TrainingDevice
     merged: MergedUpdate
     position: jax.Array | int
     scalars: LaneScalars

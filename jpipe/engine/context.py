@@ -2,13 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpipe.engine.arrays import TickArrays
 from jpipe.engine.spec import PassSpec
+from jpipe.engine.training import TrainingPass
 from jpipe.lowering.scalars import LaneScalars
 from jpipe.mesh import DATA, STAGE
 from jpipe.stages.cut import StageProgram, Stages
@@ -32,8 +34,6 @@ class Device:
       inputs: the leaves of `batch["inputs"]` among them.
       layer_numbers: 0, 1, 2, ..., for each layer of the longest run, int32 `[]` each, as values that
         the compiler does not know; empty where they may know it. See `StageContext.runtime_index`.
-      minibatch_weights: `[num_weights]`, the weight of each minibatch whose loss still has a gradient to take; it divides
-        the sums of the loss. None if the loss is a mean.
     """
 
     spec: PassSpec
@@ -46,7 +46,6 @@ class Device:
     layer_numbers: tuple[jax.Array, ...] = ()
     batch: tuple[jax.Array, ...] = ()
     inputs: tuple[jax.Array, ...] = ()
-    minibatch_weights: jax.Array | None = None
 
     @classmethod
     def here(
@@ -54,7 +53,7 @@ class Device:
         spec: PassSpec,
         counters: Mapping[str, jax.Array],
         num_entered: jax.Array,
-    ) -> "Device":
+    ) -> Self:
         """The device that this code runs on, inside of `shard_map`.
 
         Args:
@@ -78,23 +77,19 @@ class Device:
             ),
         )
 
-    def with_batch(self, batch: Any, weights: jax.Array | None) -> "Device":
-        """The device with a batch, a tree with an entry "inputs", and the weights of minibatches."""
+    def with_batch(self, batch: Any) -> Self:
+        """The device with a batch, a tree with an entry "inputs"."""
         leaves, inputs = jax.tree.leaves(batch), jax.tree.leaves(batch["inputs"])
-        return dataclasses.replace(
-            self,
-            batch=tuple(leaves),
-            inputs=tuple(inputs),
-            minibatch_weights=weights,
-        )
+        return dataclasses.replace(self, batch=tuple(leaves), inputs=tuple(inputs))
 
-    def minibatch_weight(self, batch: Any) -> jax.Array:
-        """The weight of a minibatch `[N, microbatch, ...]`, averaged over replicas: see `jpipe.layers.loss`."""
-        weight = self.spec.stages.loss_weight
-        assert weight is not None
-        leaves = jax.tree.leaves(batch)
-        weights = lax.map(lambda microbatch: weight(*microbatch)[0], leaves)
-        return self.mean_over_replicas(weights.sum())
+    def stage(
+        self,
+        program: StageProgram,
+        scalars: LaneScalars,
+        columns: Mapping[str, Callable[[str], Sequence]],
+    ) -> "StageContext":
+        """A stage program on this device; arguments as of `StageContext`."""
+        return StageContext(self, program, scalars, columns)
 
     def random_key(self, number: Any, microbatch_number: jax.Array) -> jax.Array:
         """The key that layer `number` draws from for a microbatch of this replica."""
@@ -132,6 +127,37 @@ class Device:
     def mean_over_replicas(self, tree: Any) -> Any:
         """The mean over the replicas of a stage."""
         return lax.pmean(tree, DATA) if self.spec.num_replicas > 1 else tree
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingDevice(Device):
+    """One device in one pass that trains.
+
+    Attributes:
+      spec: the pass.
+      minibatch_weights: `[num_weights]`, the weight of each minibatch whose loss still has a gradient to take; it divides
+        the sums of the loss. None if the loss is a mean.
+    """
+
+    spec: TrainingPass
+    minibatch_weights: jax.Array | None = None
+
+    def with_weights(self, weights: jax.Array | None) -> Self:
+        """The device with the weights of minibatches."""
+        return dataclasses.replace(self, minibatch_weights=weights)
+
+    def stage(
+        self,
+        program: StageProgram,
+        scalars: LaneScalars,
+        columns: Mapping[str, Callable[[str], Sequence]],
+    ) -> "TrainingStage":
+        """See `Device`."""
+        return TrainingStage(self, program, scalars, columns)
+
+    def loss_scale(self, arrays: TickArrays) -> jax.Array | None:
+        """`[]`, the loss scale, or None."""
+        return None if self.spec.loss_scale is None else arrays.loss_scale["scale"][0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,3 +243,15 @@ class StageContext:
         if len(self.program.stages) == 1:
             return on_stage()
         return lax.cond(getattr(self.scalars, scalar) == 1, on_stage, elsewhere)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingStage(StageContext):
+    """One stage program in a pass that trains."""
+
+    device: TrainingDevice
+
+    @property
+    def spec(self) -> TrainingPass:
+        """The pass."""
+        return self.device.spec

@@ -16,7 +16,7 @@ from jax import lax
 
 from jpipe import packing
 from jpipe.engine.arrays import Packed
-from jpipe.engine.context import Device
+from jpipe.engine.context import TrainingDevice
 from jpipe.engine.guard import guarded
 from jpipe.lowering.scalars import TickScalars
 from jpipe.mesh import STAGE
@@ -52,7 +52,7 @@ def _rows(places: Iterable[tuple[Place, int]]) -> list[_Rows]:
 
 
 def sum_over_copies(
-    device: Device, scalars: TickScalars, operation: str, arrays: Packed
+    device: TrainingDevice, scalars: TickScalars, operation: str, arrays: Packed
 ) -> Packed:
     """Replaces what the copies of a stage have added up by the sum over all copies.
 
@@ -82,7 +82,7 @@ def sum_over_copies(
 
 
 def _sum(
-    device: Device,
+    device: TrainingDevice,
     copies: Sequence[tuple[int, int]],
     group: str,
     blocks: Sequence[_Rows],
@@ -147,7 +147,7 @@ class Ring(NamedTuple):
     is_member: jax.Array
 
     @classmethod
-    def of(cls, device: Device, copies: Sequence[tuple[int, int]]) -> "Ring":
+    def of(cls, device: TrainingDevice, copies: Sequence[tuple[int, int]]) -> "Ring":
         """The ring of some copies, each `(device, position of the stage on it)`."""
         num_devices = device.spec.schedule.num_devices
         group = tuple(d for d, _ in copies)

@@ -47,12 +47,18 @@ from jax import lax
 
 from jpipe.engine import spills, vocabulary
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, TickStash, Written
-from jpipe.engine.context import Device, StageContext
+from jpipe.engine.context import (
+    Device,
+    StageContext,
+    TrainingDevice,
+    TrainingStage,
+)
 from jpipe.engine.copies import sum_over_copies
 from jpipe.engine.guard import Branch, run_one_of
 from jpipe.engine.layout import microbatch_shapes
-from jpipe.engine.operations import OPERATIONS
-from jpipe.engine.spec import PassSpec
+from jpipe.engine.operations import OPERATIONS, PREDICTION, Operation, Stage
+from jpipe.engine.spec import ForwardPass, PassSpec
+from jpipe.engine.training import TrainingPass
 from jpipe.engine.transport import move, put_row, receive
 from jpipe.engine.updates import UPDATE_WRITES, update
 from jpipe.lowering.lower import Phase
@@ -63,23 +69,22 @@ RESULTS = ("loss", "aux", "count", "skipped", "gradient_norm")
 """Arrays of a training pass that the host reads: see `TickArrays`."""
 
 
-def run_pass(
-    spec: PassSpec,
+def training_pass(
+    spec: TrainingPass,
     kept: Mapping[str, Any],
     in_flight: Mapping[str, Any],
     counters: Mapping[str, jax.Array],
     num_entered: jax.Array,
     batch: Any,
     rows: jax.Array,
-) -> Any:
-    """One pass over the table, on one device: the body of the `shard_map` in `Engine.run`.
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """One pass over the table, on one device.
 
-    Arguments and results are those of `Engine.run`, with local shapes.
+    Arguments and results are those of `jpipe.engine.engine.run_training`, with local shapes.
     """
-    device = Device.here(spec, counters, num_entered)
+    device = TrainingDevice.here(spec, counters, num_entered)
     buffers = in_flight["buffers"]
-    gradients = {k: v for k, v in in_flight.items() if k == "gradients"}
-    held = {"read_parameters": {}, **kept, **gradients, **buffers}
+    held = {**kept, "gradients": in_flight["gradients"], **buffers}
     held["op_count"] = jnp.zeros((), jnp.int32)
     batch = _local_batch(spec, batch)
     weights = _take_weights(device, held.get("minibatch_weights"), batch)
@@ -89,9 +94,8 @@ def run_pass(
     if batches is not None:
         held["batches"] = batches
     arrays = TickArrays(**held, **_empty_results(spec))
-    arrays = _scan(device.with_batch(batch, weights), rows[0], arrays)
-    if spec.schedule.forward_only:
-        return arrays.outputs
+    device = device.with_weights(weights).with_batch(batch)
+    arrays = _scan(device, rows[0], arrays)
     return (
         {name: getattr(arrays, name) for name in kept},
         {
@@ -100,6 +104,29 @@ def run_pass(
         },
         {name: getattr(arrays, name) for name in RESULTS},
     )
+
+
+def forward_pass(
+    spec: ForwardPass,
+    kept: Mapping[str, Any],
+    in_flight: Mapping[str, Any],
+    counters: Mapping[str, jax.Array],
+    num_entered: jax.Array,
+    batch: Any,
+    rows: jax.Array,
+) -> list[jax.Array]:
+    """The same of a forward-only table: see `jpipe.engine.engine.run_forward`."""
+    device = Device.here(spec, counters, num_entered)
+    held = {"read_parameters": {}, **kept, **in_flight["buffers"]}
+    held["op_count"] = jnp.zeros((), jnp.int32)
+    batch = _local_batch(spec, batch)
+    batch, batches = _take_batch(device, held.get("batches"), batch)
+    if batches is not None:
+        held["batches"] = batches
+    N, (leaves, _) = spec.schedule.num_microbatches, spec.stages.outputs
+    outputs = [jnp.zeros((N, *y.shape), y.dtype) for y in leaves]
+    arrays = TickArrays(**held, outputs=outputs)
+    return _scan(device.with_batch(batch), rows[0], arrays).outputs
 
 
 def _local_batch(spec: PassSpec, batch: Any) -> Any:
@@ -117,7 +144,7 @@ def _local_batch(spec: PassSpec, batch: Any) -> Any:
 
 
 def _take_weights(
-    device: Device, kept: jax.Array | None, batch: Any
+    device: TrainingDevice, kept: jax.Array | None, batch: Any
 ) -> jax.Array | None:
     """The weights of the minibatches whose loss has a gradient to take in this pass, or in a later one.
 
@@ -133,12 +160,15 @@ def _take_weights(
       `[num_weights]`; None if the loss is a mean.
     """
     spec = device.spec
-    if spec.stages.loss_weight is None:
+    if spec.loss_weight is None:
         return None
     if batch is None:
         # Without kept weights no loss is in flight, and no operation reads this one.
         return jnp.ones(1, spec.weight_dtype) if kept is None else kept
-    weight = device.minibatch_weight(batch)
+    weights = lax.map(
+        lambda leaves: spec.loss_weight(*leaves)[0], jax.tree.leaves(batch)
+    )
+    weight = device.mean_over_replicas(weights.sum())
     if kept is None:
         return weight[None]
     return put_row(kept, weight, jnp.mod(device.round, spec.lowered.num_weights))
@@ -173,12 +203,9 @@ def _take_batch(device: Device, kept: Any, batch: Any) -> tuple[Any, Any]:
     return kept, kept
 
 
-def _empty_results(spec: PassSpec) -> dict[str, Any]:
+def _empty_results(spec: TrainingPass) -> dict[str, Any]:
     """The arrays that are zero at the start of a pass."""
-    if spec.schedule.forward_only:
-        N, (leaves, _) = spec.schedule.num_microbatches, spec.stages.outputs
-        return {"outputs": [jnp.zeros((N, *y.shape), y.dtype) for y in leaves]}
-    loss = spec.stages.loss
+    loss = spec.loss
     return {
         "loss": jnp.zeros((1,), loss.outputs[0].dtype),
         "aux": [jnp.zeros((1, *a.shape), a.dtype) for a in loss.aux],
@@ -274,6 +301,7 @@ def _tick(
             return {}
         return move(spec, arrays, scalars, after, late)
 
+    training = device if isinstance(device, TrainingDevice) else None
     stashes = {name: TickStash() for name in spec.tick_stashes}
     arrays = arrays.replace(**stashes)
     transfers = spills.begin(spec, scalars, arrays)
@@ -284,21 +312,21 @@ def _tick(
     arrays = vocabulary.embed(device, scalars, arrays)
     if "forward" in phase.operations:
         arrays = _run_operation("forward", device, scalars, arrays)
-    if "commit" in phase.operations and spec.commits:
-        statistics = sum_over_copies(device, scalars, "commit", arrays.statistics)
+    if training and "commit" in phase.operations and training.spec.commits:
+        statistics = sum_over_copies(training, scalars, "commit", arrays.statistics)
         arrays = arrays.replace(statistics=statistics)
         arrays = _run_operation("commit", device, scalars, arrays)
     if not spec.lowered.head_after_update:
         arrays = vocabulary.head(device, scalars, arrays)
-    if spec.recompute and not spec.schedule.forward_only:
+    if training and training.spec.recompute:
         arrays = vocabulary.embed(device, scalars, arrays, again=True)
     arrays = receive(spec, arrays, scalars, gradients)
     activations = moved(arrays, after="forward")
     for name in ("backward", "weight_grad"):
         if name in phase.operations:
             arrays = _run_operation(name, device, scalars, arrays)
-    if not spec.schedule.forward_only:
-        arrays = vocabulary.embed_backward(device, scalars, arrays)
+    if training:
+        arrays = vocabulary.embed_backward(training, scalars, arrays)
     if updates is not None and "update" in phase.operations:
         arrays = _update(device, scalars, updates, arrays)
     if spec.lowered.head_after_update:
@@ -324,6 +352,8 @@ def _update(
         hold collectives along "stage".
       arrays: all arrays.
     """
+    if not isinstance(device, TrainingDevice):
+        return arrays  # nothing updates in a forward-only table
     spec = device.spec
     number: jax.Array | int = 0
     if not (updates is True or spec.updates_in_every_tick):
@@ -345,7 +375,7 @@ def _run_operation(
     for j in range(spec.lowered.operations[name].num_lanes):
         lane = scalars.lane(name, j)
         columns = _columns(device, lane) if spec.lowered.target.indices_outside else {}
-        stages = [StageContext(device, p, lane, columns) for p in spec.stages.programs]
+        stages = [device.stage(p, lane, columns) for p in spec.stages.programs]
         branches = [
             _branch(name, stage)
             if _runs(spec, name, j, stage)
@@ -385,8 +415,12 @@ def _runs(spec: PassSpec, name: str, lane: int, stage: StageContext) -> bool:
 
 def _branch(name: str, stage: StageContext) -> Branch:
     """An operation on the stages of one program."""
-    operation = OPERATIONS[name]
+    if isinstance(stage, TrainingStage):
+        return _branch_of(name, OPERATIONS[name], stage)
+    return _branch_of(name, PREDICTION[name], stage)
 
+
+def _branch_of(name: str, operation: Operation[Stage], stage: Stage) -> Branch:
     def run(written: Written, read: ReadOnly) -> Written:
         written = operation.run(stage, written, read)
         return written.replace(op_count=written.op_count + 1)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jpipe import packing
 from jpipe.compress import Factors, StreamingPCA
 from jpipe.engine.arrays import Packed, TickArrays
-from jpipe.engine.context import Device, StageContext
+from jpipe.engine.context import TrainingDevice, TrainingStage
 from jpipe.layers.products import Product
 from jpipe.packing import Lead
 from jpipe.stages.accumulators import FACTORS, FactorPlaces
@@ -48,14 +48,14 @@ def with_accumulators(written: Record, packed: Packed) -> Record:
     return written.replace(gradient_compression=kept)
 
 
-def squares_of(device: Device, arrays: TickArrays) -> dict[str, jax.Array]:
+def squares_of(device: TrainingDevice, arrays: TickArrays) -> dict[str, jax.Array]:
     """Packed sigmas with the loss scale: x and d are orthonormal, so their squares are those of the gradients."""
     places = device.spec.stages.factors.places
     sigmas = {p.array for of in places for p in of if len(p.shape) == 1}
     found = {n: a for n, a in factors_in(arrays).items() if n in sigmas}
-    if device.spec.loss_scale is None:
+    scale = device.loss_scale(arrays)
+    if scale is None:
         return found
-    scale = arrays.loss_scale["scale"][0]
     return {name: a * scale.astype(a.dtype) for name, a in found.items()}
 
 
@@ -70,20 +70,18 @@ class FactorSum(NamedTuple):
     """
 
     compressor: StreamingPCA
-    device: Device
+    device: TrainingDevice
     part: jax.Array
     scale: jax.Array | None
 
     @classmethod
-    def of(cls, stage: StageContext, arrays: TickArrays) -> "FactorSum | None":
+    def of(cls, stage: TrainingStage, arrays: TickArrays) -> "FactorSum | None":
         """Of the microbatch of a lane; None if all gradients are accumulated as they are."""
         compressor = stage.spec.accumulate_gradients
         if compressor is None:
             return None
         part = stage.scalars.microbatch % stage.spec.schedule.num_microbatches
-        scale = None
-        if stage.spec.loss_scale is not None:
-            scale = arrays.loss_scale["scale"][0]
+        scale = stage.device.loss_scale(arrays)
         return cls(compressor, stage.device, part, scale)
 
     def add(

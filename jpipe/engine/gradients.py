@@ -23,7 +23,7 @@ from jax import lax
 
 from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
-from jpipe.engine.context import Device
+from jpipe.engine.context import TrainingDevice
 from jpipe.engine.copies import Ring
 from jpipe.engine.shares import each_stage
 from jpipe.engine.units import row_of
@@ -78,7 +78,7 @@ class Exchange(NamedTuple):
       scale: `[]`, the loss scale of the gradients, or None.
     """
 
-    device: Device
+    device: TrainingDevice
     chunk: jax.Array
     replicas: Replicas
     scale: jax.Array | None
@@ -166,7 +166,7 @@ class Exchange(NamedTuple):
 
 
 def exchange_over_data(
-    device: Device,
+    device: TrainingDevice,
     lane: LaneScalars,
     program: StageUpdate,
     num_updates: jax.Array | int,
@@ -183,7 +183,7 @@ def exchange_over_data(
     """
     replicas = Replicas(device.spec.num_replicas)
     row = row_of(device, lane)
-    exchange = Exchange(device, row, replicas, _scale_of(device, arrays))
+    exchange = Exchange(device, row, replicas, device.loss_scale(arrays))
     gradients, compression = exchange.run(
         program, arrays.gradients, arrays.gradient_compression, num_updates
     )
@@ -191,10 +191,10 @@ def exchange_over_data(
 
 
 def exchange_over_copies(
-    device: Device, scalars: TickScalars, arrays: Record
+    device: TrainingDevice, scalars: TickScalars, arrays: Record
 ) -> Record:
     """The same for all replicas of the stages that update, in a table with copies. All devices call this."""
-    scale = _scale_of(device, arrays)
+    scale = device.loss_scale(arrays)
 
     def exchange(ring: Ring, program: StageUpdate, carry: tuple, n: Any) -> tuple:
         of_copies = ring if len(ring.group) > 1 else None
@@ -207,7 +207,3 @@ def exchange_over_copies(
     alone = device.spec.num_replicas > 1
     gradients, compression = each_stage(device, scalars, exchange, carry, alone=alone)
     return arrays.replace(gradients=gradients, gradient_compression=compression)
-
-
-def _scale_of(device: Device, arrays: TickArrays) -> jax.Array | None:
-    return None if device.spec.loss_scale is None else arrays.loss_scale["scale"][0]

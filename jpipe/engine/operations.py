@@ -7,19 +7,24 @@ of statistics over replicas.
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jpipe import packing
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
-from jpipe.engine.context import Device, StageContext
+from jpipe.engine.commit import (
+    commit,
+    commit_state,
+    commit_writes,
+    commits_by_itself,
+    has_sequences,
+    has_statistics,
+)
+from jpipe.engine.context import StageContext, TrainingDevice, TrainingStage
 from jpipe.engine.factors import FactorSum, accumulators_of, with_accumulators
-from jpipe.engine.guard import guarded
 from jpipe.engine.stage_layers import (
-    Fetched,
     Rings,
     StageWeights,
     add_gradients,
@@ -30,6 +35,7 @@ from jpipe.engine.stage_layers import (
     split_leaves,
     write_stash,
 )
+from jpipe.engine.stage_weights import Fetched
 from jpipe.engine.transport import (
     SENT,
     arrived_skip_gradients,
@@ -41,7 +47,6 @@ from jpipe.engine.transport import (
 )
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.backward import LayerProgram
-from jpipe.layers.state_update import StateUpdate
 from jpipe.lowering.rings import HEAD_GRADIENT, STASHES
 from jpipe.lowering.scalars import LaneScalars
 from jpipe.stages.cut import LayerRun, Stages
@@ -50,7 +55,10 @@ FORWARD_STASHES, SPLIT = ["input_stash", "weight_stash"], "split_residuals"
 # Rings by the operation that writes them: a forward, or a backward without weight gradient.
 
 
-class Operation(NamedTuple):
+Stage = TypeVar("Stage", bound=StageContext)
+
+
+class Operation(NamedTuple, Generic[Stage]):
     """One kind of operation.
 
     Attributes:
@@ -58,8 +66,8 @@ class Operation(NamedTuple):
       writes: `stage -> names` of the arrays in `written`.
     """
 
-    run: Callable[[StageContext, Written, ReadOnly], Written]
-    writes: Callable[[StageContext], list[str]]
+    run: Callable[[Stage, Written, ReadOnly], Written]
+    writes: Callable[[Stage], list[str]]
 
 
 # -- What operations read of a microbatch
@@ -129,73 +137,17 @@ def _with_rings(written: Written, rings: Rings) -> Written:
 # -- Forward
 
 
-def _updates_of(stage: StageContext) -> list[StateUpdate]:
-    """How training moves the mutable state of each run of the program."""
-    if stage.spec.schedule.forward_only:
-        return []
-    return [stage.stages.mutable[run.kind] for run in stage.program.runs]
-
-
-def _has_statistics(stage: StageContext) -> bool:
-    """Whether forwards of the program keep statistics."""
-    return any(update.statistics for update in _updates_of(stage))
-
-
-def _has_sequences(stage: StageContext) -> bool:
-    """Whether every forward of the program moves mutable state."""
-    return any(update.sequence for update in _updates_of(stage))
-
-
-def _commits(stage: StageContext) -> bool:
-    """Whether the last forward of a minibatch moves mutable state. Copies of a stage do it together, in a commit."""
-    if stage.spec.schedule.has_copies:
-        return False
-    averaged = stage.spec.num_replicas > 1
-    return _has_statistics(stage) or (averaged and _has_sequences(stage))
-
-
-def forward_writes(stage: StageContext) -> list[str]:
-    """The arrays that `forward` writes."""
+def predict_writes(stage: StageContext) -> list[str]:
+    """The arrays that `predict` writes."""
     head = stage.stages.vocabulary.head is not None
-    if stage.spec.schedule.forward_only:
-        return ["head_input" if head else "outputs", SENT["forward"]]
-    names = ["head_input"] if head else ["loss", "aux", "count"]
-    names += [SENT["forward"], "message_compression"]
-    if not stage.spec.recompute:
-        names += FORWARD_STASHES
-    if _commits(stage) or _has_sequences(stage):
-        names += ["mutable_state"]
-    if _commits(stage) or _has_statistics(stage):
-        names += ["statistics"]
-    return names
+    return ["head_input" if head else "outputs", SENT["forward"]]
 
 
-def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
-    """The forward of one microbatch: stashes for the backward, and a message or the loss.
-
-    In a forward-only table the last stage writes its outputs instead of a loss.
-    """
-    collects = stage.spec.schedule.forward_only
-    stashes = not (collects or stage.spec.recompute)
-    moving = written if "mutable_state" in written else read
+def predict(stage: StageContext, written: Written, read: ReadOnly) -> Written:
+    """The forward of one microbatch in a forward-only table: a message, or the outputs of the last stage."""
     result = run_layers(
-        stage,
-        read,
-        _stage_inputs(stage, read),
-        mutable_state=moving.mutable_state,
-        rings=_rings(written) if stashes else None,
-        statistics=written.statistics if _has_statistics(stage) else None,
-        moves_state=_has_sequences(stage),
+        stage, read, _stage_inputs(stage, read), mutable_state=read.mutable_state
     )
-    if stashes:
-        assert result.rings is not None
-        written = _with_rings(written, result.rings)
-    if _has_statistics(stage):
-        written = written.replace(statistics=result.statistics)
-    if _has_sequences(stage):
-        written = written.replace(mutable_state=result.mutable_state)
-    if _commits(stage):
-        written = _commit_state(stage, written)
     written = send_skips(stage, written, read, result.skips)
 
     def collect() -> Written:
@@ -203,31 +155,83 @@ def forward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
         values = zip(written.outputs, result.outputs)
         return written.replace(outputs=[put_row(a, y, index) for a, y in values])
 
-    def send_activation() -> Written:
-        end = neighbour_end(stage, 0, "activation")
-        return end.send(written, read, result.outputs)
+    return _send_or(collect, stage, written, read, result.outputs)
+
+
+def forward_writes(stage: TrainingStage) -> list[str]:
+    """The arrays that `forward` writes."""
+    head = stage.stages.vocabulary.head is not None
+    names = ["head_input"] if head else ["loss", "aux", "count"]
+    names += [SENT["forward"], "message_compression"]
+    if not stage.spec.recompute:
+        names += FORWARD_STASHES
+    if commits_by_itself(stage) or has_sequences(stage):
+        names += ["mutable_state"]
+    if commits_by_itself(stage) or has_statistics(stage):
+        names += ["statistics"]
+    return names
+
+
+def forward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
+    """The forward of one microbatch: stashes for the backward, and a message or the loss."""
+    stashes = not stage.spec.recompute
+    moving = written if "mutable_state" in written else read
+    result = run_layers(
+        stage,
+        read,
+        _stage_inputs(stage, read),
+        mutable_state=moving.mutable_state,
+        rings=_rings(written) if stashes else None,
+        statistics=written.statistics if has_statistics(stage) else None,
+        moves_state=has_sequences(stage),
+    )
+    if result.rings is not None:
+        written = _with_rings(written, result.rings)
+    if has_statistics(stage):
+        written = written.replace(statistics=result.statistics)
+    if has_sequences(stage):
+        written = written.replace(mutable_state=result.mutable_state)
+    if commits_by_itself(stage):
+        written = commit_state(stage, written)
+    written = send_skips(stage, written, read, result.skips)
 
     def add_loss() -> Written:
         return _add_loss(stage, written, result.outputs, stashes)
 
+    return _send_or(add_loss, stage, written, read, result.outputs)
+
+
+def _send_or(
+    at_end: Callable[[], Written],
+    stage: StageContext,
+    written: Written,
+    read: ReadOnly,
+    outputs: list[jax.Array],
+) -> Written:
+    """Sends the outputs of a stage to the next one; the last stage has `at_end()`, or gives them to a head of all stages."""
+
+    def send_activation() -> Written:
+        end = neighbour_end(stage, 0, "activation")
+        return end.send(written, read, outputs)
+
     def to_head() -> Written:
-        stored = as_stored(stage.stages, result.outputs, written.head_input)
+        stored = as_stored(stage.stages, outputs, written.head_input)
         return written.replace(head_input=stored)
 
     if stage.stages.vocabulary.head is not None:
         return stage.if_last(to_head, send_activation)
-    return stage.if_last(collect if collects else add_loss, send_activation)
+    return stage.if_last(at_end, send_activation)
 
 
 def _add_loss(
-    stage: StageContext, written: Written, outputs: list[jax.Array], stashes: bool
+    stage: TrainingStage, written: Written, outputs: list[jax.Array], stashes: bool
 ) -> Written:
     """Adds the loss of the microbatch to the sums, and writes its stash if `stashes`."""
     if stashes:
         values, aux, written = _loss_and_stash(stage, written, outputs)
     else:
         extra = _loss_extra(stage)
-        values, aux = stage.stages.loss.forward([], outputs, extra)
+        values, aux = stage.spec.loss.forward([], outputs, extra)
     return written.replace(
         loss=written.loss + values[0][None],
         aux=[a + b[None] for a, b in zip(written.aux, aux)],
@@ -235,108 +239,35 @@ def _add_loss(
     )
 
 
-def _loss_extra(stage: StageContext) -> list[jax.Array]:
+def _loss_extra(stage: TrainingStage) -> list[jax.Array]:
     """What the loss gets beside outputs: the microbatch, and a random key if the loss takes one."""
     batch = _microbatch(stage, stage.device.batch)
-    if len(stage.stages.loss.extra) == len(batch):
+    if len(stage.spec.loss.extra) == len(batch):
         return batch
     return [*batch, loss_key(stage.device, stage.scalars)]
 
 
-def loss_key(device: Device, lane: LaneScalars) -> jax.Array:
+def loss_key(device: TrainingDevice, lane: LaneScalars) -> jax.Array:
     """The data of the random key that the loss draws from for the lane's microbatch."""
     number = len(device.spec.stages.layers)  # layers draw by the numbers below
     return jax.random.key_data(device.random_key(number, lane.microbatch_number))
 
 
 def _loss_and_stash(
-    stage: StageContext, written: Written, outputs: list[jax.Array]
+    stage: TrainingStage, written: Written, outputs: list[jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array], Written]:
     """Values and aux of the loss, and the arrays with its stash."""
     extra = _loss_extra(stage)
-    values, stash, aux = stage.stages.loss.forward_and_stash([], outputs, extra)
+    values, stash, aux = stage.spec.loss.forward_and_stash([], outputs, extra)
     places = stage.program.loss_stash
     rings = write_stash(_rings(written), "input_stash", places, stash, stage.slot)
     return values, aux, _with_rings(written, rings)
 
 
-def _commit_state(stage: StageContext, written: Written) -> Written:
-    """Moves mutable state after the last microbatch of a minibatch, by the minibatch's statistics."""
-    with jax.named_scope("commit"):
-        state, statistics = guarded(
-            stage.spec.lowered.target,
-            stage.scalars.completes_minibatch == 1,
-            functools.partial(_committed, stage),
-            (written.mutable_state, written.statistics),
-            None,
-        )
-    return written.replace(mutable_state=state, statistics=statistics)
-
-
-def _committed(stage: StageContext, arrays: tuple, _: None) -> tuple:
-    """Mutable state and statistics after a minibatch."""
-    for r, run in enumerate(stage.program.runs):
-        update = stage.stages.mutable[run.kind]
-        if update.statistics or (stage.spec.num_replicas > 1 and update.varying):
-            layer = functools.partial(_commit_layer, stage, run)
-            arrays = for_each_layer(stage, r, layer, arrays)
-    return arrays
-
-
-def commit_writes(stage: StageContext) -> list[str]:
-    """The arrays that `commit` writes."""
-    return ["mutable_state", "statistics"]
-
-
-def commit(stage: StageContext, written: Written, read: ReadOnly) -> Written:
-    """Moves the mutable state of a stage with copies, after the sum of their statistics."""
-    arrays = written.mutable_state, written.statistics
-    state, statistics = _committed(stage, arrays, None)
-    return written.replace(mutable_state=state, statistics=statistics)
-
-
-def _commit_layer(
-    stage: StageContext,
-    run: LayerRun,
-    i: jax.Array | int,
-    _: Fetched,
-    arrays: tuple,
-) -> tuple:
-    """Moves the mutable state of layer i after a minibatch, and empties its statistics.
-
-    Statistics move running statistics. Of what microbatches have moved one after the other, replicas keep the mean.
-    """
-    state, statistics = arrays
-    i, device = stage.runtime_index(i), stage.device
-    update = stage.stages.mutable[run.kind]
-    columns = stage.column("mutable_state"), stage.column("statistics")
-    old = packing.read_all(state, run.state, columns[0], i)
-    new = dict(enumerate(old))
-    if device.spec.num_replicas > 1:
-        for j in update.varying:
-            new[j] = device.mean_over_replicas(old[j])
-    # The leaves are small and many. XLA takes longer to compile a kernel for each than the kernels run.
-    write = functools.partial(packing.write_all, i=i, joined=True)
-    if update.statistics:
-        kept = packing.read_all(statistics, run.statistics, columns[1], i)
-        of_minibatch = kept
-        if stage.spec.schedule.has_copies:
-            of_copies = functools.partial(jnp.sum, axis=0, keepdims=True)
-            of_minibatch = [a[0] for a in update.pooled(kept, of_copies)]
-        if device.spec.num_replicas > 1:
-            of_minibatch = update.pooled(of_minibatch, device.sum_over_replicas)
-        new |= dict(zip(update.deferred, update.moved(old, of_minibatch)))
-        zeros = [jnp.zeros_like(a) for a in kept]
-        statistics = write(statistics, run.statistics, columns[1], zeros)
-    moved = sorted({*update.deferred, *update.varying})
-    places, values = [run.state[j] for j in moved], [new[j] for j in moved]
-    return write(state, places, columns[0], values), statistics
-
-
 # -- Backward
 
 
-def backward_writes(stage: StageContext) -> list[str]:
+def backward_writes(stage: TrainingStage) -> list[str]:
     """The arrays that `backward` writes."""
     names = [SENT["backward"], "message_compression", "embedded_gradient"]
     split = stage.spec.schedule.splits_backward
@@ -344,7 +275,7 @@ def backward_writes(stage: StageContext) -> list[str]:
     return names + (FORWARD_STASHES if stage.spec.recompute else [])
 
 
-def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
+def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
     """The backward of one microbatch: parameter gradients and a message.
 
     Where the table splits backwards, it computes the input gradient only, and stashes what
@@ -418,7 +349,7 @@ def backward(stage: StageContext, written: Written, read: ReadOnly) -> Written:
     return stage.if_first(to_embedding, send_gradient)
 
 
-def _recompute(stage: StageContext, written: Written, read: ReadOnly) -> Written:
+def _recompute(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
     """Runs the forward again, on the weights that the backward reads, and stashes."""
     result = run_layers(
         stage,
@@ -428,8 +359,8 @@ def _recompute(stage: StageContext, written: Written, read: ReadOnly) -> Written
         weight_pass="backward",
         rings=_rings(written),
     )
-    assert result.rings is not None
-    written = _with_rings(written, result.rings)
+    if result.rings is not None:
+        written = _with_rings(written, result.rings)
 
     def with_loss() -> Written:
         if stage.stages.vocabulary.head is not None:
@@ -440,7 +371,7 @@ def _recompute(stage: StageContext, written: Written, read: ReadOnly) -> Written
 
 
 def _loss_gradient(
-    stage: StageContext, written: Written, read: ReadOnly
+    stage: TrainingStage, written: Written, read: ReadOnly
 ) -> list[jax.Array]:
     """The gradient of the minibatch's loss by the stage's outputs, times the loss scale."""
     if stage.stages.vocabulary.head is not None:
@@ -452,7 +383,7 @@ def _loss_gradient(
             for a in read.head_gradient
         ]
         return stage.stages.values.constrained(gradients)
-    loss, rings = stage.stages.loss, _rings(written, read)
+    loss, rings = stage.spec.loss, _rings(written, read)
     places = stage.program.loss_stash
     again = loss.recomputes
     stash = read_stash(rings, "input_stash", places, stage.slot, recomputes=again)
@@ -461,7 +392,7 @@ def _loss_gradient(
 
 
 def loss_gradients(
-    device: Device, lane: LaneScalars, read: TickArrays
+    device: TrainingDevice, lane: LaneScalars, read: TickArrays
 ) -> list[jax.Array]:
     """The gradients of the minibatch's loss by `LossTerms.values` of a microbatch, times the loss scale."""
     divisors: list[Any] = [device.spec.schedule.num_microbatches]
@@ -469,15 +400,15 @@ def loss_gradients(
         divisors.insert(0, device.minibatch_weights[lane.minibatch])
     gradients = [
         jnp.ones((), value.dtype) / divisor
-        for value, divisor in zip(device.spec.stages.loss.outputs, divisors)
+        for value, divisor in zip(device.spec.loss.outputs, divisors)
     ]
-    if device.spec.loss_scale is None:
+    scale = device.loss_scale(read)
+    if scale is None:
         return gradients
-    scale = read.loss_scale["scale"][0]
     return [gradient * scale.astype(gradient.dtype) for gradient in gradients]
 
 
-def _arrived_gradient(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
+def _arrived_gradient(stage: TrainingStage, read: ReadOnly) -> list[jax.Array]:
     """The gradient by the stage's outputs, from the next stage."""
     return neighbour_end(stage, 0, "gradient").arrived(read)
 
@@ -485,14 +416,14 @@ def _arrived_gradient(stage: StageContext, read: ReadOnly) -> list[jax.Array]:
 # -- Weight gradient
 
 
-def weight_grad_writes(stage: StageContext) -> list[str]:
+def weight_grad_writes(stage: TrainingStage) -> list[str]:
     """The arrays that `weight_grad` writes."""
     if stage.spec.accumulate_gradients is None:
         return ["gradients"]
     return ["gradients", "gradient_compression"]
 
 
-def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Written:
+def weight_grad(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
     """The parameter gradients of one microbatch, after `backward` computed its input gradient."""
     gradients = accumulators_of(written)
     factors = FactorSum.of(stage, read)
@@ -525,10 +456,13 @@ def weight_grad(stage: StageContext, written: Written, read: ReadOnly) -> Writte
     return with_accumulators(written, gradients)
 
 
-OPERATIONS = {
+OPERATIONS: dict[str, Operation[TrainingStage]] = {
     "forward": Operation(forward, forward_writes),
     "commit": Operation(commit, commit_writes),
     "backward": Operation(backward, backward_writes),
     "weight_grad": Operation(weight_grad, weight_grad_writes),
 }
 """The operations of a stage, in the order in which a tick runs them."""
+
+PREDICTION = {"forward": Operation(predict, predict_writes)}
+"""Those of a stage in a forward-only table."""

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from jpipe import packing
 from jpipe.engine.arrays import Packed
-from jpipe.engine.context import Device
+from jpipe.engine.context import TrainingDevice
 from jpipe.engine.copies import Ring
 from jpipe.engine.guard import guarded
 from jpipe.lowering.scalars import LaneScalars, TickScalars
@@ -49,7 +49,7 @@ class Rank(NamedTuple):
         return self.copy * replicas.data + self.data
 
 
-def rank_of(device: Device, chunk: jax.Array) -> Rank:
+def rank_of(device: TrainingDevice, chunk: jax.Array) -> Rank:
     """The rank of a device among the replicas of the stage at position `chunk` of the device."""
     lowered = device.spec.lowered
     numbers = np.zeros((lowered.schedule.num_devices, lowered.num_chunks), np.int32)
@@ -179,7 +179,7 @@ def _alone(part: jax.Array, axis: int, number: jax.Array | int, size: int) -> ja
 
 
 def scatter_over_data(
-    device: Device,
+    device: TrainingDevice,
     program: StageUpdate,
     lane: LaneScalars,
     gradients: Packed,
@@ -230,7 +230,7 @@ def scatter_over_data(
 
 
 def scatter_over_copies(
-    device: Device, scalars: TickScalars, gradients: Packed
+    device: TrainingDevice, scalars: TickScalars, gradients: Packed
 ) -> Packed:
     """The gradients of stages with copies: each copy has the sum of its part, and zeros elsewhere.
 
@@ -303,7 +303,7 @@ def _each_turn(
 
 
 def gather_over_copies(
-    device: Device,
+    device: TrainingDevice,
     scalars: TickScalars,
     lanes: Sequence[LaneScalars],
     name: str,
@@ -338,7 +338,7 @@ def gather_over_copies(
 
 
 def each_stage(
-    device: Device,
+    device: TrainingDevice,
     scalars: TickScalars,
     exchange: Callable[[Ring, StageUpdate, Arrays, Any], Arrays],
     arrays: Arrays,

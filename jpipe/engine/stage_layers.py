@@ -6,13 +6,10 @@ measuring can run a layer as the engine does.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jpipe import packing
@@ -20,20 +17,16 @@ from jpipe.engine.arrays import Packed, TickArrays, TickStash
 from jpipe.engine.context import StageContext
 from jpipe.engine.factors import FactorSum
 from jpipe.engine.guard import guarded
+from jpipe.engine.stage_weights import Fetched, StageWeights, gathered_along_fsdp
 from jpipe.engine.transport import arrived_skips
-from jpipe.layers.avals import is_real
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.products import Product
 from jpipe.layers.state_update import StateUpdate
-from jpipe.mesh import FSDP
 from jpipe.packing import Lead, Place
 from jpipe.stages.accumulators import FactorPlaces
 from jpipe.stages.cut import LayerRun
 
 LoopState = TypeVar("LoopState")
-Fetched = Sequence[jax.Array]
-"""The weights of a layer that came from host memory."""
-
 Rings = Mapping[str, Packed | TickStash]
 """Stashes by the name of their ring."""
 
@@ -224,132 +217,6 @@ def split_leaves(leaves: Sequence, tails: Sequence[Sequence]) -> list[list]:
 
 
 # -- The layers of a stage
-
-
-class StageWeights(NamedTuple):
-    """The weights of a stage, as a forward or a backward reads them.
-
-    Attributes:
-      stage: the stage.
-      arrays: hold the weights.
-      mutable_state: of the layers.
-      cast: `(place, number of the leaf)` -> the small weights in the dtype that layers compute in. Empty where each layer casts
-        its own.
-    """
-
-    stage: StageContext
-    arrays: Packed
-    mutable_state: Packed
-    cast: Mapping[tuple[Place, Any], jax.Array]
-
-    @classmethod
-    def of(
-        cls, stage: StageContext, read: TickArrays, weight_pass: str
-    ) -> "StageWeights":
-        """The weights that a pass, "forward" or "backward", reads."""
-        arrays = read.read_parameters.get(weight_pass, read.parameters)
-        constants = read.mutable_state if "mutable_state" in read else {}
-        return cls(stage, arrays, constants, _cast_at_once(stage, arrays))
-
-    def fetch(self, run: LayerRun, i: jax.Array | int) -> list[jax.Array]:
-        """The weights of layer i of a run that are in host memory, brought to the device."""
-        far = [place for place in run.parameters if place.on_host]
-        return packing.read_all(self.arrays, far, self.stage.version, i)
-
-    def of_layer(
-        self, run: LayerRun, i: jax.Array | int, fetched: Fetched
-    ) -> list[jax.Array]:
-        """The weights of layer i of a run, gathered from the axis "fsdp".
-
-        Args:
-          run: the run.
-          i: number of the layer in its run.
-          fetched: what `fetch` brought.
-        """
-        from_host = iter(fetched)
-
-        def value(place: Place) -> jax.Array:
-            if place.on_host:
-                return next(from_host)
-            if self.cast and (place, i) in self.cast:
-                # The layer casts it back. XLA removes both casts.
-                dtype = self.arrays[place.array].dtype
-                return self.cast[place, i].astype(dtype)
-            return packing.read(self.arrays, place, self.stage.version, i)
-
-        values = [value(place) for place in run.parameters]
-        dtype = self.stage.spec.compute_dtype
-        return gathered_along_fsdp(run.parameters, values, dtype)
-
-    def for_backward(
-        self, run: LayerRun, kind: LayerProgram, i: jax.Array | int, fetched: Fetched
-    ) -> list[jax.Array]:
-        """The weights of layer i of a run, then the constants of its state, see `LayerProgram.constants`."""
-        column = self.stage.column("mutable_state")
-        places = [
-            run.state[j - 1] for j in kind.constants
-        ]  # the key comes before the state
-        constants = packing.read_all(self.mutable_state, places, column, i)
-        return [*self.of_layer(run, i, fetched), *constants]
-
-
-_SMALL = 2**14
-"""The most numbers of a weight that is cast together with others."""
-
-
-def _cast_at_once(
-    stage: StageContext, arrays: Packed
-) -> dict[tuple[Place, Any], jax.Array]:
-    """The small weights of all layers in the compute dtype; none if this is no GPU, or if nothing is cast.
-
-    Layers have many biases and scales, and a GPU starts a kernel for each that is cast. XLA joins casts of one size to one
-    kernel if they read the result of another kernel, but not if they read an argument of a branch. So one kernel copies the
-    weights, and a few others cast them.
-    """
-    dtype = stage.spec.compute_dtype
-    if not stage.joins or dtype is None:
-        return {}
-    found: dict[tuple[Place, Any], jax.Array] = {}
-    groups: dict[Any, dict] = {}
-    for run in stage.program.runs:
-        for place in run.parameters:
-            own = arrays[place.array].dtype
-            alone = place.on_host or any(place.spec) or own == dtype
-            alone = alone or not jnp.issubdtype(own, jnp.floating)
-            if not alone and math.prod(place.shape) <= _SMALL:
-                for i in range(run.longest):
-                    value = packing.read(arrays, place, stage.version, i)
-                    groups.setdefault(own, {})[place, i] = value
-    for values in groups.values():
-        ends = np.cumsum([value.size for value in values.values()])[:-1]
-        flat = jnp.concatenate([value.reshape(-1) for value in values.values()])
-        parts = jnp.split(lax.optimization_barrier(flat), ends)
-        cast = lax.optimization_barrier([part.astype(dtype) for part in parts])
-        for (key, value), part in zip(values.items(), cast, strict=True):
-            found[key] = part.reshape(value.shape)
-    return found
-
-
-def gathered_along_fsdp(
-    places: Sequence[Place], values: Sequence[jax.Array], compute_dtype: Any = None
-) -> list[jax.Array]:
-    """Values of the shapes of a layer's parameters, whole along the axis "fsdp".
-
-    Args:
-      places: of the parameters.
-      values: one per place.
-      compute_dtype: to which the layer will cast them. Values that are cast before they are gathered are fewer
-        bytes to send.
-    """
-
-    def gathered(value: jax.Array, spec: tuple) -> jax.Array:
-        cast_first = FSDP in packing.axes(spec) and is_real(value)
-        dtype = compute_dtype if compute_dtype and cast_first else value.dtype
-        return packing.gathered(value.astype(dtype), spec, FSDP).astype(value.dtype)
-
-    return [
-        gathered(value, place.spec) for value, place in zip(values, places, strict=True)
-    ]
 
 
 def _layer_extra(

@@ -3,18 +3,22 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jpipe.engine.training import TrainingPass
 from jpipe.packing import Packing, Place
 from jpipe.stages.accumulators import flat_places
-from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, inbox_of, is_gradient
+from jpipe.stages.codecs import (
+    NO_COMPRESSION,
+    LeafCodec,
+    MessageCompression,
+    inbox_of,
+    is_gradient,
+)
 from jpipe.stages.messages import find_routes, pack_messages
-
-if TYPE_CHECKING:
-    from jpipe.program import Program
 
 
 class MessageRecord(NamedTuple):
@@ -41,9 +45,9 @@ class MessageRecord(NamedTuple):
         return self.plain_bytes / max(self.num_bytes, 1)
 
 
-def messages(program: "Program") -> list[MessageRecord]:
+def messages(engine: TrainingPass) -> list[MessageRecord]:
     """The messages between stages, then the gradients between replicas of each stage."""
-    engine, stages = program.engine, program.stages
+    stages = engine.stages
     plain = find_routes(
         stages.num_stages,
         *pack_messages([_uncompressed(codecs) for codecs in stages.codecs]),
@@ -62,16 +66,14 @@ def messages(program: "Program") -> list[MessageRecord]:
         for source, target in route.target.items()
     ]
     for s in range(stages.num_stages):
-        number = len(engine.lowered.copies[s]) * program.settings.num_replicas
+        number = len(engine.lowered.copies[s]) * engine.num_replicas
         if number > 1:
-            records.append(_between_replicas(program, s, number))
+            records.append(_between_replicas(engine, s, number))
     return records
 
 
-def _between_replicas(program: "Program", s: int, number: int) -> MessageRecord:
+def _between_replicas(engine: TrainingPass, s: int, number: int) -> MessageRecord:
     """What a replica of a stage receives in an update; a plain mean sends sums in a ring."""
-    engine = program.engine
-    assert engine.updates is not None
     u, stages = engine.updates.program_of_stage[s], engine.stages
     update, of_mean = engine.updates.programs[u], 2 * (number - 1) / number
 
@@ -114,11 +116,14 @@ def _plain_portal(portal: Any) -> Any:
 # -- In a step
 
 
-def counts(program: "Program", kept: Mapping[str, Any]) -> dict[str, jax.Array]:
+def counts(
+    engine: TrainingPass, compression: MessageCompression, kept: Mapping[str, Any]
+) -> dict[str, jax.Array]:
     """What the compressors report after a step, over all devices.
 
     Args:
-      program: of the step.
+      engine: the pass of the step.
+      compression: of messages.
       kept: global arrays of the state.
 
     Returns:
@@ -127,7 +132,7 @@ def counts(program: "Program", kept: Mapping[str, Any]) -> dict[str, jax.Array]:
       compressors that report them "gradient_density" and "message_density", the mean part of the entries that passed the latest thresholds, and
       "gradient_overflow" and "message_overflow", the entries so far that passed without room.
     """
-    settings, found = program.settings, _ratios(messages(program))
+    found = _ratios(messages(engine))
     of_gradients, of_messages = (
         kept["gradient_compression"],
         kept["message_compression"],
@@ -140,8 +145,8 @@ def counts(program: "Program", kept: Mapping[str, Any]) -> dict[str, jax.Array]:
             jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), state)
             for state in of_gradients["states"].values()
         ]
-        found |= _counts("gradient", settings.communication.compress_gradients, states)
-    activations, gradients = settings.communication.compress_messages
+        found |= _counts("gradient", engine.compress_gradients, states)
+    activations, gradients = compression
     compressors = {"message": activations, "message_gradient": gradients}
     for name, compressor in compressors.items():
         states = [

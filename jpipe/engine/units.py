@@ -1,6 +1,7 @@
 """What a lane of an update changes: a column, or a unit of vocabulary layers."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -8,21 +9,23 @@ from jax import lax
 
 from jpipe import packing
 from jpipe.engine.arrays import Packed
-from jpipe.engine.context import Device
-from jpipe.lowering.scalars import LaneScalars
+from jpipe.engine.context import TrainingDevice
+from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import STAGE
 from jpipe.stages.optimizer import StageUpdate
 from jpipe.stages.stage_update import MergedUpdate, merge_updates
 from jpipe.stages.vocabulary import PartedLeaf
 
+State = TypeVar("State")
 
-def programs_of(device: Device, lane: LaneScalars) -> Sequence[StageUpdate]:
+
+def programs_of(device: TrainingDevice, lane: LaneScalars) -> Sequence[StageUpdate]:
     """The updates of which a lane runs one."""
     updates, unit = device.spec.updates, unit_of(device, lane)
     return updates.programs if unit is None else [updates.of_units[unit].update]
 
 
-def merged_of(device: Device, lane: LaneScalars) -> Sequence[MergedUpdate]:
+def merged_of(device: TrainingDevice, lane: LaneScalars) -> Sequence[MergedUpdate]:
     """The same updates, merged."""
     updates, unit = device.spec.updates, unit_of(device, lane)
     if unit is None:
@@ -30,28 +33,53 @@ def merged_of(device: Device, lane: LaneScalars) -> Sequence[MergedUpdate]:
     return merge_updates([updates.of_units[unit].update])
 
 
-def unit_of(device: Device, lane: LaneScalars) -> int | None:
+def unit_of(device: TrainingDevice, lane: LaneScalars) -> int | None:
     """The number of the unit that a lane updates; None: it updates a column."""
     names = [unit.update for unit in device.spec.stages.vocabulary.units]
     return names.index(lane.operation) if lane.operation in names else None
 
 
-def row_of(device: Device, lane: LaneScalars) -> jax.Array:
+def row_of(device: TrainingDevice, lane: LaneScalars) -> jax.Array:
     """The row of the arrays `[R, ...]`, or `[1, ...]`, that a lane updates."""
     return lane.chunk if unit_of(device, lane) is None else jnp.int32(0)
 
 
-def own_gradients(device: Device, lane: LaneScalars, gradients: Packed) -> Packed:
+def own_gradients(
+    device: TrainingDevice, lane: LaneScalars, gradients: Packed
+) -> Packed:
     """Those of packed gradients that a lane updates with."""
     return gradients_of(device, unit_of(device, lane), gradients)
 
 
-def gradients_of(device: Device, unit: int | None, gradients: Packed) -> Packed:
+def gradients_of(device: TrainingDevice, unit: int | None, gradients: Packed) -> Packed:
     """Those of packed gradients that a unit has; None: those of columns."""
     stages = device.spec.stages
     packings = [u.packing for u in stages.vocabulary.units]
     names = (stages.accumulators if unit is None else packings[unit]).arrays
     return {name: a for name, a in gradients.items() if name in names}
+
+
+# -- Lanes
+
+MOST_UNROLLED = 4
+"""Lanes of a tick that follow each other in the program. More run in a loop: the size of the program does not grow."""
+
+
+def for_each_lane(
+    device: TrainingDevice,
+    scalars: TickScalars,
+    run: Callable[[LaneScalars, State], State],
+    state: State,
+) -> State:
+    """The state after `run(lane, state)` for every lane of the update."""
+    num_lanes = device.spec.lowered.operations["update"].num_lanes
+    if num_lanes <= MOST_UNROLLED:
+        for j in range(num_lanes):
+            state = run(scalars.lane("update", j), state)
+        return state
+    return lax.fori_loop(
+        0, num_lanes, lambda j, state: run(scalars.lane("update", j), state), state
+    )
 
 
 # -- Parts
@@ -64,7 +92,7 @@ def whole_of(leaf: PartedLeaf, part: jax.Array) -> jax.Array:
     return lax.slice_in_dim(whole, 0, leaf.aval.shape[leaf.dim], axis=leaf.dim)
 
 
-def part_of(device: Device, leaf: PartedLeaf, whole: jax.Array) -> jax.Array:
+def part_of(device: TrainingDevice, leaf: PartedLeaf, whole: jax.Array) -> jax.Array:
     """This device's part of a leaf."""
     padded = jnp.pad(whole, leaf.padding())
     start = device.position * leaf.num_rows

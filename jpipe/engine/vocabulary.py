@@ -21,7 +21,7 @@ from jax import lax
 
 from jpipe import packing, vocabulary
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
-from jpipe.engine.context import Device
+from jpipe.engine.context import Device, TrainingDevice
 from jpipe.engine.guard import Branch, run_one_of
 from jpipe.engine.operations import (
     as_stored,
@@ -75,7 +75,7 @@ def embed(
 
 
 def embed_backward(
-    device: Device, scalars: TickScalars, arrays: TickArrays
+    device: TrainingDevice, scalars: TickScalars, arrays: TickArrays
 ) -> TickArrays:
     """The gradient of the embedding for the microbatch that the first stage runs backward in this tick."""
     layer = device.spec.stages.vocabulary.embedding
@@ -107,17 +107,9 @@ def head(device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArrays
         return arrays
     lane = scalars.lane("head", 0)
     home = _device_of(device, device.spec.stages.num_stages - 1)
-    collects = device.spec.schedule.forward_only
 
-    def collect(written: Written, read: ReadOnly) -> Written:
-        weights = _weights(device, layer, read, lane, "forward")
-        inputs = _head_inputs(device, home, read)
-        outputs = _head_outputs(device, lane, weights, inputs, train=False)
-        values = zip(written.outputs, jax.tree.leaves(_gathered_logits(outputs)))
-        return written.replace(
-            outputs=[put_row(a, y, lane.microbatch) for a, y in values],
-            op_count=written.op_count + 1,
-        )
+    if not isinstance(device, TrainingDevice):
+        return _collect_outputs(device, layer, lane, home, arrays)
 
     def run(written: Written, read: ReadOnly) -> Written:
         weights = _weights(device, layer, read, lane, "forward")
@@ -142,10 +134,30 @@ def head(device: Device, scalars: TickScalars, arrays: TickArrays) -> TickArrays
             op_count=written.op_count + 1,
         )
 
-    if collects:
-        return _run(device, "head", lane, ["outputs", "op_count"], collect, arrays)
     writes = ["loss", "aux", "count", HEAD_GRADIENT, "gradients", "op_count"]
     return _run(device, "head", lane, writes, run, arrays)
+
+
+def _collect_outputs(
+    device: Device,
+    layer: VocabularyLayer,
+    lane: LaneScalars,
+    home: int,
+    arrays: TickArrays,
+) -> TickArrays:
+    """The head of a forward-only table, which collects its outputs."""
+
+    def collect(written: Written, read: ReadOnly) -> Written:
+        weights = _weights(device, layer, read, lane, "forward")
+        inputs = _head_inputs(device, home, read)
+        outputs = _head_outputs(device, lane, weights, inputs, train=False)
+        values = zip(written.outputs, jax.tree.leaves(_gathered_logits(outputs)))
+        return written.replace(
+            outputs=[put_row(a, y, lane.microbatch) for a, y in values],
+            op_count=written.op_count + 1,
+        )
+
+    return _run(device, "head", lane, ["outputs", "op_count"], collect, arrays)
 
 
 def _run(
@@ -187,7 +199,7 @@ def _weights(
 
 
 def _add_gradients(
-    device: Device, layer: VocabularyLayer, gradients: Packed, values: Sequence
+    device: TrainingDevice, layer: VocabularyLayer, gradients: Packed, values: Sequence
 ) -> Packed:
     """Adds the gradients of what the layer has read to this device's accumulators."""
     places = device.spec.stages.vocabulary.unit_of(layer).places[layer.index]
@@ -220,7 +232,7 @@ def _embedded(
     device: Device, layer: VocabularyLayer, lane: LaneScalars, weights: Sequence
 ) -> list[jax.Array]:
     """The outputs of the embedding."""
-    train = not device.spec.schedule.forward_only
+    train = isinstance(device, TrainingDevice)
     stages = device.spec.stages
     inputs = stages.values.constrained(microbatch_of(lane, device.inputs))
     key = device.random_key(layer.index, lane.microbatch_number)
@@ -265,7 +277,7 @@ def _gathered_logits(outputs: Any) -> Any:
 
 
 def _loss_and_gradients(
-    device: Device,
+    device: TrainingDevice,
     lane: LaneScalars,
     read: ReadOnly,
     weights: list[jax.Array],

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,6 @@ class Traced:
       layer_kinds: the programs of each layer kind.
       kind_of_layer: per layer, the position of its kind in `layer_kinds`.
       mutable: the mutable state of each layer kind, and how it moves.
-      loss: the program of the loss: see `TracedLoss`; None in evaluation.
-      loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
       reported: abstract values that layers report to the loss, by name.
       inputs: abstract leaves of the model's inputs.
       outputs: per layer, the abstract leaves of its outputs without the stashed skips.
@@ -60,8 +58,6 @@ class Traced:
     layer_kinds: Sequence[LayerProgram]
     kind_of_layer: Sequence[int]
     mutable: Sequence[StateUpdate]
-    loss: LayerProgram | None
-    loss_weight: Equations | None
     reported: Mapping[str, jax.ShapeDtypeStruct]
     inputs: Sequence[jax.ShapeDtypeStruct]
     outputs: Sequence[tuple]
@@ -72,7 +68,7 @@ class Traced:
     values: ValueSplit
     splits: Sequence[LayerSplit] = ()
 
-    def with_one_stash(self) -> "Traced":
+    def with_one_stash(self) -> Self:
         """The layers for a table that does not split backwards: see `LayerProgram.with_one_stash`."""
         kinds = [kind.with_one_stash() for kind in self.layer_kinds]
         return dataclasses.replace(self, layer_kinds=kinds)
@@ -93,7 +89,65 @@ class Traced:
         return [of_kind[k] for k in self.kind_of_layer]
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingTrace(Traced):
+    """Layers traced for training, and the loss.
+
+    Attributes:
+      loss: the program of the loss: see `TracedLoss`.
+      loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
+    """
+
+    loss: LayerProgram
+    loss_weight: Equations | None
+
+
 def trace_layers(
+    layers: Sequence[Layer],
+    loss: Loss,
+    microbatch: Any,
+    *,
+    key_impl: Any = None,
+    automatic: Mesh | None = None,
+    axis_rules: AxisRules = (),
+    **options: Any,
+) -> TrainingTrace:
+    """Traces every layer for training, and the loss.
+
+    Args:
+      layers: the result of `as_layers`.
+      loss: the loss.
+      microbatch: abstract arrays.
+      key_impl, automatic, axis_rules, **options: as of `_trace`.
+
+    Raises:
+      ValueError: if a layer or the loss cannot take its arguments.
+    """
+    traced, outputs = _trace(
+        layers,
+        loss,
+        microbatch,
+        key_impl=key_impl,
+        automatic=automatic,
+        axis_rules=axis_rules,
+        **options,
+    )
+    with constraints_on(automatic, axis_rules):
+        program, weight = trace_loss(
+            loss, outputs, traced.reported, microbatch, key_impl
+        )
+    fields = {f.name: getattr(traced, f.name) for f in dataclasses.fields(traced)}
+    return TrainingTrace(**fields, loss=program, loss_weight=weight)
+
+
+def trace_evaluation(
+    layers: Sequence[Layer], microbatch: Any, **options: Any
+) -> Traced:
+    """The same in evaluation, without a loss; `**options` as of `_trace`."""
+    return _trace(layers, None, microbatch, **options)[0]
+
+
+def _trace(
     layers: Sequence[Layer],
     loss: Loss | None,
     microbatch: Any,
@@ -107,12 +161,12 @@ def trace_layers(
     axis_rules: AxisRules = (),
     splits: Sequence[LayerSplit] = (),
     rereads_weights: bool = False,
-) -> Traced:
-    """Traces every layer, and the loss, for the abstract `microbatch`.
+) -> tuple[Traced, Any]:
+    """Traces every layer for the abstract `microbatch`.
 
     Args:
       layers: the result of `as_layers`.
-      loss: the loss; None traces the layers in evaluation.
+      loss: whose values the layers report; None traces the layers in evaluation.
       microbatch: abstract arrays.
       compute_dtype: weights and activations are cast to it in every layer; None casts nothing.
       key_impl: implementation of the random keys of the layers; None is JAX's default.
@@ -126,10 +180,10 @@ def trace_layers(
       rereads_weights: as of `trace_layer`.
 
     Returns:
-      The `Traced` layers.
+      The layers, and the abstract outputs of the model.
 
     Raises:
-      ValueError: if a layer or the loss cannot take its arguments.
+      ValueError: if a layer cannot take its arguments.
     """
     inputs = microbatch["inputs"]
 
@@ -162,13 +216,6 @@ def trace_layers(
         tracer, outputs = traced(reported)
     tracer.drop_input_grads(inputs)
     num_rows = jax.tree.leaves(inputs)[0].shape[0]
-    program = weight = None
-    if loss is not None:
-        outputs_of_model = outputs[0] if reported else outputs
-        with constraints_on(automatic, axis_rules):
-            program, weight = trace_loss(
-                loss, outputs_of_model, reported, microbatch, key_impl
-            )
     sizes = {} if automatic is None else automatic.shape
     values = ValueSplit.of(tracer.layer_kinds, num_rows, sizes)
 
@@ -181,13 +228,11 @@ def trace_layers(
             for kind, spec in zip(tracer.layer_kinds, tracer.specs, strict=True)
         ]
 
-    return Traced(
+    traced_layers = Traced(
         tracer.layers,
         tracer.layer_kinds,
         tracer.kind_of_layer,
         tracer.mutable,
-        program,
-        weight,
         reported,
         jax.tree.leaves(inputs),
         tracer.outputs,
@@ -198,6 +243,7 @@ def trace_layers(
         values,
         splits,
     )
+    return traced_layers, outputs[0] if reported else outputs
 
 
 class _Tracer:

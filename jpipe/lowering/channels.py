@@ -9,14 +9,12 @@ Letters: T ticks, D devices, S stages, N microbatches.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jpipe.lowering.operations import Operations
 from jpipe.schedule import Schedule
-
-if TYPE_CHECKING:
-    from jpipe.lowering.lower import Operations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,7 +178,7 @@ def assign_channels(
     schedule: Schedule,
     position: np.ndarray,
     num_in_column: np.ndarray,
-    operations: Mapping[str, "Operations"],
+    operations: Mapping[str, Operations],
     routes: Sequence[Route],
     outgoing: Sequence[tuple[str, int]],
     overlap: bool,
@@ -232,7 +230,7 @@ def _messages(
     schedule: Schedule,
     position: np.ndarray,
     num_in_column: np.ndarray,
-    operations: Mapping[str, "Operations"],
+    operations: Mapping[str, Operations],
     route: Route,
     outgoing: Sequence[tuple[str, int]],
 ) -> _Messages:

@@ -5,14 +5,12 @@ Letters: T ticks, D devices.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from jpipe.lowering.operations import Operations
 from jpipe.schedule import Schedule
-
-if TYPE_CHECKING:
-    from jpipe.lowering.lower import Operations
 
 
 class Follows(NamedTuple):
@@ -52,8 +50,8 @@ def head_after_update(schedule: Schedule) -> bool:
 
 
 def everywhere(
-    operations: Mapping[str, "Operations"], together: Mapping[str, Follows]
-) -> dict[str, "Operations"]:
+    operations: Mapping[str, Operations], together: Mapping[str, Follows]
+) -> dict[str, Operations]:
     """Operations on all devices, one lane each.
 
     On every device they have the scalars of the home's operation: its microbatch, version and slots.
@@ -69,7 +67,7 @@ def everywhere(
     }
 
 
-def _on_all_devices(operations: "Operations", home: int) -> "Operations":
+def _on_all_devices(operations: Operations, home: int) -> Operations:
     T, D, _ = operations.stage.shape
     fields = {
         f.name: np.zeros((T, D, 1), np.int32) for f in dataclasses.fields(operations)

@@ -9,7 +9,6 @@ Letters: T ticks, D devices, S stages, C columns, N microbatches.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from jpipe.lowering.channels import Channel, Route, assign_channels, neighbours
 from jpipe.lowering.everywhere import Follows, everywhere, head_after_update
 from jpipe.lowering.joint_updates import joint_updates
 from jpipe.lowering.norms import NormTable, norm_table
+from jpipe.lowering.operations import Operations, all_operations
 from jpipe.lowering.rings import HEAD_GRADIENT, STASHES, Ring, make_rings
 from jpipe.lowering.spills import Spill
 from jpipe.lowering.target import CPU, Target
@@ -35,33 +35,6 @@ __all__ = [
     "lower",
     "neighbours",
 ]
-
-
-@dataclasses.dataclass(frozen=True)
-class Operations:
-    """One kind of operation, int32 `[T, D, lanes]` each. `stage` is -1 where nothing runs.
-
-    Attributes:
-      stage: the stage that runs.
-      chunk: the position of the stage among its device's stages.
-      column: the column of the table; it determines the slots of rings.
-      microbatch: relative to the round, as in the table.
-      position: rank of the microbatch in the column's order, relative to the round. It determines
-        ring slots.
-      version: the weight version that is read (`update`: written), relative to the round.
-    """
-
-    stage: np.ndarray
-    chunk: np.ndarray
-    column: np.ndarray
-    microbatch: np.ndarray
-    position: np.ndarray
-    version: np.ndarray
-
-    @property
-    def num_lanes(self) -> int:
-        """The most columns of a device that run this operation in one tick."""
-        return self.stage.shape[2]
 
 
 class Phase(NamedTuple):
@@ -204,7 +177,7 @@ def lower(
     columns, chunk = schedule.column_of_stage, _chunks(schedule)
     position = _positions(schedule)
     num_in_column = (schedule.forward != IDLE).sum(axis=0)
-    operations = _all_operations(schedule, chunk, position, num_in_column)
+    operations = all_operations(schedule, chunk, position, num_in_column)
     newest, last_tick = _newest_and_last_tick(schedule)
     outgoing = tuple(
         (route.inbox, lane)
@@ -299,35 +272,12 @@ def _chunks(schedule: Schedule) -> np.ndarray:
     return chunk
 
 
-def _of_copies(schedule: Schedule, cells: np.ndarray) -> np.ndarray:
-    """`cells` in the first column of every copy, and `IDLE` in the others."""
-    result = np.full_like(cells, IDLE)
-    first = [c for c, *_ in itertools.chain(*schedule.columns_of_copies)]
-    result[:, first] = cells[:, first]
-    return result
-
-
 def _positions(schedule: Schedule) -> np.ndarray:
     """`[N, C]`: rank of each microbatch in its column's order of forwards; else anything."""
     ticks = schedule.forward_ticks()
     never = np.iinfo(ticks.dtype).max
     order = np.where(ticks == IDLE, never, ticks).argsort(axis=0, kind="stable")
     return order.argsort(axis=0)
-
-
-def commit_cells(schedule: Schedule) -> np.ndarray:
-    """`[T, C]`, the minibatches whose forwards a stage has finished by the end of a tick.
-
-    Then the copies of the stage add up their statistics and move the mutable state. A minibatch
-    is named by the version that its update writes. Without copies the last forward moves the
-    state, and nobody asks.
-    """
-    cells = np.full(schedule.forward.shape, IDLE, np.int64)
-    last = schedule.by_stage(schedule.forward_ticks()).max(axis=0)
-    for s, tick in enumerate(last.tolist()):
-        rounds, t = divmod(tick, schedule.num_ticks)
-        cells[t, schedule.stage == s] = 1 - rounds
-    return cells
 
 
 def mixes_minibatches(schedule: Schedule, stage: int) -> bool:
@@ -339,92 +289,3 @@ def mixes_minibatches(schedule: Schedule, stage: int) -> bool:
         return False
     ticks = schedule.by_stage(schedule.forward_ticks())[:, stage]
     return bool(ticks.max() >= ticks.min() + schedule.num_ticks)
-
-
-def _weight_grad_version(schedule: Schedule) -> np.ndarray:
-    """`[T, C]`: a weight gradient reads the version that its input gradient read."""
-    version = np.full(schedule.weight_grad.shape, IDLE, np.int64)
-    read = schedule.backward_versions()
-    t, c = np.nonzero(schedule.weight_grad != IDLE)
-    rounds, m = np.divmod(
-        schedule.weight_grad[t, c].astype(np.int64), schedule.num_microbatches
-    )
-    version[t, c] = read[m, c] + rounds
-    return version
-
-
-def _all_operations(
-    schedule: Schedule,
-    chunk: np.ndarray,
-    position: np.ndarray,
-    num_in_column: np.ndarray,
-) -> dict[str, Operations]:
-    """All kinds of operations."""
-    update = _of_copies(schedule, schedule.update)
-    cells_and_versions = {
-        "forward": (schedule.forward, schedule.forward_version),
-        "backward": (schedule.backward, schedule.backward_version),
-        "weight_grad": (schedule.weight_grad, _weight_grad_version(schedule)),
-        "update": (update, update),
-    }
-    if schedule.has_copies:
-        commit = np.full_like(update, IDLE)
-        if not schedule.forward_only:
-            commit = _of_copies(schedule, commit_cells(schedule))
-        cells_and_versions["commit"] = commit, commit
-    return {
-        name: _operations(
-            schedule,
-            cells,
-            version,
-            chunk,
-            None if name in ("update", "commit") else position,
-            num_in_column,
-        )
-        for name, (cells, version) in cells_and_versions.items()
-    }
-
-
-def _operations(
-    schedule: Schedule,
-    cells: np.ndarray,
-    version: np.ndarray,
-    chunk: np.ndarray,
-    position: np.ndarray | None,
-    num_in_column: np.ndarray,
-) -> Operations:
-    """Gathers the cells `[T, C]` of one field of the table into lanes.
-
-    Args:
-      schedule: the table.
-      cells: the field.
-      version: int `[T, C]`.
-      chunk: int `[C]`.
-      position: int `[N, C]`; None: the cells are of minibatches, not of microbatches.
-      num_in_column: int `[C]`.
-    """
-    T, D, N = schedule.num_ticks, schedule.num_devices, schedule.num_microbatches
-    t, c = np.nonzero(cells != IDLE)
-    device = t * D + schedule.device[c]  # in its tick
-    in_order = np.argsort(device, kind="stable")
-    lane = np.empty_like(c)
-    begin = np.searchsorted(device[in_order], device[in_order])
-    lane[in_order] = np.arange(len(c)) - begin
-    num_lanes = int(lane.max(initial=-1)) + 1
-    values = {
-        "stage": schedule.stage[c],
-        "chunk": chunk[c],
-        "column": c,
-        "version": version[t, c],
-    }
-    if position is not None:
-        rounds, m = np.divmod(cells[t, c].astype(np.int64), N)
-        values["microbatch"] = cells[t, c]
-        values["position"] = position[m, c] + num_in_column[c] * rounds
-    fields: dict[str, np.ndarray] = {}
-    for field in dataclasses.fields(Operations):
-        nothing = -1 if field.name == "stage" else 0
-        fields[field.name] = np.full((T, D, num_lanes), nothing, np.int32)
-        if field.name in values:
-            fields[field.name][t, schedule.device[c], lane] = values[field.name]
-    return Operations(**fields)

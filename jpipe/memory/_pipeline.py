@@ -320,7 +320,6 @@ class Builder:
 
     def _optimizer(self) -> list[Block]:
         updates, blocks = self.engine.updates, []
-        assert updates is not None
         for s in self.held:
             pieces = updates.programs[updates.program_of_stage[s]].state
             size: int = sum(

@@ -15,7 +15,12 @@ from jpipe.layers.axis_rules import rules_for
 from jpipe.layers.layer import Layer
 from jpipe.layers.layer_split import LayerSplit
 from jpipe.layers.loss import Loss
-from jpipe.layers.trace import Traced, trace_layers
+from jpipe.layers.trace import (
+    Traced,
+    TrainingTrace,
+    trace_evaluation,
+    trace_layers,
+)
 from jpipe.lowering.target import target_of
 from jpipe.mesh import DATA, FSDP, STAGE, on_platform
 from jpipe.options.checks import batch_size
@@ -169,40 +174,41 @@ class Settings:
             "number of layers": len(self.layers),
         }
 
-    def trace(
-        self,
-        microbatch: Any,
-        key_impl: Any,
-        *,
-        evaluated: Traced | None = None,
-    ) -> Traced:
+    def trace(self, microbatch: Any, key_impl: Any) -> TrainingTrace:
         """The layers and the loss traced for a microbatch.
 
         Args:
           microbatch: abstract arrays.
           key_impl: implementation of the random keys.
-          evaluated: the layers in training, if they are traced in evaluation now, without the loss.
         """
-        if evaluated is not None:
-            splits = evaluated.splits
-        else:
-            splits = self._layer_splits(microbatch, key_impl)
-        accumulate = self.communication.accumulate_gradients
+        splits = self._layer_splits(microbatch, key_impl)
+        options = self._trace_options(key_impl, splits)
         with on_platform(self.platform):
-            return trace_layers(
-                self.layers,
-                self.loss if evaluated is None else None,
-                microbatch,
-                compute_dtype=self.numbers.compute_dtype,
-                key_impl=key_impl,
-                policy=self.numbers.policy,
-                products=None if accumulate is None else accumulate.is_smaller,
-                automatic=self.automatic_mesh,
-                mesh=self.mesh,
-                axis_rules=self.splits.axis_rules,
-                splits=splits,
-                rereads_weights=rereads_weights(self.schedule, self.hooks),
-            )
+            return trace_layers(self.layers, self.loss, microbatch, **options)
+
+    def trace_evaluation(
+        self, microbatch: Any, key_impl: Any, trained: Traced
+    ) -> Traced:
+        """The layers traced in evaluation, split as those that are `trained`."""
+        options = self._trace_options(key_impl, trained.splits)
+        with on_platform(self.platform):
+            return trace_evaluation(self.layers, microbatch, **options)
+
+    def _trace_options(
+        self, key_impl: Any, splits: Sequence[LayerSplit]
+    ) -> dict[str, Any]:
+        accumulate = self.communication.accumulate_gradients
+        return dict(
+            compute_dtype=self.numbers.compute_dtype,
+            key_impl=key_impl,
+            policy=self.numbers.policy,
+            products=None if accumulate is None else accumulate.is_smaller,
+            automatic=self.automatic_mesh,
+            mesh=self.mesh,
+            axis_rules=self.splits.axis_rules,
+            splits=splits,
+            rereads_weights=rereads_weights(self.schedule, self.hooks),
+        )
 
     def _layer_splits(self, microbatch: Any, key_impl: Any) -> Sequence[LayerSplit]:
         """How the strategy splits each layer; `()` without one."""

@@ -18,7 +18,7 @@ from jpipe.engine.stage_layers import (
 from jpipe.layers.avals import is_inexact, num_bytes
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.quick_jit import shared_jit
-from jpipe.layers.trace import Traced
+from jpipe.layers.trace import TrainingTrace
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._loops import (
     SLOTS,
@@ -37,7 +37,7 @@ from jpipe.stages.cut import LayerRun
 
 
 def measure_layers(
-    traced: Traced,
+    traced: TrainingTrace,
     microbatch: Any,
     programs: Sequence[str],
     min_seconds: float,
@@ -101,7 +101,7 @@ def outputs(kind: LayerProgram, leaves: Sequence | None = None) -> tuple:
 
 
 def _subjects(
-    traced: Traced, microbatch: Any, devices: Sequence[jax.Device]
+    traced: TrainingTrace, microbatch: Any, devices: Sequence[jax.Device]
 ) -> list["_Subject"]:
     """Every kind of layer, and last the loss.
 
@@ -131,7 +131,6 @@ def _subjects(
         leaves, _ = forward[k](subject.weights, args, extra)
         x, *kept = outputs(kind, leaves)
         live |= dict(zip(layer.stash, kept, strict=True))
-    assert traced.loss is not None
     loss = _Subject(traced.loss, jax.tree.leaves(x), _values(microbatch))
     return [*(subjects[k] for k in range(len(traced.layer_kinds))), loss]
 

@@ -15,7 +15,7 @@ from jpipe._util.foreign import shown
 from jpipe._util.warn import warn
 from jpipe.layers.avals import num_bytes, real_dtype, shapes_text
 from jpipe.layers.backward import LayerProgram
-from jpipe.layers.trace import Traced
+from jpipe.layers.trace import TrainingTrace
 from jpipe.plan._loops import PROGRAMS, Measured, Progress, count_cores
 from jpipe.plan._measure_layers import measure_layers, outputs
 from jpipe.plan._measure_updates import measure_updates, trace_updates
@@ -25,7 +25,7 @@ from jpipe.stages.flat_update import flat_update
 
 
 def profile(
-    traced: Traced,
+    traced: TrainingTrace,
     optimizer: optax.GradientTransformation,
     microbatch: Any,
     *,
@@ -136,7 +136,6 @@ def profile(
     )
     of_nothing |= {"stash": (), "pop": ()}
     number = len(traced.layer_kinds)
-    assert traced.loss is not None
     loss = _record(traced.loss, of_loss, [()], name="loss", kind=number, **of_nothing)
     measured = Profile(layers, loss, **made_with)
     if cache is not None:
@@ -144,7 +143,9 @@ def profile(
     return measured
 
 
-def _reads_stale(traced: Traced, optimizer: optax.GradientTransformation) -> bool:
+def _reads_stale(
+    traced: TrainingTrace, optimizer: optax.GradientTransformation
+) -> bool:
     """Whether the optimizer reads the weights that a gradient was computed at."""
     optimizer = optax.with_extra_args_support(optimizer)
     tree = [layer.parameters for layer in traced.layers]
@@ -184,7 +185,7 @@ def _abstract(leaves: Iterable) -> tuple[jax.ShapeDtypeStruct, ...]:
 # -- The cache
 
 
-def _model_texts(traced: Traced) -> list[str]:
+def _model_texts(traced: TrainingTrace) -> list[str]:
     layers = zip(traced.layers, traced.kind_of_layer)
     return [
         *(f"{layer.name} {k} {layer.stash} {layer.pop}" for layer, k in layers),

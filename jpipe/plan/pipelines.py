@@ -16,7 +16,7 @@ import numpy as np
 from jpipe._processes.sharing import from_first, is_global
 from jpipe._util.foreign import shown
 from jpipe.costs import inner_layers
-from jpipe.layers.trace import Traced
+from jpipe.layers.trace import Traced, TrainingTrace
 from jpipe.options.settings import Settings
 from jpipe.plan._loops import PROGRAMS
 from jpipe.plan._profile import (
@@ -87,7 +87,7 @@ def profile_pipeline(
 
 
 def boundaries_by_time(
-    settings: Settings, traced: Traced, microbatch: Any
+    settings: Settings, traced: TrainingTrace, microbatch: Any
 ) -> list[int]:
     """The boundaries that balance the measured seconds of the stages."""
     split = settings.schedule.splits_backward
@@ -108,7 +108,7 @@ def boundaries_by_time(
 
 
 def boundaries_by_memory(
-    settings: Settings, traced: Traced, microbatch: Any
+    settings: Settings, traced: TrainingTrace, microbatch: Any
 ) -> list[int]:
     """The boundaries that balance the bytes of weights, optimizer and activations in flight."""
     counted = profile(

@@ -22,11 +22,10 @@ from jpipe._util.foreign import shown
 from jpipe.compress import StreamingPCA
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.backward import LayerProgram
-from jpipe.layers.equations import Equations
 from jpipe.layers.layer import Layer
 from jpipe.layers.sharding import ValueSplit
 from jpipe.layers.state_update import StateUpdate
-from jpipe.layers.trace import Traced
+from jpipe.layers.trace import Traced, TrainingTrace
 from jpipe.lowering.target import CPU, Target
 from jpipe.packing import CHUNK, Leaf, Packing
 from jpipe.stages.accumulators import FACTORS, Accumulators, GradientPlace
@@ -124,8 +123,6 @@ class Stages:
       layer_kinds: `LayerProgram` of each kind.
       kind_of_layer: for each layer, position in `layer_kinds`.
       mutable: `StateUpdate` of each kind.
-      loss: the program of the loss, see `TracedLoss`; None in forward-only pipelines.
-      loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
       inputs: abstract leaves of `batch["inputs"]`, of one microbatch.
       outputs: abstract leaves and tree structure of the model's outputs.
       starts: first layer of each stage, and the number of layers at the end.
@@ -155,8 +152,6 @@ class Stages:
     layer_kinds: Sequence[LayerProgram]
     kind_of_layer: Sequence[int]
     mutable: Sequence[StateUpdate]
-    loss: LayerProgram | None
-    loss_weight: Equations | None
     inputs: Sequence[jax.ShapeDtypeStruct]
     outputs: tuple[tuple, Any]
     starts: Sequence[int]
@@ -412,8 +407,8 @@ def cut(
     packings = {}
     for name in _LEAVES_OF:
         loss: tuple = ()
-        if name == "input_stash" and traced.loss and vocabulary_layers.head is None:
-            loss = traced.loss.stash
+        if name == "input_stash" and vocabulary_layers.head is None:
+            loss = traced.loss.stash if isinstance(traced, TrainingTrace) else ()
 
         def leaves_of(signature: _Signature, name: str = name) -> list[Leaf]:
             leaves, k = _leaves(traced, name, signature.kind), signature.kind
@@ -453,8 +448,6 @@ def cut(
         layer_kinds=traced.layer_kinds,
         kind_of_layer=traced.kind_of_layer,
         mutable=traced.mutable,
-        loss=traced.loss,
-        loss_weight=traced.loss_weight,
         inputs=traced.inputs,
         outputs=(traced.outputs[-1], traced.output_tree),
         starts=starts,

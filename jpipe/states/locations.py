@@ -250,7 +250,6 @@ def places_of_leaf(program: Program, path: str) -> list[tuple[str, Block]]:
       path: of the leaf, which belongs to no weight.
     """
     engine, stages = program.engine, program.stages
-    assert engine.updates is not None
     rows = engine.array_rows["optimizer_state"]
     num_states = engine.layout.num_replicas if engine.shares_updates else 1
     found = []
@@ -319,7 +318,6 @@ def _locate_unit(
         found.params[layer.index] = tree.unflatten(leaves)
         found.mutable_state[layer.index] = stages.layers[layer.index].state
     rows = [(d,) for d in range(D)]
-    assert program.engine.updates is not None
     update, _, parted_state = program.engine.updates.of_units[number]
     paths = optimizer_paths(program, tuple(unit.places))
     return {
@@ -419,5 +417,4 @@ def optimizer_paths(
 def update_of(program: Program, stage: int) -> StageUpdate:
     """The update of a stage."""
     updates = program.engine.updates
-    assert updates is not None
     return updates.programs[updates.program_of_stage[stage]]

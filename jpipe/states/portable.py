@@ -714,8 +714,8 @@ def _pack_unit(
                 packed = arrays["read_parameters"].get(reader, arrays["parameters"])
                 _write(packed, every_version, place, 0, part)
     pieces = (piece for (piece,) in update.state)
-    for piece, leaf, value in zip(pieces, parted_state, state_leaves, strict=True):
-        for d, part in enumerate(parts(leaf, value)):
+    for piece, parted, value in zip(pieces, parted_state, state_leaves, strict=True):
+        for d, part in enumerate(parts(parted, value)):
             for of_replica in states:
                 _write(of_replica[d], (0,), piece.place, 0, part)
 

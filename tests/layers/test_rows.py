@@ -13,7 +13,7 @@ from jpipe.layers.as_layers import as_layers
 from jpipe.layers.loss import Loss
 from jpipe.layers.report import report
 from jpipe.layers.rows import NO_ROWS, _analyse, _ById, row_mixing
-from jpipe.layers.trace import trace_layers
+from jpipe.layers.trace import trace_evaluation, trace_layers
 from models import (
     BERT,
     MLP,
@@ -45,8 +45,10 @@ def traced(layers, inputs, train=True, **options):
         leaves = [a for a in jax.tree.leaves(outputs) if a.dtype == np.float32]
         return sum(a.mean() for a in leaves)
 
-    loss = Loss.of(loss, has_aux=False) if train else None
-    return trace_layers(as_layers(layers), loss, {"inputs": inputs}, **options)
+    layers, microbatch = as_layers(layers), {"inputs": inputs}
+    if not train:
+        return trace_evaluation(layers, microbatch, **options)
+    return trace_layers(layers, Loss.of(loss, has_aux=False), microbatch, **options)
 
 
 def contrastive(x):

@@ -441,7 +441,9 @@ def test_stashes_that_outlive_a_round_are_refused_before_anything_compiles():
 
 
 def test_devices_without_host_memory(monkeypatch):
-    monkeypatch.setattr("jpipe.options.host_memory.memory_kinds", lambda device: ["device"])
+    monkeypatch.setattr(
+        "jpipe.options.host_memory.memory_kinds", lambda device: ["device"]
+    )
     with refused("'pinned_host', and cpu devices have only 'device'"):
         wide(offload=Offload(1.0))
     with refused("'pinned_host', and cpu devices have only 'device'"):

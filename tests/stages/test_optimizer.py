@@ -13,7 +13,7 @@ from flax import nnx
 
 from jpipe import optim
 from jpipe.layers.as_layers import as_layers
-from jpipe.layers.trace import trace_layers
+from jpipe.layers.trace import trace_evaluation
 from jpipe.lowering.target import CPU, GPU
 from jpipe.stages.cut import cut
 from jpipe.stages.optimizer import make_updates, stage_tree
@@ -41,7 +41,7 @@ def as_optax_is_written():
 def stages_of(num_stages, layers=LAYERS, width=WIDTHS[0], block=None, target=CPU):
     layers = as_layers(layers)
     inputs = {"inputs": jax.ShapeDtypeStruct((2, width), np.float32)}
-    stages = cut(trace_layers(layers, None, inputs), None, num_stages, target=target)
+    stages = cut(trace_evaluation(layers, inputs), None, num_stages, target=target)
     if block is None:
         return stages
     vectors = stages.vectors._replace(update_block=block)

@@ -1,0 +1,236 @@
+"""Norms of gradients over all stages, and which updates are skipped."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jpipe import packing
+from jpipe.engine.arrays import Packed, TickArrays
+from jpipe.engine.context import TrainingDevice
+from jpipe.engine.factors import squares_of
+from jpipe.engine.guard import guarded
+from jpipe.engine.shares import rank_of, read_turn
+from jpipe.engine.units import for_each_lane, gradients_of
+from jpipe.layers.avals import squares as squared
+from jpipe.lowering.norms import NormTable
+from jpipe.lowering.scalars import LaneScalars, TickScalars
+from jpipe.mesh import DATA, STAGE
+
+
+class _Places(NamedTuple):
+    """Where the norms of stages are, `[D, R + units]` each.
+
+    Attributes:
+      stage: the stage of each column, and the home of each unit; 0 where there is none.
+      used: whether there is one.
+      counts: whether it counts in a norm: not every copy of a stage does.
+    """
+
+    stage: np.ndarray
+    used: np.ndarray
+    counts: np.ndarray
+
+
+def _places(device: TrainingDevice) -> _Places:
+    spec, lowered = device.spec, device.spec.lowered
+    units = spec.stages.vocabulary.units
+    R, D = lowered.num_chunks, lowered.schedule.num_devices
+    stage = np.zeros((D, R + len(units)), np.int32)
+    used = np.zeros(stage.shape, bool)
+    counts = np.zeros(stage.shape, bool)
+    for s, copies in enumerate(lowered.copies):
+        for place in copies:
+            stage[place], used[place] = s, True
+            # If copies share an update, each counts its share.
+            counts[place] = spec.shares_updates or place == copies[0]
+    for u, unit in enumerate(units):
+        stage[:, R + u] = unit.home
+    used[:, R:] = counts[:, R:] = True
+    return _Places(stage, used, counts)
+
+
+class Norms(NamedTuple):
+    """Norms of gradients over all devices.
+
+    Attributes:
+      table: which gradients each stage counts.
+      places: where they are.
+      squares: `[D, K, R + units]`, the squared norms of the gradients of columns, and of parts of units, with loss scale;
+        that of version v in row v modulo K.
+      scale: `[]`, the loss scale of the gradient, or None.
+    """
+
+    table: NormTable
+    places: _Places
+    squares: jax.Array
+    scale: jax.Array | None
+
+    def of_version(
+        self, stage: jax.Array, version: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """The norm over all stages, without loss scale, that the update of a stage sees which writes a version, and
+        whether it is skipped."""
+        table, places = self.table, self.places
+
+        def of_places(of_stages: np.ndarray) -> jax.Array:
+            """`[D, R + units]`, the entries `[stage, j]` for the stage j in each place."""
+            by_place = of_stages[:, places.stage]
+            return lax.dynamic_index_in_dim(
+                by_place, stage, keepdims=False, allow_negative_indices=False
+            )
+
+        counted = version + of_places(table.offset.astype(np.int32))
+        squares = self._at(counted)
+        broken = ~jnp.isfinite(squares) & of_places(table.together) & places.used
+        # Before its first update a stage has no gradient.
+        squares = jnp.where(places.counts & (counted > 0), squares, 0)
+        norm = jnp.sqrt(jnp.sum(squares))
+        if self.scale is not None:
+            norm /= self.scale.astype(norm.dtype)
+        return norm, broken.any()
+
+    def _at(self, versions: jax.Array) -> jax.Array:
+        """`[D, R + units]`, the squared norms of versions `[D, R + units]`."""
+        depth = self.squares.shape[1]
+        if depth == 1:
+            return self.squares[:, 0]
+        rows = jnp.mod(versions, depth)[:, None]
+        return jnp.take_along_axis(self.squares, rows, axis=1)[:, 0]
+
+    def are_finite(self, versions: jax.Array) -> jax.Array:
+        """bool `[]`, whether all gradients are finite of versions `[D, R + units]`; of -1 they are."""
+        return (jnp.isfinite(self._at(versions)) | (versions < 0)).all()
+
+
+def gradient_norms(
+    device: TrainingDevice,
+    scalars: TickScalars,
+    units: Sequence[LaneScalars],
+    updates_any: jax.Array | bool,
+    arrays: TickArrays,
+) -> tuple[TickArrays, Norms]:
+    """The norms, and arrays with the squared norms and the loss scale after this update."""
+    spec = device.spec
+    num_chunks = spec.lowered.num_chunks
+    chunks = jnp.arange(num_chunks, dtype=jnp.int32)
+    squares = _squares(device, scalars, units, arrays)
+    if spec.shares_updates:
+        squares = _of_shares(device, scalars, squares, arrays.gradients)
+
+    def version_of(lane: LaneScalars, version: jax.Array) -> jax.Array:
+        updates = (chunks == lane.chunk) & (lane.program >= 0)
+        return jnp.where(updates, lane.absolute_version, version)
+
+    version = jnp.full(num_chunks, -1, jnp.int32)
+    version = for_each_lane(device, scalars, version_of, version)
+    if units:
+        of_units = [jnp.where(u.program >= 0, u.absolute_version, -1) for u in units]
+        version = jnp.concatenate([version, jnp.stack(of_units)])
+    depth = arrays.squared_norm.shape[0]
+    rows = np.arange(depth, dtype=np.int32)[:, None]
+    now = (rows == jnp.mod(version, depth)[None]) & (version >= 0)[None]
+    kept = jnp.where(now, squares[None], arrays.squared_norm)
+    all_squares, versions = lax.all_gather((kept, version), STAGE)
+    scale = device.loss_scale(arrays)
+    assert spec.lowered.norms is not None
+    norms = Norms(spec.lowered.norms, _places(device), all_squares, scale)
+    if spec.loss_scale is not None:
+        finite = norms.are_finite(versions)
+        after = spec.loss_scale.after_update(arrays.loss_scale, finite)
+        arrays = arrays.replace(
+            loss_scale=_where(updates_any, after, arrays.loss_scale)
+        )
+    first = np.array(spec.lowered.placement, np.int32)  # [S, 2]
+    reporter = jnp.maximum(scalars.reporter, 0)
+    position, chunk = jnp.asarray(first)[reporter]
+    reported = versions[position, chunk]
+    norm, _ = norms.of_version(reporter, reported)
+    norm = jnp.where(updates_any & (reported >= 0), norm, arrays.gradient_norm[0])
+    arrays = arrays.replace(squared_norm=kept, gradient_norm=norm[None])
+    return arrays, norms
+
+
+def _squares(
+    device: TrainingDevice,
+    scalars: TickScalars,
+    units: Sequence[LaneScalars],
+    arrays: TickArrays,
+) -> jax.Array:
+    """`[R + units]`, the squared norm of each column's and unit's gradient; anything if no column and no unit updates."""
+    dtype, num_chunks = device.spec.updates.norm_dtype, device.spec.lowered.num_chunks
+    rows, chunks = device.spec.array_rows["gradients"], jnp.arange(num_chunks)
+    lead = device.lead("gradients", chunks)
+
+    def squares(_: jax.Array, packed: tuple[Packed, Packed]) -> jax.Array:
+        sigmas, gradients = packed
+        total = jnp.zeros(num_chunks, dtype)
+        for name, a in {**sigmas, **gradients_of(device, None, gradients)}.items():
+            of_rows = of_each_row(a)
+            if name in rows.tables:
+                (row,) = lead(name)
+                is_used = device.uses("gradients", name, chunks)
+                of_rows = jnp.where(is_used, of_rows[row], 0)
+            total += of_rows
+        totals = [total]
+        for number in range(len(units)):
+            part = gradients_of(device, number, gradients)
+            totals.append(sum(map(of_each_row, part.values()), jnp.zeros(1, dtype)))
+        return totals[0] if len(totals) == 1 else jnp.concatenate(totals)
+
+    def of_each_row(a: jax.Array) -> jax.Array:
+        if packing.is_on_host(a):
+            return packing.sum_of_rows(a, lambda b: jnp.sum(squared(b, dtype)))
+        return jnp.sum(squared(a, dtype), axis=tuple(range(1, a.ndim)))
+
+    before = arrays.squared_norm[0]
+    read = squares_of(device, arrays), arrays.gradients
+    if not device.spec.updates_in_every_tick:
+        return squares(before, read)
+
+    def updates(lane: LaneScalars, now: jax.Array) -> jax.Array:
+        return now | (lane.program >= 0)
+
+    now = for_each_lane(device, scalars, updates, jnp.bool_(False))
+    for unit in units:
+        now = updates(unit, now)
+    return guarded(device.spec.lowered.target, now, squares, before, read)
+
+
+def _of_shares(
+    device: TrainingDevice,
+    scalars: TickScalars,
+    squares: jax.Array,
+    gradients: Packed,
+) -> jax.Array:
+    """`[R + units]`, the squared norms over all replicas along "data", of which each has its share of a column.
+
+    All replicas have the gradients of single numbers, and only the first counts them.
+    """
+
+    def of_lane(lane: LaneScalars, squares: jax.Array) -> jax.Array:
+        rank = rank_of(device, lane.chunk)
+        is_first = (rank.copy == 0) & (rank.data == 0)
+        for u, program in enumerate(device.spec.updates.programs):
+            for slots in program.shared:
+                if slots.arrays != "gradients":
+                    continue
+                lead = device.lead("gradients", lane.chunk)
+                (number,) = read_turn(gradients, slots, 0, lead)
+                square = squared(number, squares.dtype).sum()
+                again = (lane.program == u) & ~is_first
+                squares = squares.at[lane.chunk].add(jnp.where(again, -square, 0))
+        return squares
+
+    squares = for_each_lane(device, scalars, of_lane, squares)
+    if device.spec.num_replicas == 1:
+        return squares
+    num_chunks = device.spec.lowered.num_chunks
+    return squares.at[:num_chunks].set(lax.psum(squares[:num_chunks], DATA))
+
+
+def _where(condition: jax.Array | bool, new: Any, old: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)

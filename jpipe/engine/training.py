@@ -1,0 +1,286 @@
+"""The static side of a pass that trains: beside table and model a loss, an optimizer, and what they need."""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jpipe.compress import Compressor, StreamingPCA
+from jpipe.engine.layout import StateLayout, StatePackings, training_layout
+from jpipe.engine.loss_scale import LossScale
+from jpipe.engine.spec import PassSpec
+from jpipe.layers.backward import LayerProgram
+from jpipe.layers.equations import Equations
+from jpipe.lowering.array_rows import ArrayRows
+from jpipe.lowering.channels import Route
+from jpipe.lowering.lower import STASHES, Lowered, lower
+from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
+from jpipe.packing import Packing, Place
+from jpipe.stages.accumulators import FACTORS, first_factors
+from jpipe.stages.extra_args import hooked_passes, read_delays
+from jpipe.stages.gradient_groups import (
+    GradientGroup,
+    compressor_states,
+    gradient_groups,
+)
+from jpipe.stages.messages import with_gradients
+from jpipe.stages.optimizer import StageUpdates
+
+
+class TiedCopy(NamedTuple):
+    """One copy of a tied weight.
+
+    Attributes:
+      stage_copies: for every copy of its stage the device, and the position of the stage among the
+        device's stages.
+      place: its place in the packed weights.
+      gradient: the place of its gradient.
+      row: its row at both.
+    """
+
+    stage_copies: tuple[tuple[int, int], ...]
+    place: Place
+    gradient: Any
+    row: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingPass(PassSpec):
+    """A pass over a table that trains.
+
+    Attributes:
+      loss: the program of the loss, see `jpipe.layers.loss.TracedLoss`.
+      loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
+      updates: the optimizer on each stage.
+      recompute: whether a stage keeps only its inputs from forward to backward.
+      loss_scale: the factor of the loss for its gradient, or None.
+      overlap: whether transfers overlap with compute. If False, all messages of a tick are sent
+        after its compute, which is faster where devices share cores.
+      compress_gradients: how replicas exchange gradients: see `jpipe.engine.gradients`. None: as they are.
+      accumulate_gradients: how gradients that are products are accumulated: see `jpipe.engine.factors`. None: as
+        they are.
+      stash_slots: the most microbatches of which a device keeps a stash; None: all.
+    """
+
+    loss: LayerProgram
+    loss_weight: Equations | None
+    updates: StageUpdates
+    recompute: bool = False
+    loss_scale: LossScale | None = None
+    overlap: bool = False
+    compress_gradients: Compressor | None = None
+    accumulate_gradients: StreamingPCA | None = None
+    stash_slots: int | None = None
+
+    @functools.cached_property
+    def routes(self) -> list[tuple[Route, Packing]]:
+        """See `PassSpec`."""
+        return self._find_routes(self.stages.gradients)
+
+    @functools.cached_property
+    def lowered(self) -> Lowered:
+        """See `PassSpec`."""
+        return lower(
+            self.schedule,
+            self.recompute,
+            [route for route, _ in self.routes],
+            overlap=self.overlap,
+            target=self.target,
+            together=self.stages.vocabulary.together(self.stages.num_stages),
+            stash_slots=self.stash_slots,
+            reads_stale=self.updates.reads_stale,
+            weighted=self.loss_weight is not None,
+        )
+
+    @property
+    def state_table(self) -> Lowered:
+        """This table."""
+        return self.lowered
+
+    @property
+    def shares_updates(self) -> bool:
+        """Whether the replicas of a stage share its update: see `jpipe.stages.shares`."""
+        return any(update.replicas.number > 1 for update in self.updates.programs)
+
+    @functools.cached_property
+    def gradient_groups(self) -> list[GradientGroup]:
+        """The gradients, in groups that are compressed alike; `[]` if none are compressed."""
+        if self.compress_gradients is None:
+            return []
+        arrays = dict(self.stages.accumulators.arrays)
+        for unit in self.stages.vocabulary.units:
+            arrays |= unit.packing.arrays
+        return gradient_groups(self.updates.of_all, arrays)
+
+    def first_gradient_compression(self) -> dict[str, Any]:
+        """What compression of gradients keeps, on one device before training; `{}` without."""
+        R = self.lowered.num_chunks
+        if self.accumulate_gradients is not None:
+            factors = first_factors(self.accumulate_gradients, self.stages.factors, R)
+            return {FACTORS: factors}
+        if self.compress_gradients is None or not self.gradient_groups:
+            return {}
+        shapes = self.packings.of_gradients(self.mesh, self.array_rows["gradients"])
+        return {
+            "error": {n: jnp.zeros(a.shape, a.dtype) for n, a in shapes.items()},
+            "states": compressor_states(
+                self.compress_gradients, self.gradient_groups, R
+            ),
+        }
+
+    @property
+    def updates_in_every_tick(self) -> bool:
+        """Whether every tick runs `jpipe.engine.updates.update`, with or without a column to update.
+
+        What all updates exchange is a few numbers, and exchanging them in every tick costs less than a wait for the host. Means
+        over replicas, sums over copies and sums of tied gradients are large.
+        """
+        small = self.num_replicas == 1 and not self.stages.ties
+        small = small and not self.schedule.has_copies
+        return self.target.updates_in_every_tick and small
+
+    def _array_rows(self) -> dict[str, ArrayRows]:
+        """Those of `PassSpec`, and of "gradients" (also errors of compression), "optimizer_state", and each of `STASHES`
+        that the table has."""
+        stages, updates = self.stages, self.updates
+        rings = {
+            ring: ArrayRows.of_slots(
+                self.lowered, ring, pack.arrays, self._arrays_of_stages(pack)
+            )
+            for ring, pack in self.packings.rings.items()
+            if self.lowered.num_slots[ring]
+        }
+        # The owners of the optimizer's state are shares of updates.
+        of_updates = [
+            {piece.place.array for of_leaf in update.state for piece in of_leaf}
+            for update in updates.programs
+        ]
+        of_state = [of_updates[u] for u in updates.program_of_stage]
+        state = ArrayRows.of_columns(self.lowered, updates.state.arrays, of_state)
+        return {
+            **super()._array_rows(),
+            **rings,
+            "gradients": self._rows_of_columns(stages.accumulators),
+            "optimizer_state": state,
+        }
+
+    @functools.cached_property
+    def delays(self) -> dict[str, np.ndarray]:
+        """Pass -> float `[S]`: see `jpipe.stages.extra_args.read_delays`."""
+        return read_delays(self.schedule)
+
+    @functools.cached_property
+    def packings(self) -> StatePackings:
+        """See `PassSpec`."""
+        return self._pack_state(
+            optimizer_state=self.updates.state,
+            unit_states=[unit.packing for unit in self.updates.of_units],
+        )
+
+    @functools.cached_property
+    def layout(self) -> StateLayout:
+        """See `PassSpec`."""
+        hooks = self.updates.programs[0].param_hooks
+        return training_layout(
+            self.mesh,
+            self.lowered,
+            self.packings,
+            self.array_rows,
+            microbatch=self.microbatch,
+            norm_dtype=self.updates.norm_dtype,
+            weight_dtype=self.weight_dtype,
+            rows_of_units=self.rows_of_units,
+            hooked_passes=hooked_passes(self.schedule, hooks),
+            loss_scale=self.loss_scale,
+            key_impl=self.key_impl,
+            shares_updates=self.shares_updates,
+            tick_stashes=self.tick_stashes,
+            gradient_compression=jax.eval_shape(self.first_gradient_compression),
+            message_compression=jax.eval_shape(self.first_message_compression),
+        )
+
+    @property
+    def weight_dtype(self) -> np.dtype | None:
+        """The dtype of the weight of a minibatch; None if the loss is a mean."""
+        weight = self.loss_weight
+        return None if weight is None else weight.outputs[0].aval.dtype
+
+    @functools.cached_property
+    def scalars(self) -> ScalarTable:
+        """See `PassSpec`."""
+        of_stage: StageConstants = {
+            ("stage",): np.arange(self.stages.num_stages),
+            **{("delay", name): delay for name, delay in self.delays.items()},
+        }
+        programs = np.array(self.updates.program_of_stage)
+        constants = {
+            **self._stage_constants(),
+            "update": {("program",): programs, **of_stage},
+        }
+        for unit in self.stages.vocabulary.units:
+            constants[unit.update] = {**self._one_program, **of_stage}
+        return scalar_table(self.lowered, constants, self.rows, newest=False)
+
+    @property
+    def drops_branches(self) -> bool:
+        """See `PassSpec`.
+
+        A forward and its recomputation are in branches,
+        because XLA would compute both at once and keep what the forward makes.
+        """
+        return self.target.drops_branches and not self.recompute
+
+    @functools.cached_property
+    def tick_stashes(self) -> frozenset[str]:
+        """See `PassSpec`."""
+        if not self.drops_branches:
+            return frozenset()
+        programs = [
+            self.scalars.only_program(name, lane, phase.ticks)
+            for phase in self.lowered.phases
+            for name in phase.operations & {"forward", "backward", "weight_grad"}
+            for lane in range(self.lowered.operations[name].num_lanes)
+        ]
+        if None in programs:
+            return frozenset()
+        return frozenset(n for n in STASHES if self.lowered.rings[n].in_tick)
+
+    @property
+    def commits(self) -> bool:
+        """Whether copies of stages put their statistics together and then move mutable state."""
+        return self.schedule.has_copies and any(
+            update.statistics or (self.num_replicas > 1 and update.varying)
+            for update in self.stages.mutable
+        )
+
+    def _message_codecs(self) -> dict[str, list]:
+        """Those of `PassSpec`, and of backwards."""
+        forwards = super()._message_codecs()
+        return forwards | {
+            "gradient" if inbox == "activation" else f"{inbox}.gradient": [
+                with_gradients(codecs) for codecs in of_inbox
+            ]
+            for inbox, of_inbox in forwards.items()
+        }
+
+    @functools.cached_property
+    def ties(self) -> list[list[TiedCopy]]:
+        """The copies of each tied weight; the optimizer knows the first.
+
+        Those of vocabulary layers have one place, and need nothing.
+        """
+        stages = self.stages
+        copy_of_leaf = {
+            (layer, j): TiedCopy(self.lowered.copies[s], place, gradient, row)
+            for s in range(stages.num_stages)
+            for layer, run, row in stages.layer_runs(s)
+            for j, (place, gradient) in enumerate(zip(run.parameters, run.gradients))
+        }
+        return [
+            [copy_of_leaf[leaf] for leaf in leaves]
+            for leaves in stages.ties
+            if leaves[0] in copy_of_leaf
+        ]
