@@ -104,7 +104,7 @@ def ideals(
         return problem.solution("ideals", stages, value if bound is None else bound)
 
     split = improve(merge(problem, memory="ignored"))
-    if split is None or _fits(problem, split[1]):
+    if split is None or problem.fits(split[1]):
         return solution(split)
     bound = split[0]
     try:
@@ -114,13 +114,6 @@ def ideals(
         if split is None:  # a split that separates merged groups may fit
             raise
         return solution(split, bound)
-
-
-def _fits(problem: Problem, stages: Split) -> bool:
-    return all(
-        on_host or problem.stage_memory(groups) <= problem.most_memory
-        for groups, on_host in stages
-    )
 
 
 def _ideals(problem: Problem, max_ideals: int) -> ClosedSets:

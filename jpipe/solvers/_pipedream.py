@@ -318,6 +318,3 @@ def _does_not_fit(
     if largest.device_bytes > costs.limit:
         message += f", and the node {shown(largest.id)} alone takes {math.ceil(largest.device_bytes):,}"
     return message + ". Use more devices, smaller minibatches, or recompute."
-
-
-__all__ = ["pipedream"]

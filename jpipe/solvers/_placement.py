@@ -18,7 +18,7 @@ import numpy as np
 
 from jpipe._util.foreign import shown
 from jpipe.solvers._scipy import import_scipy
-from jpipe.solvers.graph import Graph, Solution, Stage
+from jpipe.solvers.graph import Graph, Solution, Stage, neighbours
 
 # The relative difference below which two sums count as equal.
 ROUNDING = 1e-12
@@ -60,12 +60,12 @@ class Problem:
     @functools.cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
         """For each group, the groups with an edge to it in `order`."""
-        return _adjacent(len(self.groups), ((b, a) for a, b in self.order))
+        return neighbours(len(self.groups), ((b, a) for a, b in self.order))
 
     @functools.cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
         """For each group, the groups that its edges in `order` lead to."""
-        return _adjacent(len(self.groups), self.order)
+        return neighbours(len(self.groups), self.order)
 
     @property
     def memory_is_enough(self) -> bool:
@@ -81,6 +81,13 @@ class Problem:
         """Bytes of a stage on its device."""
         return sum(
             self.graph.nodes[v].device_bytes for g in groups for v in self.groups[g]
+        )
+
+    def fits(self, split: "Split") -> bool:
+        """Whether every device holds its stage."""
+        return all(
+            on_host or self.stage_memory(groups) <= self.most_memory
+            for groups, on_host in split
         )
 
     def stage_load(self, groups: Iterable[int], on_host: bool) -> float:
@@ -130,13 +137,6 @@ class TooLarge(ValueError):
     """The search space is larger than allowed."""
 
 
-def _adjacent(num_groups: int, edges: Iterable) -> tuple[tuple[int, ...], ...]:
-    of: list[list[int]] = [[] for _ in range(num_groups)]
-    for a, b in edges:
-        of[a].append(b)
-    return tuple(map(tuple, of))
-
-
 def placement(
     graph: Graph,
     num_devices: int | None = None,
@@ -165,7 +165,7 @@ def placement(
         pass, or no processor can take a group.
       ImportError: if SciPy is not installed.
     """
-    sparse, csgraph = import_scipy("sparse"), import_scipy("sparse.csgraph")
+    import_scipy("sparse")  # says first what is not installed
     num_devices = graph.num_devices if num_devices is None else num_devices
     num_hosts = graph.num_hosts if num_hosts is None else num_hosts
     limit = graph.memory_limit if memory_limit is None else memory_limit
@@ -185,28 +185,8 @@ def placement(
         raise ValueError(f"`memory_limit` must be at least 0, got {shown(limit)}.")
 
     transfers = _transfers(graph, bandwidth)
-    key_of: dict[tuple, int] = {}
-    group_of = np.array(
-        [
-            key_of.setdefault(
-                ("alone", v) if node.colocation is None else ("with", node.colocation),
-                len(key_of),
-            )
-            for v, node in enumerate(graph.nodes)
-        ],
-        np.intp,
-    )
-    order = _order(graph, group_of, len(key_of)) if contiguous else set()
-    ends = np.array(sorted(order), np.intp).reshape(-1, 2)
-    links = sparse.coo_array(
-        (np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(len(key_of),) * 2
-    )
-    num_groups, component = csgraph.connected_components(links, connection="strong")
-    _, first, component = np.unique(component, return_index=True, return_inverse=True)
-    component = np.argsort(np.argsort(first))[component]  # in the nodes' order
-    group_of = component[group_of]
-    order = {(int(component[a]), int(component[b])) for a, b in order}
-
+    group_of, order = _groups(graph, contiguous)
+    num_groups = 1 + group_of.max(initial=-1)
     groups: list[list[int]] = [[] for _ in range(num_groups)]
     for v in graph.topological_order:
         groups[group_of[v]].append(v)
@@ -245,6 +225,29 @@ def placement(
                 "`memory_limit` or `num_hosts`, measure `host`, or split the node."
             )
     return problem
+
+
+def _groups(graph: Graph, contiguous: bool) -> tuple[np.ndarray, set[tuple[int, int]]]:
+    """The group of each node, and the pairs of groups that must be in order."""
+    sparse, csgraph = import_scipy("sparse"), import_scipy("sparse.csgraph")
+    number: dict[tuple, int] = {}
+    keys = [
+        ("alone", v) if node.colocation is None else ("with", node.colocation)
+        for v, node in enumerate(graph.nodes)
+    ]
+    group_of = np.array([number.setdefault(k, len(number)) for k in keys], np.intp)
+    order = _order(graph, group_of, len(number)) if contiguous else set()
+    # Groups on a cycle are a strongly connected component.
+    ends = np.array(sorted(order), np.intp).reshape(-1, 2)
+    links = sparse.coo_array(
+        (np.ones(len(ends)), (ends[:, 0], ends[:, 1])), shape=(len(number),) * 2
+    )
+    _, component = csgraph.connected_components(links, connection="strong")
+    _, first, component = np.unique(component, return_index=True, return_inverse=True)
+    component = np.argsort(np.argsort(first))[component]  # in the nodes' order
+    return component[group_of], {
+        (int(component[a]), int(component[b])) for a, b in order
+    }
 
 
 def _transfers(graph: Graph, bandwidth: float | None) -> tuple[float, ...]:

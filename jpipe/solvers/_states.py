@@ -154,6 +154,3 @@ def _bits(numbers: Sequence[int], num_bits: int) -> np.ndarray:
     octets = np.frombuffer(raw, np.uint8).reshape(len(numbers), size)
     bits = np.unpackbits(octets, axis=1, count=num_bits, bitorder="little")
     return np.ascontiguousarray(bits.T).astype(bool)
-
-
-__all__ = ["States", "states"]

@@ -217,10 +217,7 @@ class _Program:
             return None, proved * self.unit, result.status == 2
         split = self.split(result.x)
         # Within the tolerances of HiGHS, a stage can exceed the memory.
-        fits = all(
-            on_host or self.problem.stage_memory(groups) <= self.problem.most_memory
-            for groups, on_host in split
-        )
+        fits = self.problem.fits(split)
         return split if fits else None, proved * self.unit, False
 
 
@@ -282,7 +279,7 @@ class _Ordered(_Program):
                 work[g] + sum(work[i] for i in range(len(work)) if bits >> i & 1)
                 for bits in (before, after)
             )
-            of = []
+            row = []
             for p in range(len(self.on_host)):
                 devices = self.on_host[: p + 1].count(False)
                 most = on_hosts + slack
@@ -290,11 +287,11 @@ class _Ordered(_Program):
                 left = num_devices - devices
                 must = from_it > most + (left * upper if left else 0.0)
                 last = p == len(self.on_host) - 1
-                of.append(
+                row.append(
                     self.column(float(must or last), float(can or last), is_whole=True)
                 )
-            columns.append(of)
-            for p, q in itertools.pairwise(of):
+            columns.append(row)
+            for p, q in itertools.pairwise(row):
                 self.row([(p, 1.0), (q, -1.0)], high=0.0)
         return columns
 
@@ -354,7 +351,7 @@ class _Unordered(_Program):
             for p, on_host in enumerate(self.on_host)
         ]
 
-        def first(of):
-            return min(place[v] for g in of[0] for v in self.problem.groups[g])
+        def first(stage):
+            return min(place[v] for g in stage[0] for v in self.problem.groups[g])
 
-        return sorted((of for of in split if of[0]), key=first)
+        return sorted((stage for stage in split if stage[0]), key=first)

@@ -124,16 +124,16 @@ def two_bw(
                     continue
                 if schedule == "2bw" and batch_size // (width * size) < depth:
                     continue
-                for recompute in (False, True):
+                for factor in (None, recompute_factor):
                     configuration = _configuration(
                         blocks,
                         machine,
-                        batch_size // (width * size),
                         schedule,
-                        recompute_factor if recompute else None,
-                        width,
-                        depth,
-                        size,
+                        factor,
+                        num_microbatches=batch_size // (width * size),
+                        width=width,
+                        depth=depth,
+                        size=size,
                     )
                     least = min(least, configuration.memory_bytes)
                     if configuration.memory_bytes <= machine.memory_limit:
@@ -159,9 +159,10 @@ _VERSIONS = {"2bw": 2, "flush": 1, "gpipe": 1}
 def _configuration(
     blocks: Blocks,
     machine: Machine,
-    num_microbatches: int,
     schedule: str,
     recompute_factor: float | None,
+    *,
+    num_microbatches: int,
     width: int,
     depth: int,
     size: int,

@@ -71,6 +71,3 @@ def block_partition(costs: Sequence[float], num_stages: int) -> list[int]:
 
 def _costs(before: list[int], ends: list[int]) -> list[int]:
     return [before[j] - before[i] for i, j in itertools.pairwise(ends)]
-
-
-__all__ = ["block_partition"]

@@ -180,12 +180,12 @@ class Graph:
     @functools.cached_property
     def predecessors(self) -> tuple[tuple[int, ...], ...]:
         """For each node, the nodes with an edge to it."""
-        return _neighbours(len(self.nodes), ((v, u) for u, v in self.edges))
+        return neighbours(len(self.nodes), ((v, u) for u, v in self.edges))
 
     @functools.cached_property
     def successors(self) -> tuple[tuple[int, ...], ...]:
         """For each node, the nodes that its edges lead to."""
-        return _neighbours(len(self.nodes), self.edges)
+        return neighbours(len(self.nodes), self.edges)
 
     @functools.cached_property
     def topological_order(self) -> tuple[int, ...]:
@@ -255,13 +255,14 @@ FORMAT = "jpipe graph 1"
 LIMITS = ("num_devices", "num_hosts", "memory_limit")
 
 
-def _neighbours(
+def neighbours(
     num_nodes: int, edges: Iterable[tuple[int, int]]
 ) -> tuple[tuple[int, ...], ...]:
-    of: list[list[int]] = [[] for _ in range(num_nodes)]
+    """For each node, the nodes that its edges lead to."""
+    targets: list[list[int]] = [[] for _ in range(num_nodes)]
     for u, v in edges:
-        of[u].append(v)
-    return tuple(map(tuple, of))
+        targets[u].append(v)
+    return tuple(map(tuple, targets))
 
 
 def _without_defaults(node: Node) -> dict[str, Any]:
