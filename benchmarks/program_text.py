@@ -306,12 +306,14 @@ def lowered(pipe: jpipe.Pipeline, batch: dict) -> dict[str, str]:
     program = pipe._program(batch)
     arrays, rows = program.abstract_state.arrays(), program.engine.abstract_rows
     inputs = {"inputs": batch["inputs"]}
-    forward_rows = jax.eval_shape(lambda: program._rows_of(inputs))
+    forward_rows = jax.eval_shape(lambda: program.prediction.rows_of(inputs))
     texts = {"step": program.lower().as_text()}
     if program.engine.lowered.drain_rounds:
         texts["flush"] = program._flush.lower(arrays, rows).as_text()
     evaluation = arrays, batch["inputs"], batch, None, forward_rows
-    texts["evaluate"] = program._evaluate.lower(*evaluation).as_text()
+    texts["evaluate"] = program.prediction.compiled_evaluate.lower(
+        *evaluation
+    ).as_text()
     return texts
 
 

@@ -677,7 +677,7 @@ class Pipeline:
         """
         checks.check_not_traced("predict", state, batch)
         state = self._own(state)
-        return state.program.predict(state, batch)
+        return state.program.prediction.predict(state, batch)
 
     @public("evaluate", _is_shared)
     def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
@@ -695,7 +695,7 @@ class Pipeline:
         """
         checks.check_not_traced("evaluate", state, batch)
         state = self._own(state)
-        return state.program.evaluate(state, batch)
+        return state.program.prediction.evaluate(state, batch)
 
     @public("plain_loss")
     def plain_loss(

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jpipe._processes.watchdog import watched
+from jpipe._processes.watchdog import dispatched, watched
+from jpipe._util import in_flight
 from jpipe.engine.state import PipelineState
 
 P = ParamSpec("P")
@@ -63,3 +64,18 @@ def _placed(a: Any, sharding: NamedSharding) -> Any:
     if not reachable and a.sharding.device_set != sharding.device_set:
         return a
     return jax.device_put(a, sharding)
+
+
+def call_bounded(function: Callable[..., R], devices: Any, *args: Any) -> R:
+    """Calls a compiled function whose last output holds a small array under "num_microbatches".
+
+    Args:
+      function: the function.
+      devices: an array of the devices that it runs on. On CPUs few calls are in flight, see `jpipe._util.in_flight`.
+      *args: of the function.
+    """
+    in_flight.wait(devices)
+    outputs: Any = function(*args)
+    in_flight.add(outputs[-1]["num_microbatches"])
+    dispatched(outputs[-1]["num_microbatches"])
+    return outputs

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -79,6 +80,11 @@ class TrainingPass(PassSpec):
     def routes(self) -> list[tuple[Route, Packing]]:
         """See `PassSpec`."""
         return self._find_routes(self.stages.gradients)
+
+    def counters(self, arrays: Mapping[str, Any]) -> dict[str, jax.Array]:
+        """The counters out of the arrays of a state, with the random key typed as a pass takes it."""
+        key = jax.random.wrap_key_data(arrays["key"], impl=self.key_impl)
+        return {"round": arrays["round"], "started": arrays["started"], "key": key}
 
     @functools.cached_property
     def lowered(self) -> Lowered:

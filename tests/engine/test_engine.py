@@ -244,12 +244,14 @@ def test_no_program_grows_with_the_table(name):
         batch = {"inputs": np.zeros((num_microbatches, 4), np.float32)}
         program = pipe._program(batch)
         state, rows = program.abstract_state.arrays(), program.engine.abstract_rows
-        forward = program._rows_of(batch)
+        forward = program.prediction.rows_of(batch)
         lowered = [
             program.lower(),
             program._flush.lower(state, rows),
-            program._predict.lower(state, batch, forward),
-            program._evaluate.lower(state, batch["inputs"], batch, None, forward),
+            program.prediction.compiled_predict.lower(state, batch, forward),
+            program.prediction.compiled_evaluate.lower(
+                state, batch["inputs"], batch, None, forward
+            ),
         ]
         sizes.append([len(one.as_text()) for one in lowered])
     small, large = np.array(sizes)

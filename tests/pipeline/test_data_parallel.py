@@ -110,7 +110,7 @@ def test_each_device_only_receives_its_share():
     alone, _ = of_mesh(jpipe.make_mesh(stage=2))
     whole = sum(a.nbytes for a in batch.values())
     assert alone.memory(batch).batch == whole == 2 * pipe.memory(batch).batch
-    placed = pipe._program(batch)._place(batch)
+    placed = pipe._program(batch).batches.place(batch)
     shapes = {s.data.shape for s in placed["inputs"].addressable_shards}
     assert shapes == {(8, 6)}
     compiled = pipe.compile(batch)

@@ -353,7 +353,7 @@ def test_the_program_does_not_grow_with_the_stages():
 
     def prediction(pipe):
         state = pipe.init(KEY, batch)
-        lowered = state.program._predict.lower(state, batch)
+        lowered = state.program.prediction.compiled_predict.lower(state, batch)
         return len(re.findall(r"stablehlo\.\w+|func\.call", lowered.as_text()))
 
     assert prediction(of(12)) == prediction(of(6))

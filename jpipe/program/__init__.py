@@ -1,16 +1,15 @@
 """Everything that is derived from the shapes of one minibatch: the engine and the compiled functions.
 
 Settings (the arguments of `Pipeline`)
-   └── + microbatch shapes + cut ──> Program: stages, engine, step, flush, predict, evaluate
+   └── + microbatch shapes + cut ──> Program: stages, engine, step, flush
+                                     └── Prediction: predict, evaluate
 """
 
 import collections
 import dataclasses
 import functools
-import itertools
-import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,33 +18,23 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe._processes import watchdog as _watchdog
-from jpipe._processes.sharing import (
-    Rows,
-    assemble,
-    gather,
-    is_global,
-    own_rows,
-    sampled_checksum,
-)
-from jpipe._util import in_flight
+from jpipe._processes.sharing import sampled_checksum
 from jpipe.engine import traffic
-from jpipe.engine.engine import in_all_versions, run_forward, run_training
+from jpipe.engine.calls import call_bounded
+from jpipe.engine.engine import in_all_versions, run_training
 from jpipe.engine.layout import batch_spec
-from jpipe.engine.spec import ForwardPass
 from jpipe.engine.state import PipelineState
 from jpipe.engine.training import TrainingPass
-from jpipe.layers.avals import check_nans, shapes_text
-from jpipe.layers.equations import off_mesh
+from jpipe.layers.avals import check_nans
 from jpipe.layers.loss import mean_of_sums
-from jpipe.layers.numbers import from_numbers
 from jpipe.layers.trace import TrainingTrace
 from jpipe.lowering.versions import has_one_row
-from jpipe.mesh import DATA, with_automatic_axes
 from jpipe.optim import check_hooks
 from jpipe.optim.identity import identity
-from jpipe.options.checks import batch_size, check_stages
+from jpipe.options.checks import check_stages
 from jpipe.options.settings import Settings, shapes_key
-from jpipe.schedules import forward_only
+from jpipe.program.batches import Batches
+from jpipe.program.prediction import Prediction
 from jpipe.stages.hyperparams import first_values
 from jpipe.stages.optimizer import make_updates, seen_by_optimizer
 
@@ -77,6 +66,7 @@ class Program:
         starts: Sequence[int],
     ):
         self.settings, self.microbatch, self.traced = settings, microbatch, traced
+        self.batches = Batches(settings)
         self.stages = settings.cut(traced, starts, microbatch, key_impl)
         check_stages(
             self.stages,
@@ -126,23 +116,8 @@ class Program:
         options["compiler_options"] = compiler_options
         self._step = jax.jit(self._run_step, **options)
         self._flush = jax.jit(self._run_flush, **options)
-        forward_options: list[dict] = [dict(compiler_options=compiler_options)] * 2
-        rows = settings.rows
-        if rows is not None:
-            # Every process can read what it gets: its own rows of the outputs, or all of them.
-            spec = batch_spec(settings.mesh) if rows.apart else PartitionSpec()
-            outputs = NamedSharding(settings.mesh, spec)
-            forward_options = [
-                dict(options, out_shardings=(sharding, None))
-                for options, sharding in zip(forward_options, (outputs, everywhere))
-            ]
         self._stepped = False  # the first step compiles
-        self._latest_forward_engine: tuple[tuple, ForwardPass] | None = None
-        self._forward_rows: dict[
-            tuple, jax.Array
-        ] = {}  # shapes of a microbatch -> rows
-        self._predict = jax.jit(self._run_predict, **forward_options[0])
-        self._evaluate = jax.jit(self._run_evaluate, **forward_options[1])
+        self.prediction = Prediction(settings, self.engine, traced, compiler_options)
 
     def _check_compression(self) -> None:
         """Raises ValueError if a gradient cannot be compressed, or accumulated."""
@@ -292,10 +267,13 @@ class Program:
         """One pass over the table, with a minibatch that enters."""
         check_nans(state.parameters, "the state's parameters")
         limit = None if self._stepped else _watchdog.LONG
+        devices = self.settings.mesh.devices
         together = self.settings.rows is not None
         with _watchdog.Phase("step", limit, together, self._given(batch)):
-            batch = self._place(dict(batch))
-            outputs = self._call(self._step, state.arrays(), batch, self._rows)
+            batch = self.batches.place(dict(batch))
+            outputs = call_bounded(
+                self._step, devices, state.arrays(), batch, self._rows
+            )
         self._stepped = True
         return self._restore(state, *outputs)
 
@@ -317,7 +295,8 @@ class Program:
         """Passes over the table until nothing is in flight."""
         if self.settings.schedule.synchronous:
             return state, self._no_metrics(state)
-        outputs = self._call(self._flush, state.arrays(), self._rows)
+        devices = self.settings.mesh.devices
+        outputs = call_bounded(self._flush, devices, state.arrays(), self._rows)
         return self._restore(state, *outputs)
 
     @functools.cached_property
@@ -346,58 +325,10 @@ class Program:
             metrics["compression"] = self._compression_counts(state.kept())
         return metrics
 
-    def predict(self, state: PipelineState, batch: Any) -> Any:
-        """The last layer's outputs for `batch["inputs"]`, `[batch, ...]`."""
-        if isinstance(batch, Mapping):
-            batch = {name: a for name, a in batch.items() if name == "inputs"}
-        rows, mesh = self.settings.rows, self.settings.mesh
-        given_whole = any(map(is_global, jax.tree.leaves(batch)))
-        size, padded, _ = self._pad(batch)
-        rows_of_table = self._rows_of(padded)
-        outputs, _ = self._call(self._predict, state.arrays(), padded, rows_of_table)
-        if rows is not None and rows.apart and not given_whole:
-            outputs = jax.tree.map(lambda a: own_rows(a, mesh), outputs)
-        return jax.tree.map(lambda a: a[:size], from_numbers(outputs))
-
-    def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
-        """The loss of the newest weights on all rows of the batch together."""
-        rows = self.settings.rows
-        given_whole = any(map(is_global, jax.tree.leaves(batch)))
-        if rows is not None and (rows.apart or given_whole):
-            _, batch, positions = self._pad(batch)
-            inputs = batch["inputs"]
-            if positions is not None and len(positions) == batch_size(batch):
-                positions = None  # no padding
-        else:
-            _, padded, positions = self._pad(batch, only="inputs")
-            inputs, batch = padded["inputs"], self._on_mesh(dict(batch))
-        rows_of_table = self._rows_of({"inputs": inputs})
-        result, _ = self._call(
-            self._evaluate,
-            state.arrays(),
-            inputs,
-            batch,
-            positions,
-            rows_of_table,
-        )
-        return result
-
-    def _call(self, function: Callable, *args: Any) -> tuple:
-        """Calls a compiled function whose last output holds a small array under "num_microbatches"."""
-        in_flight.wait(self.settings.mesh.devices)
-        outputs = function(*args)
-        in_flight.add(outputs[-1]["num_microbatches"])
-        _watchdog.dispatched(outputs[-1]["num_microbatches"])
-        return outputs
-
     @property
     def minibatch(self) -> Any:
         """The abstract minibatch, with the rows of all processes."""
-        parts = self.settings.schedule.num_microbatches * self.settings.num_replicas
-        return jax.tree.map(
-            lambda a: jax.ShapeDtypeStruct((parts * a.shape[0], *a.shape[1:]), a.dtype),
-            self.microbatch,
-        )
+        return self.batches.minibatch(self.microbatch)
 
     def lower(self) -> jax.stages.Lowered:
         """The step, traced and lowered but not compiled."""
@@ -412,130 +343,6 @@ class Program:
         state, rows = self.abstract_state, self.engine.abstract_rows
         return self._step.lower(state.arrays(), batch, rows)
 
-    # -- Batches
-
-    def _cut_batch(self, batch: Any) -> Any:
-        """`[batch, ...]` to `[replicas, N, microbatch, ...]`: a replica gets consecutive rows."""
-        lead = self.settings.num_replicas, self.settings.schedule.num_microbatches
-        return jax.tree.map(
-            lambda a: jnp.reshape(
-                a, (*lead, a.shape[0] // math.prod(lead), *a.shape[1:])
-            ),
-            batch,
-        )
-
-    def _place(self, batch: Any) -> Any:
-        """The batch, each replica's rows on the replica's devices."""
-        check_nans(batch, "batch")
-        rows = self.settings.rows
-        if rows is not None:
-            sharding = NamedSharding(self.settings.mesh, batch_spec(self.settings.mesh))
-            return jax.tree.map(lambda a: assemble(rows, a, sharding), batch)
-        if self.settings.num_replicas == 1:
-            return self._on_mesh(batch)
-        sharding = NamedSharding(self.settings.mesh, PartitionSpec(DATA))
-        return jax.device_put(batch, sharding)
-
-    def _on_mesh(self, batch: Any) -> Any:
-        """The batch, with arrays that lie elsewhere moved to all devices of the mesh."""
-        mesh = self.settings.mesh
-        everywhere = NamedSharding(mesh, PartitionSpec())
-
-        def on_mesh(a: Any) -> Any:
-            if self.settings.rows is not None:
-                return assemble(self.settings.rows, a, everywhere)
-            if not isinstance(a, jax.Array):
-                return a
-            own = getattr(a.sharding, "mesh", None)
-            if own is None and not a.committed:  # JAX moves it
-                return a
-            is_here = own == mesh and a.sharding.memory_kind == everywhere.memory_kind
-            return a if is_here else jax.device_put(a, everywhere)
-
-        return jax.tree.map(on_mesh, batch)
-
-    def _pad(
-        self, batch: Any, only: str | None = None
-    ) -> tuple[int, Any, np.ndarray | None]:
-        """A batch with copies of its last row, up to a size that can be cut.
-
-        Args:
-          batch: this process's rows, or global arrays.
-          only: the entry to keep; None: all.
-
-        Returns:
-          The size of `batch`; the padded batch, placed; and, if it has the rows of several processes or is
-          global, where the rows that are not padding are in it.
-        """
-        settings, rows = self.settings, self.settings.rows
-        size = batch_size(batch)
-        multiple = settings.num_parts
-        if only is not None:
-            batch = {only: batch[only]}
-        batch, sizes = dict(batch), [size]
-        if rows is not None:
-            given_whole = {is_global(a) for a in jax.tree.leaves(batch)}
-            if len(given_whole) > 1:
-                raise ValueError(
-                    "`batch` has global arrays and arrays of this process, got "
-                    f"{shapes_text(batch)}. Make all of them global, or none."
-                )
-            sizes = self._sizes(rows, size, apart=rows.apart and given_whole == {False})
-            if given_whole == {True}:
-                padded = self._pad_global(batch, -size % multiple)
-                return size, padded, np.arange(size, dtype=np.int32)
-            multiple = multiple * rows.num_held // rows.num_replicas
-        if max(sizes) == 0:
-            raise ValueError("the batch is empty: give at least one row.")
-        padded = -(-max(sizes) // multiple) * multiple
-        if padded > size:
-
-            def pad(a: Any) -> np.ndarray:
-                a = np.asarray(a)
-                last = a[-1:] if size else np.zeros((1, *a.shape[1:]), a.dtype)
-                return np.concatenate([a, np.repeat(last, padded - size, axis=0)])
-
-            batch = jax.tree.map(pad, batch)
-        positions = None
-        if rows is not None and rows.apart:
-            positions = rows.positions(sizes, padded)
-        return size, self._place(batch), positions
-
-    @staticmethod
-    def _sizes(rows: Rows, size: int, *, apart: bool) -> list[int]:
-        """Rows of the batches that all processes give, by process.
-
-        Args:
-          rows: the rows that each of them holds.
-          size: rows of this process's batch.
-          apart: whether processes may differ.
-
-        Raises:
-          ValueError: if processes that must give the same rows give different numbers.
-        """
-        sizes = gather(np.array(size, np.int32)).tolist()
-        for p, q in itertools.combinations(range(len(sizes)), 2):
-            if sizes[p] != sizes[q] and (not apart or rows.held[p] == rows.held[q]):
-                raise ValueError(
-                    f"processes {p} and {q} hold parts of the same replicas and must give the same rows, got "
-                    f"{sizes[p]} and {sizes[q]}. Give both the same batch."
-                )
-        return sizes
-
-    def _pad_global(self, batch: Any, padding: int) -> Any:
-        """`_pad` for global arrays."""
-        if not padding:
-            return self._place(batch)
-        sharding = NamedSharding(self.settings.mesh, batch_spec(self.settings.mesh))
-        batch = jax.tree.map(with_automatic_axes, batch)
-
-        def pad(a: jax.Array) -> jax.Array:
-            copies = jnp.broadcast_to(a[-1:], (padding, *a.shape[1:]))
-            return jnp.concatenate([a, copies])
-
-        pad_all = jax.jit(lambda b: jax.tree.map(pad, b), out_shardings=sharding)
-        return pad_all(batch)
-
     # -- Compiled functions
 
     def _state_of(self, arrays: Mapping[str, Any]) -> PipelineState:
@@ -545,7 +352,7 @@ class Program:
     def _run_step(self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array):
         state = self._state_of(arrays)
         num_entered = (state.round + 1) * self.settings.schedule.num_microbatches
-        batch = self._cut_batch(batch)
+        batch = self.batches.cut(batch)
         state, totals = self._run_table(state, num_entered, batch, rows)
         return self._pack_outputs(state, self._metrics(totals))
 
@@ -558,7 +365,7 @@ class Program:
             engine,
             state.kept(),
             state.in_flight(),
-            self._counters(state),
+            engine.counters(state.counters()),
             num_entered,
             batch,
             rows,
@@ -604,11 +411,6 @@ class Program:
         if "compression" in totals:
             metrics["compression"] = totals["compression"]
         return metrics
-
-    def _counters(self, state: PipelineState) -> dict[str, jax.Array]:
-        """The counters of a state, with the random key typed as the engine takes it."""
-        key = jax.random.wrap_key_data(state.key, impl=self.engine.key_impl)
-        return {**state.counters(), "key": key}
 
     def _pack_outputs(self, state: PipelineState, metrics: dict):
         """The outputs of a compiled function: the arrays of the state by sharding, and metrics."""
@@ -674,126 +476,6 @@ class Program:
             latest["compression"] = jax.tree.map(lambda a: a[-1], of_rounds)
         totals = {**jax.tree.map(lambda a: a.sum(axis=0), totals), **latest}
         return state, self._metrics(totals)
-
-    def _run_evaluate(
-        self,
-        arrays: Mapping[str, Any],
-        inputs: Any,
-        batch: Any,
-        positions: Any,
-        rows: jax.Array,
-    ) -> tuple:
-        outputs, call = self._run_predict(arrays, {"inputs": inputs}, rows)
-        state = self._state_of(arrays)
-        if self.settings.rows is not None:
-            everywhere = NamedSharding(self.settings.mesh, PartitionSpec())
-            batch = jax.lax.with_sharding_constraint(batch, everywhere)
-        if positions is None:
-            size = batch_size(batch)
-            outputs = jax.tree.map(lambda a: a[:size], outputs)
-        else:
-            outputs = jax.lax.with_sharding_constraint(outputs, everywhere)
-            outputs, batch = jax.tree.map(
-                lambda a: jnp.take(a, positions, axis=0), (outputs, batch)
-            )
-        # Layers report in training only.
-        reported = {n: jnp.zeros((), a.dtype) for n, a in self.traced.reported.items()}
-        key = self._counters(state)["key"][0]
-        try:
-            mean = off_mesh(lambda *args: self.settings.loss.terms(*args).mean())
-            loss, aux = mean(outputs, batch, reported, key)
-        except Exception as error:
-            raise ValueError(
-                f"`loss` cannot take outputs of {shapes_text(outputs)} and a batch of "
-                f"{shapes_text(batch)}: {type(error).__name__}: {error}"
-            ) from error
-        result = {"loss": loss, "aux": aux} if self.settings.has_aux else {"loss": loss}
-        return result, call
-
-    def _run_predict(
-        self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array
-    ) -> tuple:
-        """The outputs, and a small array for `_call`."""
-        state = self._state_of(arrays)
-        engine = self._forward_engine(self.settings.microbatch(batch, whole=True))
-        schedule, stages = self.settings.schedule, engine.stages
-        buffers = jax.tree.map(
-            lambda a: jax.lax.with_sharding_constraint(
-                jnp.zeros(a.shape, a.dtype), a.sharding
-            ),
-            engine.layout.global_shapes(["buffers"]),
-        )
-        N = schedule.num_microbatches
-        num_entered = (state.round + 1) * N
-        groups = engine.layout.groups
-        kept = {
-            "parameters": state.parameters,
-            "mutable_state": state.mutable_state,
-            "message_compression": {
-                key: state.message_compression[key]
-                for key in groups["message_compression"].shapes
-                if key in state.message_compression
-            },
-        }
-        outputs = run_forward(
-            engine,
-            kept,
-            buffers,
-            self._counters(state),
-            num_entered,
-            self._cut_batch(batch),
-            rows,
-        )
-        table = engine.schedule
-        last_devices = table.device[table.column_of_microbatch[:, -1]]
-        which: Any = int(last_devices[0])
-        if (
-            table.has_copies
-        ):  # each copy of the last stage has the rows of its microbatches
-            which = last_devices, np.arange(N)
-        lead = self.settings.num_replicas, schedule.num_devices, N
-        flat = []
-        for y in outputs:
-            parts = y.reshape(*lead, *y.shape[1:])
-            parts = parts[:, *which] if table.has_copies else parts[:, which]
-            flat.append(parts.reshape(-1, *y.shape[2:]))
-        return stages.outputs[1].unflatten(flat), {"num_microbatches": num_entered}
-
-    def _rows_of(self, batch: Any) -> jax.Array:
-        """The argument of prediction that holds the forward-only table for a padded batch."""
-        microbatch = self.settings.microbatch(batch, whole=True)
-        key = shapes_key(microbatch)
-        if key not in self._forward_rows:
-            self._forward_rows[key] = self._forward_engine(microbatch).place_rows()
-        return self._forward_rows[key]
-
-    def _forward_engine(self, microbatch: Any) -> ForwardPass:
-        """The engine that runs the same stages forward only, in evaluation; the latest is kept."""
-        key, latest = shapes_key(microbatch), self._latest_forward_engine
-        if latest is None or latest[0] != key:
-            latest = key, self._make_forward_engine(microbatch)
-            self._latest_forward_engine = latest
-        return latest[1]
-
-    def _make_forward_engine(self, microbatch: Any) -> ForwardPass:
-        settings, schedule = self.settings, self.settings.schedule
-        key_impl = self.engine.key_impl
-        traced = settings.trace_evaluation(microbatch, key_impl, self.traced)
-        table = forward_only(
-            schedule.num_stages,
-            schedule.num_microbatches,
-            stage=schedule.stage,
-            device=schedule.device,
-        )
-        return ForwardPass(
-            schedule=table,
-            stages=settings.cut(traced, self.stages.starts, microbatch, key_impl),
-            mesh=settings.mesh,
-            microbatch=microbatch,
-            key_impl=key_impl,
-            trained=self.engine.lowered,
-            compute_dtype=settings.numbers.compute_dtype,
-        )
 
 
 def _in_order(groups: Mapping[str, Any]) -> collections.OrderedDict:

@@ -1,0 +1,220 @@
+"""Prediction and evaluation: the stages of a training, run forward only."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jpipe._processes.sharing import is_global, own_rows
+from jpipe.engine.calls import call_bounded
+from jpipe.engine.engine import run_forward
+from jpipe.engine.layout import batch_spec
+from jpipe.engine.spec import ForwardPass
+from jpipe.engine.state import PipelineState
+from jpipe.engine.training import TrainingPass
+from jpipe.layers.avals import shapes_text
+from jpipe.layers.equations import off_mesh
+from jpipe.layers.numbers import from_numbers
+from jpipe.layers.trace import TrainingTrace
+from jpipe.options.checks import batch_size
+from jpipe.options.settings import Settings, shapes_key
+from jpipe.program.batches import Batches
+from jpipe.schedules import forward_only
+
+
+class Prediction:
+    """What a pipeline computes from the newest weights of a training, for batches of any size.
+
+    Args:
+      settings: of the pipeline.
+      training: the pass that trains the weights.
+      traced: the layers, traced for training.
+      compiler_options: of XLA.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        training: TrainingPass,
+        traced: TrainingTrace,
+        compiler_options: Mapping[str, Any],
+    ):
+        self.settings, self._training, self._traced = settings, training, traced
+        self._batches = Batches(settings)
+        self._latest_forward_engine: tuple[tuple, ForwardPass] | None = None
+        # shapes of a microbatch -> the table as an argument
+        self._forward_rows: dict[tuple, jax.Array] = {}
+        predict: dict[str, Any] = dict(compiler_options=compiler_options)
+        evaluate, rows = predict, settings.rows
+        if rows is not None:
+            # Every process can read what it gets: its own rows of the outputs, or all of them.
+            everywhere = PartitionSpec()
+            spec = batch_spec(settings.mesh) if rows.apart else everywhere
+            predict, evaluate = (
+                dict(predict, out_shardings=(NamedSharding(settings.mesh, s), None))
+                for s in (spec, everywhere)
+            )
+        self.compiled_predict = jax.jit(self._run_predict, **predict)
+        self.compiled_evaluate = jax.jit(self._run_evaluate, **evaluate)
+
+    def predict(self, state: PipelineState, batch: Any) -> Any:
+        """The last layer's outputs for `batch["inputs"]`, `[batch, ...]`."""
+        if isinstance(batch, Mapping):
+            batch = {name: a for name, a in batch.items() if name == "inputs"}
+        rows, mesh = self.settings.rows, self.settings.mesh
+        given_whole = any(map(is_global, jax.tree.leaves(batch)))
+        size, padded, _ = self._batches.padded(batch)
+        rows_of_table = self.rows_of(padded)
+        outputs, _ = call_bounded(
+            self.compiled_predict, mesh.devices, state.arrays(), padded, rows_of_table
+        )
+        if rows is not None and rows.apart and not given_whole:
+            outputs = jax.tree.map(lambda a: own_rows(a, mesh), outputs)
+        return jax.tree.map(lambda a: a[:size], from_numbers(outputs))
+
+    def evaluate(self, state: PipelineState, batch: Any) -> dict[str, Any]:
+        """The loss of the newest weights on all rows of the batch together."""
+        rows = self.settings.rows
+        given_whole = any(map(is_global, jax.tree.leaves(batch)))
+        if rows is not None and (rows.apart or given_whole):
+            _, batch, positions = self._batches.padded(batch)
+            inputs = batch["inputs"]
+            if positions is not None and len(positions) == batch_size(batch):
+                positions = None  # no padding
+        else:
+            _, padded, positions = self._batches.padded(batch, only="inputs")
+            inputs, batch = padded["inputs"], self._batches.on_mesh(dict(batch))
+        rows_of_table = self.rows_of({"inputs": inputs})
+        result, _ = call_bounded(
+            self.compiled_evaluate,
+            self.settings.mesh.devices,
+            state.arrays(),
+            inputs,
+            batch,
+            positions,
+            rows_of_table,
+        )
+        return result
+
+    def _run_evaluate(
+        self,
+        arrays: Mapping[str, Any],
+        inputs: Any,
+        batch: Any,
+        positions: Any,
+        rows: jax.Array,
+    ) -> tuple:
+        outputs, call = self._run_predict(arrays, {"inputs": inputs}, rows)
+        if self.settings.rows is not None:
+            everywhere = NamedSharding(self.settings.mesh, PartitionSpec())
+            batch = jax.lax.with_sharding_constraint(batch, everywhere)
+        if positions is None:
+            size = batch_size(batch)
+            outputs = jax.tree.map(lambda a: a[:size], outputs)
+        else:
+            outputs = jax.lax.with_sharding_constraint(outputs, everywhere)
+            outputs, batch = jax.tree.map(
+                lambda a: jnp.take(a, positions, axis=0), (outputs, batch)
+            )
+        # Layers report in training only.
+        reported = {n: jnp.zeros((), a.dtype) for n, a in self._traced.reported.items()}
+        key = self._training.counters(arrays)["key"][0]
+        try:
+            mean = off_mesh(lambda *args: self.settings.loss.terms(*args).mean())
+            loss, aux = mean(outputs, batch, reported, key)
+        except Exception as error:
+            raise ValueError(
+                f"`loss` cannot take outputs of {shapes_text(outputs)} and a batch of "
+                f"{shapes_text(batch)}: {type(error).__name__}: {error}"
+            ) from error
+        result = {"loss": loss, "aux": aux} if self.settings.has_aux else {"loss": loss}
+        return result, call
+
+    def _run_predict(
+        self, arrays: Mapping[str, Any], batch: Any, rows: jax.Array
+    ) -> tuple:
+        """The outputs, and a small array for `_call`."""
+        engine = self._forward_engine(self.settings.microbatch(batch, whole=True))
+        schedule, stages = self.settings.schedule, engine.stages
+        buffers = jax.tree.map(
+            lambda a: jax.lax.with_sharding_constraint(
+                jnp.zeros(a.shape, a.dtype), a.sharding
+            ),
+            engine.layout.global_shapes(["buffers"]),
+        )
+        N = schedule.num_microbatches
+        num_entered = (arrays["round"] + 1) * N
+        groups = engine.layout.groups
+        kept = {
+            "parameters": arrays["parameters"],
+            "mutable_state": arrays["mutable_state"],
+            "message_compression": {
+                key: arrays["message_compression"][key]
+                for key in groups["message_compression"].shapes
+                if key in arrays["message_compression"]
+            },
+        }
+        outputs = run_forward(
+            engine,
+            kept,
+            buffers,
+            self._training.counters(arrays),
+            num_entered,
+            self._batches.cut(batch),
+            rows,
+        )
+        table = engine.schedule
+        last_devices = table.device[table.column_of_microbatch[:, -1]]
+        which: Any = int(last_devices[0])
+        if (
+            table.has_copies
+        ):  # each copy of the last stage has the rows of its microbatches
+            which = last_devices, np.arange(N)
+        lead = self.settings.num_replicas, schedule.num_devices, N
+        flat = []
+        for y in outputs:
+            parts = y.reshape(*lead, *y.shape[1:])
+            parts = parts[:, *which] if table.has_copies else parts[:, which]
+            flat.append(parts.reshape(-1, *y.shape[2:]))
+        return stages.outputs[1].unflatten(flat), {"num_microbatches": num_entered}
+
+    def rows_of(self, batch: Any) -> jax.Array:
+        """The argument of prediction that holds the forward-only table for a padded batch."""
+        microbatch = self.settings.microbatch(batch, whole=True)
+        key = shapes_key(microbatch)
+        if key not in self._forward_rows:
+            self._forward_rows[key] = self._forward_engine(microbatch).place_rows()
+        return self._forward_rows[key]
+
+    def _forward_engine(self, microbatch: Any) -> ForwardPass:
+        """The engine that runs the same stages forward only, in evaluation; the latest is kept."""
+        key, latest = shapes_key(microbatch), self._latest_forward_engine
+        if latest is None or latest[0] != key:
+            latest = key, self._make_forward_engine(microbatch)
+            self._latest_forward_engine = latest
+        return latest[1]
+
+    def _make_forward_engine(self, microbatch: Any) -> ForwardPass:
+        settings, schedule = self.settings, self.settings.schedule
+        key_impl = self._training.key_impl
+        traced = settings.trace_evaluation(microbatch, key_impl, self._traced)
+        table = forward_only(
+            schedule.num_stages,
+            schedule.num_microbatches,
+            stage=schedule.stage,
+            device=schedule.device,
+        )
+        return ForwardPass(
+            schedule=table,
+            stages=settings.cut(
+                traced, self._training.stages.starts, microbatch, key_impl
+            ),
+            mesh=settings.mesh,
+            microbatch=microbatch,
+            key_impl=key_impl,
+            trained=self._training.lowered,
+            compute_dtype=settings.numbers.compute_dtype,
+        )
