@@ -373,9 +373,11 @@ class Pipeline:
         if program.settings is not self._settings:
             checks.check_same_parts(program.settings.parts, self._settings.parts)
             starts = list(program.stages.starts)
-            own = self._program_of(program.microbatch, program.engine.key_impl, starts)
-            checks.check_same_parts(program.parts, own.parts)
-            self._starts, program = starts, own
+            program_here = self._program_of(
+                program.microbatch, program.engine.key_impl, starts
+            )
+            checks.check_same_parts(program.parts, program_here.parts)
+            self._starts, program = starts, program_here
         return program.place_state(state)
 
     def __repr__(self) -> str:

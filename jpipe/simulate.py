@@ -213,12 +213,12 @@ def simulate(
             "`num_cores`, `tick` and `jitter` are costs of devices in lockstep, got "
             'mode="dependencies". Use mode="lockstep".'
         )
-    of_stages = costs.of_stages(schedule.num_stages)
+    stage_costs = costs.of_stages(schedule.num_stages)
     if not schedule.splits_backward:
-        of_stages["backward"] = of_stages["fused_backward"]
+        stage_costs["backward"] = stage_costs["fused_backward"]
     length = {
         name: cost if name in TRANSFERS.values() else cost[schedule.stage]
-        for name, cost in of_stages.items()
+        for name, cost in stage_costs.items()
     }
     run = _lockstep if mode == "lockstep" else _dependencies
     return run(schedule, length, costs)
@@ -400,14 +400,14 @@ def _dependencies(schedule: Schedule, length: dict, costs: Costs) -> Timing:
     # as long as a microbatch is on its way. The later half is the steady state.
     num_rounds = half = 1
     if not schedule.synchronous:
-        half = 4 * max(int(of_kind.max()) // T + 1 for of_kind in ticks.values())
+        half = 4 * max(int(kind_ticks.max()) // T + 1 for kind_ticks in ticks.values())
         num_rounds = 2 * half
     columns, C = schedule.column_of_microbatch, schedule.num_columns
     kinds = list(ticks)
     order = sorted(
-        (int(of_kind[m, c]) + r * T, k, int(c), m + r * N)
-        for k, of_kind in enumerate(ticks.values())
-        for m, c in np.argwhere(of_kind != IDLE).tolist()
+        (int(kind_ticks[m, c]) + r * T, k, int(c), m + r * N)
+        for k, kind_ticks in enumerate(ticks.values())
+        for m, c in np.argwhere(kind_ticks != IDLE).tolist()
         for r in range(num_rounds)
     )
     updates = sorted(

@@ -329,8 +329,8 @@ class MeshConfig:
 
     def axis_rules(self) -> tuple:
         """The rules of the run, for `jpipe.Pipeline`."""
-        own = [(name, _axes(axes)) for name, axes in self.rules.items()]
-        return (*own, *jpipe.AXIS_RULES)
+        given = [(name, _axes(axes)) for name, axes in self.rules.items()]
+        return (*given, *jpipe.AXIS_RULES)
 
 
 def _axes(text: str | None) -> tuple[str, ...] | None:

@@ -124,8 +124,8 @@ def check_devices(
     """
     devices = _devices()
     parts = {name: n for name, n in (("model", model), ("fsdp", fsdp)) if n > 1}
-    of_replica = num_devices * model * fsdp
-    if len(devices) >= of_replica * data:
+    replica_devices = num_devices * model * fsdp
+    if len(devices) >= replica_devices * data:
         return
     kind = devices[0].platform
     remedy = "Set JAX_PLATFORMS=cpu to run on CPU devices instead"
@@ -135,11 +135,11 @@ def check_devices(
     option = f"--config.pipeline.num_stages={len(devices)}"
     if parts:
         factors = " x ".join(f"{name}={n}" for name, n in parts.items())
-        needed = f"{of_replica} devices ({num_devices} x {factors})"
+        needed = f"{replica_devices} devices ({num_devices} x {factors})"
         fewer, option = "devices per stage", f"--config.mesh.{next(iter(parts))}=1"
     if data > 1:
         needed += f" for each of {data} replicas"
-        fewer, most = "replicas", max(len(devices) // of_replica, 1)
+        fewer, most = "replicas", max(len(devices) // replica_devices, 1)
         option = f"--config.mesh.data={most}"
     raise ValueError(
         f"the schedule needs {needed}, got {len(devices)} ({kind}). "

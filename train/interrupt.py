@@ -37,7 +37,9 @@ class Interrupt:
         self.signal: signal.Signals | None = None
 
     def __enter__(self) -> "Interrupt":
-        self._previous = {each: signal.signal(each, self._take) for each in _SIGNALS}
+        self._previous = {
+            number: signal.signal(number, self._take) for number in _SIGNALS
+        }
         return self
 
     def __exit__(
@@ -46,8 +48,8 @@ class Interrupt:
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for each, handler in self._previous.items():
-            signal.signal(each, handler)
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     @property
     def requested(self) -> bool:
@@ -72,14 +74,14 @@ class Interrupt:
 
 def leave_on_interrupt(message: str) -> None:
     """From now on, Ctrl-C or SIGTERM prints `message` and ends the process."""
-    for each in _SIGNALS:
-        signal.signal(each, lambda number, frame: leave(message, 128 + number))
+    for number in _SIGNALS:
+        signal.signal(number, lambda number, frame: leave(message, 128 + number))
 
 
 def ignore_interrupts() -> None:
     """From now on, Ctrl-C and SIGTERM do nothing: the process is about to end."""
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def leave(message: str, code: int) -> NoReturn:

@@ -161,19 +161,19 @@ def candidates(timeline, to_host: float, to_device: float | None) -> str:
     """The intervals in which arrays could be on the host, as a table."""
     from jpipe.plan import size_text
 
-    found = timeline.swap_candidates(to_host, to_device)
+    candidates = timeline.swap_candidates(to_host, to_device)
     intervals = timeline.intervals()
     lines = [
-        f"{len(found)} of {len(intervals)} intervals between accesses are long enough to go to the host and back"
+        f"{len(candidates)} of {len(intervals)} intervals between accesses are long enough to go to the host and back"
     ]
-    shown = found[:_MOST_CANDIDATES]
+    shown = candidates[:_MOST_CANDIDATES]
     width = max([len(i.name) for i in shown], default=0)
     for i in shown:
         lines.append(
             f"{i.name:{width}}  {size_text(i.num_bytes):>10}  {i.length * 1e3:10.4g} ms from {i.start * 1e3:.4g} ms"
         )
-    if len(found) > len(shown):
-        lines.append(f"and {len(found) - len(shown)} others")
+    if len(candidates) > len(shown):
+        lines.append(f"and {len(candidates) - len(shown)} others")
     return "\n".join(lines)
 
 

@@ -153,7 +153,7 @@ class Pixels(Images):
         else:
             rngs = map(np.random.default_rng, indices)
             shape = images.shape[1:]
-            noise = np.stack([each.standard_normal(shape, np.float32) for each in rngs])
+            noise = np.stack([rng.standard_normal(shape, np.float32) for rng in rngs])
         white = images.astype(np.float32) / 255 + np.float32(self.noise) * noise
         return {"inputs": _normalised(white), "labels": labels}
 

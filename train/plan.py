@@ -408,8 +408,8 @@ def _profiles_of_first(name: str, config, numbers, args) -> list:
     def texts() -> list[str]:
         return [profile.text() for profile in _profiles(name, config, numbers, args)]
 
-    found = of_first(texts, "profile", _LIMIT_SECONDS)
-    return [Profile.from_json(json.loads(text), "process 0") for text in found]
+    measured = of_first(texts, "profile", _LIMIT_SECONDS)
+    return [Profile.from_json(json.loads(text), "process 0") for text in measured]
 
 
 def _profiles(name: str, config, numbers, args) -> list:

@@ -62,8 +62,10 @@ def save_plan(
     if best.num_tensor_devices > 1:
         strategy = str(path.with_suffix(".strategy.json"))
         wanted = best.num_tensor_devices, best.microbatch_size
-        found = {(each.num_devices, each.microbatch_size): each for each in splits}
-        split = found[wanted]
+        by_size = {
+            (split.num_devices, split.microbatch_size): split for split in splits
+        }
+        split = by_size[wanted]
         soap.save_strategy(strategy, split.graph, split.strategy, split.num_devices)
     planned = planned_config(config, best, strategy)
     path.write_text(file_of(planned, best, argv), encoding="utf-8")

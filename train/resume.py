@@ -99,7 +99,7 @@ def _folder_to_resume(
     arguments: Sequence[str],
 ) -> tuple[str, pathlib.Path | None, list[str]]:
     """The option that names a folder to go on in, the folder, and the other words."""
-    found, folder, rest, words = "", None, [], iter(arguments)
+    given, folder, rest, words = "", None, [], iter(arguments)
     for word in words:
         option, equals, value = word.partition("=")
         if option not in _OPTIONS:
@@ -110,12 +110,12 @@ def _folder_to_resume(
             raise ValueError(
                 f"`{option}` needs the folder of a run: `{option} runs/NAME`."
             )
-        if found:
+        if given:
             raise ValueError(
-                f"`{found} {folder}` names the folder, got `{word}` too. Leave one of them out."
+                f"`{given} {folder}` names the folder, got `{word}` too. Leave one of them out."
             )
-        found, folder = option, pathlib.Path(value)
-    return found, folder, rest
+        given, folder = option, pathlib.Path(value)
+    return given, folder, rest
 
 
 class Resumed(NamedTuple):

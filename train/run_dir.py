@@ -61,7 +61,7 @@ def new_run_dir(command: Command, until_end: contextlib.ExitStack) -> Iterator[R
     )
     if not path.is_dir() and path.exists():
         raise ValueError(f"a run folder must be a folder, got the file `{path}`.")
-    made = [each for each in (path, *path.parents) if not each.exists()]
+    made = [parent for parent in (path, *path.parents) if not parent.exists()]
     is_unknown = not (path / _LOCK).exists()
     with contextlib.ExitStack() as stack:
         try:
@@ -75,9 +75,9 @@ def new_run_dir(command: Command, until_end: contextlib.ExitStack) -> Iterator[R
         except BaseException as error:
             if is_unknown:
                 (path / _LOCK).unlink(missing_ok=True)
-            for each in made:
+            for parent in made:
                 with contextlib.suppress(OSError):
-                    each.rmdir()
+                    parent.rmdir()
             if isinstance(error, OSError):
                 reason = error.strerror or str(error)
                 raise OSError(
@@ -94,7 +94,7 @@ def _resumes(command: Command, path: pathlib.Path) -> bool:
     Raises:
       ValueError: if it can neither go on nor start there.
     """
-    names = {each.name for each in path.iterdir()} - {_LOCK}
+    names = {entry.name for entry in path.iterdir()} - {_LOCK}
     if command.folder is None:
         if names:
             raise ValueError(
@@ -111,7 +111,9 @@ def _resumes(command: Command, path: pathlib.Path) -> bool:
             f"`{path}` has files and no `{CONFIG}`, so it is not the folder of a run. Name another folder."
         )
     steps = path / "checkpoints"
-    if not steps.is_dir() or not any(each.name.isdecimal() for each in steps.iterdir()):
+    if not steps.is_dir() or not any(
+        entry.name.isdecimal() for entry in steps.iterdir()
+    ):
         return False  # it ended before its first checkpoint
     check_same_training(command.config, path / CONFIG)
     return True

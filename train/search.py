@@ -146,16 +146,16 @@ def search_model(args: argparse.Namespace, words: list[str]) -> int:
         print(file=sys.stderr)
     known = soap.default_starts(graph, args.devices)
     known["model_parallel"] = soap.model_parallel(graph, args.devices)
-    of_known = {
+    known_groups = {
         name: found.starts[name]
         if name in found.starts
         else soap.simulate(graph, machine, strategy, costs).seconds
         for name, strategy in known.items()
     }
     seconds = {
-        "data_parallel": of_known["data_parallel"],
-        "model_parallel": of_known["model_parallel"],
-        "expert": min(of_known[name] for name in soap.EXPERTS),
+        "data_parallel": known_groups["data_parallel"],
+        "model_parallel": known_groups["model_parallel"],
+        "expert": min(known_groups[name] for name in soap.EXPERTS),
         "best": found.seconds,
     }
     if args.save is not None:

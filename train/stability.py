@@ -80,31 +80,33 @@ def bounds(
     )
     delays = pipe.schedule.facts().forward_delay.astype(int)
     # Adam's mean of gradients is momentum at a rate of 1 - b1 times as much.
-    of_rate = curvature * (1 - momentum if is_adam else 1)
+    curvature_per_rate = curvature * (1 - momentum if is_adam else 1)
     largest = np.full(len(delays), math.inf)
     if curvature > 0:
-        largest = jpipe.optim.largest_stable_rate(of_rate, delays, momentum, nesterov)
+        largest = jpipe.optim.largest_stable_rate(
+            curvature_per_rate, delays, momentum, nesterov
+        )
     schedule = config.learning_rate_schedule(num_steps)
     steps = np.arange(first_step, num_steps)
     rates = np.asarray(jax.vmap(schedule)(jnp.asarray(steps)), np.float64)
-    found = []
+    bounds_of_stages = []
     for delay, rate in zip(delays.tolist(), np.asarray(largest).tolist(), strict=True):
         power = np.zeros(len(steps))
         if config.annealing_steps is not None:
             power = 1 - np.minimum(steps / config.annealing_steps, 1)
         configured = float((rates * max(delay, 1) ** -power).max())
-        found.append(Bound(delay, rate, configured))
-    return curvature, found
+        bounds_of_stages.append(Bound(delay, rate, configured))
+    return curvature, bounds_of_stages
 
 
-def text(curvature: float, found: list[Bound]) -> str:
+def text(curvature: float, bounds_of_stages: list[Bound]) -> str:
     """The bounds as a table; stages in a row with equal numbers are one line."""
     lines = [
         f"largest curvature of a minibatch: {curvature:.4g}",
         f"{'stages':>9}  {'delay':>5}  {'stable rate':>11}  {'configured':>10}",
     ]
     stage = 0
-    for bound, alike in itertools.groupby(found):
+    for bound, alike in itertools.groupby(bounds_of_stages):
         last = stage + len(list(alike)) - 1
         stages = f"{stage}" if last == stage else f"{stage}-{last}"
         mark = "" if bound.is_stable else "  too large"
@@ -115,14 +117,16 @@ def text(curvature: float, found: list[Bound]) -> str:
     return "\n".join(lines)
 
 
-def warning(found: list[Bound]) -> str | None:
+def warning(bounds_of_stages: list[Bound]) -> str | None:
     """What to change where a rate leaves the stable range; None if none does."""
-    wrong = [(s, bound) for s, bound in enumerate(found) if not bound.is_stable]
+    wrong = [
+        (s, bound) for s, bound in enumerate(bounds_of_stages) if not bound.is_stable
+    ]
     if not wrong:
         return None
     s, worst = min(wrong, key=lambda pair: pair[1].largest / pair[1].configured)
     return (
-        f"the learning rate leaves the stable range of late gradients on {len(wrong)} of {len(found)} stages: with a delay "
+        f"the learning rate leaves the stable range of late gradients on {len(wrong)} of {len(bounds_of_stages)} stages: with a delay "
         f"of {worst.delay} updates stage {s} is stable up to {worst.largest:.3g} at the current curvature, and the "
         f"configuration reaches {worst.configured:.3g}. Lower --config.optimizer.learning_rate, set "
         "--config.optimizer.annealing_steps so that late stages begin with less, use more "

@@ -321,8 +321,8 @@ def _classes(path: pathlib.Path) -> dict[str, bytes]:
     if not path.is_dir():
         raise FileNotFoundError(f"there is no directory `{path}`. Name another one.")
     entries = [
-        each
-        for each in sorted(path.iterdir())
-        if each.is_dir() or each.name.endswith((".txt", ".txt.gz"))
+        entry
+        for entry in sorted(path.iterdir())
+        if entry.is_dir() or entry.name.endswith((".txt", ".txt.gz"))
     ]
-    return {each.name.partition(".")[0]: _read(each) for each in entries}
+    return {entry.name.partition(".")[0]: _read(entry) for entry in entries}

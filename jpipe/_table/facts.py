@@ -115,7 +115,7 @@ def _in_flight(table: Table, forward: np.ndarray, last: np.ndarray) -> np.ndarra
     first, last = np.where(runs, forward, 0), np.where(runs, last, -1)
     in_column = covering(first, last, table.num_ticks)
     most = np.zeros(table.num_stages, np.int64)
-    for s, of_stage in enumerate(table.columns_of_copies):
-        for columns in of_stage:
+    for s, copies in enumerate(table.columns_of_copies):
+        for columns in copies:
             most[s] = max(most[s], in_column[:, columns].sum(axis=1).max())
     return most

@@ -146,9 +146,9 @@ class Table:
         columns.setflags(write=False)
         return columns
 
-    def by_stage(self, of_columns: np.ndarray) -> np.ndarray:
+    def by_stage(self, entries: np.ndarray) -> np.ndarray:
         """`[N, S]`: the entries of `[N, C]`, each from the column that runs the microbatch."""
-        return np.take_along_axis(of_columns, self.column_of_microbatch, axis=1)
+        return np.take_along_axis(entries, self.column_of_microbatch, axis=1)
 
     @functools.cached_property
     def ring(self) -> bool:

@@ -31,7 +31,9 @@ class Parser(argparse.ArgumentParser):
         names: list[str] = []
         letters: dict[str, str] = {}
         for action in self._actions:
-            long = [each for each in action.option_strings if each.startswith("--")]
+            long = [
+                option for option in action.option_strings if option.startswith("--")
+            ]
             names += long
             for name in long[:1]:
                 letters.setdefault(name[2], name)

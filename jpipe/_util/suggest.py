@@ -147,7 +147,7 @@ def missing_attribute(
     """
     hint = ""
     if not name.startswith("_"):  # libraries look for such names, in vain and often
-        public = [each for each in known if not each.startswith("_")]
+        public = [name for name in known if not name.startswith("_")]
         usual = _present(ATTRIBUTES, public)
         hint = did_you_mean(name, public, usual | dict(aliases or {}))
     # With a name, Python does not add a suggestion of its own.
@@ -157,9 +157,11 @@ def missing_attribute(
 def _with_suggestions(function: T, name: str) -> T:
     """`function`, whose `TypeError` for an unknown keyword names the nearest one."""
     parameters = inspect.signature(function).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    if any(
+        parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+    ):
         return function
-    known = [each for each in parameters if each != "self"]
+    known = [parameter for parameter in parameters if parameter != "self"]
 
     def refuse(arguments: Mapping[str, Any]) -> None:
         for word in arguments:

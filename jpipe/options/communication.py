@@ -146,16 +146,16 @@ def _check_compress_messages(
     compress: Any, mesh: Mesh, schedule: Schedule
 ) -> MessageCompression:
     """`compress_messages`; there must be several stages, whose messages are whole."""
-    found = message_compression(compress)
-    if found == NO_COMPRESSION:
-        return found
+    messages = message_compression(compress)
+    if messages == NO_COMPRESSION:
+        return messages
     if schedule.num_stages == 1:
         raise ValueError(
             "`compress_messages` compresses what stages send to each other, and there is one stage. Choose a schedule with "
             "more stages, or leave it out."
         )
     _check_whole("compress_messages", mesh)
-    return found
+    return messages
 
 
 def _check_compress_gradients(
@@ -225,15 +225,15 @@ def message_compression(compress: Any) -> MessageCompression:
                 f"got a dict with {shown(list(compress)) if compress else 'nothing'}. For example "
                 '`{"activations": jpipe.compress.Quantize(8)}`.'
             )
-        found = MessageCompression(**compress)
+        messages = MessageCompression(**compress)
     elif isinstance(compress, SparseCompressor):
-        found = MessageCompression(compress)
+        messages = MessageCompression(compress)
     else:
-        found = MessageCompression(compress, compress)
-    for compressor in found:
+        messages = MessageCompression(compress, compress)
+    for compressor in messages:
         if not isinstance(compressor, Compressor | None):
             raise ValueError(
                 f"`compress_messages` must be a compressor of `jpipe.compress`, got {shown(compressor)}. For example "
                 "`jpipe.compress.Quantize(bits=8)`."
             )
-    return found
+    return messages

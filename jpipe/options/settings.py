@@ -227,7 +227,7 @@ class Settings:
         self, traced: Traced, microbatch: Any, key_impl: Any
     ) -> vocabulary.Vocabulary:
         """The layers that all stages run together."""
-        found = vocabulary.find(
+        layers = vocabulary.find(
             traced,
             self.mesh.shape[STAGE],
             self.loss,
@@ -240,8 +240,8 @@ class Settings:
         )
         delays = read_delays(self.schedule) if self.hooks else {}
         hooked = {name: delays[name] for name in self.hooks}
-        vocabulary.check_table(found, self.schedule, hooked)
-        return found
+        vocabulary.check_table(layers, self.schedule, hooked)
+        return layers
 
     def cut(
         self, traced: Traced, starts: Sequence[int], microbatch: Any, key_impl: Any

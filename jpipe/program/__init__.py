@@ -142,16 +142,16 @@ class Program:
         if self.settings.automatic_mesh is not None:
             return None, None  # each array is split in its own way
         mesh, layout = self.settings.mesh, self.engine.layout
-        of_group: dict[str, Any] = {
+        shardings: dict[str, Any] = {
             name: jax.tree.map(lambda a: a.sharding, layout.global_shapes([name])[name])
             if group.on_host
             else NamedSharding(mesh, group.spec)
             for name, group in layout.groups.items()
         }
         in_flight = {
-            name: of_group.pop(name) for name in self.abstract_state.in_flight()
+            name: shardings.pop(name) for name in self.abstract_state.in_flight()
         }
-        return _in_order(of_group), _in_order(in_flight)
+        return _in_order(shardings), _in_order(in_flight)
 
     # -- Identity
 
@@ -472,8 +472,8 @@ class Program:
             if name in totals
         }
         if "compression" in totals:
-            of_rounds = totals.pop("compression")
-            latest["compression"] = jax.tree.map(lambda a: a[-1], of_rounds)
+            counts = totals.pop("compression")
+            latest["compression"] = jax.tree.map(lambda a: a[-1], counts)
         totals = {**jax.tree.map(lambda a: a.sum(axis=0), totals), **latest}
         return state, self._metrics(totals)
 

@@ -64,10 +64,12 @@ class Batches:
                 return assemble(self.settings.rows, a, everywhere)
             if not isinstance(a, jax.Array):
                 return a
-            own = getattr(a.sharding, "mesh", None)
-            if own is None and not a.committed:  # JAX moves it
+            its_mesh = getattr(a.sharding, "mesh", None)
+            if its_mesh is None and not a.committed:  # JAX moves it
                 return a
-            is_here = own == mesh and a.sharding.memory_kind == everywhere.memory_kind
+            is_here = (
+                its_mesh == mesh and a.sharding.memory_kind == everywhere.memory_kind
+            )
             return a if is_here else jax.device_put(a, everywhere)
 
         return jax.tree.map(moved, batch)
