@@ -599,15 +599,19 @@ def add_all(
     *,
     joined: bool = False,
 ) -> Mapping[str, jax.Array]:
-    """The arrays with a value added to leaf i of every place; see `write_all`."""
+    """The arrays with a value added to leaf i of every place, in the dtype of its array; see `write_all`."""
     alone = [place for place in places if not joined or place.on_host]
     for place, value in zip(places, values, strict=True):
         if place in alone:
             # In the shape of the leaf: at a constant index XLA for CPUs would else read in the kernel
             # that writes, and that kernel would then go over the whole array.
-            value = read(arrays, place, lead, i) + value
-            arrays = write(arrays, place, lead, value, i)
-    left = [(p, v) for p, v in zip(places, values) if p not in alone]
+            old = read(arrays, place, lead, i)
+            arrays = write(arrays, place, lead, old + value.astype(old.dtype), i)
+    left = [
+        (p, v if p.empty is not None else v.astype(arrays[p.array].dtype))
+        for p, v in zip(places, values)
+        if p not in alone
+    ]
     left_places, left_values = [p for p, _ in left], [v for _, v in left]
     for place, leading, block in _blocks(left_places, left_values, lead, joined=True):
         array = arrays[place.array]

@@ -20,6 +20,7 @@ LEVELS = [
     {"schedules"},
     {"lowering", "draw"},
     {"layers"},
+    {"gradients"},
     {"stages"},
     {"engine"},
     {"options"},

@@ -9,6 +9,7 @@ import jax
 
 from jpipe import packing
 from jpipe.engine.layout import REPLICATED, ArrayGroup, StateLayout
+from jpipe.gradients.sums import places_of
 from jpipe.layers.avals import num_bytes as bytes_of
 from jpipe.layers.trace import Traced
 from jpipe.lowering.lower import STASHES
@@ -16,7 +17,6 @@ from jpipe.mesh import DATA, HOST_MEMORY, STAGE
 from jpipe.options.settings import Settings
 from jpipe.packing import Packing, Place
 from jpipe.program import Program
-from jpipe.stages.accumulators import flat_places
 from jpipe.stages.min_max import min_max
 from jpipe.stages.update_groups import Piece
 from jpipe.stages.vocabulary import PartedLeaf
@@ -205,14 +205,15 @@ def memory(program: Program) -> Memory:
     for s, of_stage in enumerate(engine.lowered.copies):
         for _, run, _ in stages.layer_runs(s):
             of_weights = layout.leaf_bytes(run.parameters, stages.parameters.arrays)
-            of_gradients = layout.leaf_bytes(flat_places(run.gradients), accumulators)
+            of_gradients = layout.leaf_bytes(places_of(run.gradients), accumulators)
             num_versions = int(engine.lowered.rows.num_versions[s])
             used += len(of_stage) * num_versions * of_weights
             used_gradients += len(of_stage) * of_gradients
     # What parts that are padded at their end use beyond the layer is padding too.
     for unit, num_versions in zip(stages.vocabulary.units, engine.rows_of_units):
         of_unit = _bytes_of_parts(layout, unit.packing, unit.stored().items())
-        used, used_gradients = used + num_versions * of_unit, used_gradients + of_unit
+        used += num_versions * of_unit
+        used_gradients += _bytes_of_parts(layout, unit.sums, unit.stored().items())
     # On all replicas together.
     used_state = sum(
         layout.leaf_bytes([piece.place], updates.state.arrays)

@@ -14,7 +14,6 @@ from jax import lax
 from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import TrainingDevice
-from jpipe.engine.factors import factors_in
 from jpipe.engine.shares import (
     Rank,
     places,
@@ -24,10 +23,11 @@ from jpipe.engine.shares import (
     with_share,
     write_turn,
 )
+from jpipe.engine.sums import factors_in
 from jpipe.engine.units import part_of, row_of, unit_of, whole_of
+from jpipe.gradients.sums import FACTORS
 from jpipe.lowering.scalars import LaneScalars
 from jpipe.packing import Place
-from jpipe.stages.accumulators import FACTORS
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS, UpdateFacts
 from jpipe.stages.optimizer import LeafSlots, UpdateGroup
 from jpipe.stages.shares import Division, WholeLeaves
@@ -39,7 +39,7 @@ Record = TypeVar("Record", bound=TickArrays)
 def apply_writes(device: TrainingDevice) -> list[str]:
     """The arrays of `TickArrays` that `Apply` reads and writes."""
     names = ["gradients", "optimizer_state", "parameters", "read_parameters", "skipped"]
-    if device.spec.accumulate_gradients is None:
+    if device.spec.stages.gradient_sums.compressor is None:
         return names
     return ["gradient_compression", *names]
 
@@ -93,7 +93,7 @@ class Apply:
         if self.merged.replicas.number > 1:
             rank = rank_of(self.device, self.scalars.chunk)
         read = {"gradients": arrays.gradients}
-        if self.device.spec.accumulate_gradients is not None:
+        if self.device.spec.stages.gradient_sums.compressor is not None:
             read[FACTORS] = factors_in(arrays)
         turn = _Turn(self, rank, read, self._changes_all({**read, **updated}))
         num_done = jnp.int32(0)

@@ -18,10 +18,10 @@ from jpipe import packing
 from jpipe.engine.arrays import Packed
 from jpipe.engine.context import TrainingDevice
 from jpipe.engine.guard import guarded
+from jpipe.gradients.sums import places_of
 from jpipe.lowering.scalars import TickScalars
 from jpipe.mesh import STAGE
 from jpipe.packing import Place
-from jpipe.stages.accumulators import flat_places
 
 
 class _Rows(NamedTuple):
@@ -70,7 +70,7 @@ def sum_over_copies(
             (place, row)
             for _, run, row in spec.stages.layer_runs(s)
             for place in (
-                flat_places(run.gradients) if operation == "update" else run.statistics
+                places_of(run.gradients) if operation == "update" else run.statistics
             )
         ]
         if len(copies) > 1 and places:

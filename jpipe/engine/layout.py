@@ -92,6 +92,7 @@ class StatePackings:
       messages: the routes, each with its message.
       optimizer_state: the optimizer's state; None in forward-only tables.
       units: the parts of vocabulary layers.
+      unit_sums: the sums of the gradients of each of `units`.
       unit_states: the optimizer's state of each of `units`.
       embedded: leaves of the outputs of an embedding that all devices run together.
       head_input: leaves of the inputs of a head that all devices run together.
@@ -105,6 +106,7 @@ class StatePackings:
     messages: Sequence[tuple[Route, Packing]]
     optimizer_state: Packing | None = None
     units: Sequence[Packing] = ()
+    unit_sums: Sequence[Packing] = ()
     unit_states: Sequence[Packing] = ()
     embedded: Sequence[Leaf] = ()
     head_input: Sequence[Leaf] = ()
@@ -131,7 +133,7 @@ class StatePackings:
 
     def of_gradients(self, mesh: Mesh, rows: ArrayRows) -> dict[str, Any]:
         """The same of the gradients; a unit has one row."""
-        return _with_units(mesh, self.accumulators, self.units, rows)
+        return _with_units(mesh, self.accumulators, self.unit_sums, rows)
 
     def of_state(self, mesh: Mesh, rows: ArrayRows) -> dict[str, Any]:
         """The same of the optimizer's state."""

@@ -11,9 +11,9 @@ from jax import lax
 from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import TrainingDevice
-from jpipe.engine.factors import squares_of
 from jpipe.engine.guard import guarded
 from jpipe.engine.shares import rank_of, read_turn
+from jpipe.engine.sums import squares_of
 from jpipe.engine.units import for_each_lane, gradients_of
 from jpipe.layers.avals import squares as squared
 from jpipe.lowering.norms import NormTable

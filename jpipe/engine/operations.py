@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jpipe.engine import sums
 from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.commit import (
     commit,
@@ -23,7 +24,6 @@ from jpipe.engine.commit import (
     has_statistics,
 )
 from jpipe.engine.context import StageContext, TrainingDevice, TrainingStage
-from jpipe.engine.factors import FactorSum, accumulators_of, with_accumulators
 from jpipe.engine.stage_layers import (
     Rings,
     StageWeights,
@@ -289,8 +289,8 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
         lambda: _arrived_gradient(stage, read),
     )
     rings = _rings(written, read)
-    gradients = None if split else accumulators_of(written)
-    factors = FactorSum.of(stage, read)
+    gradients = None if split else sums.sums_in(written)
+    microbatch = sums.microbatch_of(stage, read)
     weights = StageWeights.of(stage, read, "backward")
     column = functools.partial(stage.column, "gradients")
     skip_gradients = arrived_skip_gradients(stage, read)
@@ -318,7 +318,7 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
                 gp, gx = kind.backward(parameters, stash, gy)
                 row = stage.runtime_index(i)
                 gradients = add_gradients(
-                    gradients, run, gp, column, row, stage.joins, factors
+                    gradients, run, gp, column, row, stage.joins, microbatch
                 )
             return stage.stages.values.constrained(gx), rings, gradients
 
@@ -333,7 +333,7 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
         skip_gradients |= {name: g for (name, _), g in zip(run.pop, popped)}
     written = _with_rings(written, rings)
     if gradients is not None:
-        written = with_accumulators(written, gradients)
+        written = sums.with_sums(written, gradients)
     written = send_skip_gradients(stage, written, read, skip_gradients)
 
     def send_gradient() -> Written:
@@ -418,15 +418,15 @@ def _arrived_gradient(stage: TrainingStage, read: ReadOnly) -> list[jax.Array]:
 
 def weight_grad_writes(stage: TrainingStage) -> list[str]:
     """The arrays that `weight_grad` writes."""
-    if stage.spec.accumulate_gradients is None:
+    if stage.stages.gradient_sums.compressor is None:
         return ["gradients"]
     return ["gradients", "gradient_compression"]
 
 
 def weight_grad(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
     """The parameter gradients of one microbatch, after `backward` computed its input gradient."""
-    gradients = accumulators_of(written)
-    factors = FactorSum.of(stage, read)
+    gradients = sums.sums_in(written)
+    microbatch = sums.microbatch_of(stage, read)
     weights = StageWeights.of(stage, read, "backward")
     column = functools.partial(stage.column, "gradients")
     for r, run in enumerate(stage.program.runs):
@@ -448,12 +448,12 @@ def weight_grad(stage: TrainingStage, written: Written, read: ReadOnly) -> Writt
             values = kind.weight_grad(parameters, stash, values)
             row = stage.runtime_index(i)
             return add_gradients(
-                gradients, run, values, column, row, stage.joins, factors
+                gradients, run, values, column, row, stage.joins, microbatch
             )
 
         fetch = functools.partial(weights.fetch, run)
         gradients = for_each_layer(stage, r, layer, gradients, fetch=fetch)
-    return with_accumulators(written, gradients)
+    return sums.with_sums(written, gradients)
 
 
 OPERATIONS: dict[str, Operation[TrainingStage]] = {

@@ -201,6 +201,7 @@ class PassSpec(abc.ABC):
             rings={ring: getattr(stages, ring) for ring in STASHES},
             messages=self.routes,
             units=[unit.packing for unit in found.units],
+            unit_sums=[unit.sums for unit in found.units],
             embedded=self._activations(found.embedded),
             head_input=self._activations(jax.tree.leaves(found.head_inputs)),
             **of_training,

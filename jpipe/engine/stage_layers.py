@@ -15,15 +15,15 @@ from jax import lax
 from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays, TickStash
 from jpipe.engine.context import StageContext
-from jpipe.engine.factors import FactorSum
 from jpipe.engine.guard import guarded
 from jpipe.engine.stage_weights import Fetched, StageWeights, gathered_along_fsdp
 from jpipe.engine.transport import arrived_skips
+from jpipe.gradients import sums
+from jpipe.gradients.sums import Microbatch
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.products import Product
 from jpipe.layers.state_update import StateUpdate
 from jpipe.packing import Lead, Place
-from jpipe.stages.accumulators import FactorPlaces
 from jpipe.stages.cut import LayerRun
 
 LoopState = TypeVar("LoopState")
@@ -182,24 +182,23 @@ def add_gradients(
     column_of: Callable[[], Lead],
     i: jax.Array | int,
     joined: bool = False,
-    factors: FactorSum | None = None,
+    microbatch: Microbatch | None = None,
 ) -> Packed:
-    """Adds the parameter gradients of layer i to the accumulators of its column, and updates those that are factors.
+    """Packed sums of a column that have taken up the parameter gradients of layer i; `microbatch` as of `sums.add`.
 
     A gradient is first a sum over all rows, and then split. Else XLA would gather the activations of all rows to
     compute each part of it.
     """
-    column, plain = column_of(), []
-    for place, value in zip(run.gradients, values, strict=True):
-        if isinstance(place, FactorPlaces):
-            assert factors is not None and isinstance(value, Product)
-            gradients = factors.add(gradients, place, column, value, i)
-        else:
-            formed = value.gradient() if isinstance(value, Product) else value
-            plain.append((place, formed))
-    places = [place for place, _ in plain]
-    whole = gathered_along_fsdp(places, [value for _, value in plain])
-    return packing.add_all(gradients, places, column, whole, i, joined=joined)
+    return sums.add(
+        gradients,
+        run.gradients,
+        column_of(),
+        values,
+        i,
+        microbatch,
+        as_stored=gathered_along_fsdp,
+        joined=joined,
+    )
 
 
 def split_leaves(leaves: Sequence, tails: Sequence[Sequence]) -> list[list]:

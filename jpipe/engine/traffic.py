@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from jpipe.engine.training import TrainingPass
+from jpipe.gradients.sums import FACTORS, SUMS, places_of
 from jpipe.packing import Packing, Place
-from jpipe.stages.accumulators import flat_places
 from jpipe.stages.codecs import (
     NO_COMPRESSION,
     LeafCodec,
@@ -87,9 +87,10 @@ def _between_replicas(engine: TrainingPass, s: int, number: int) -> MessageRecor
         of_mean
         * total([place for (place, _), *_ in update.parameters], stages.parameters)
     )
-    places = [place for place, _ in update.gradients]
-    formed = [place for place in places if isinstance(place, Place)]
-    factors = flat_places([p for p in places if not isinstance(p, Place)])
+    formed, factors = (
+        places_of(placed for placed, _ in update.gradients if placed.sum.group == group)
+        for group in (SUMS, FACTORS)
+    )
     # Of factors, which every microbatch updates, and of all other gradients.
     exchanged = total(formed, stages.accumulators)
     exchanged += engine.schedule.num_microbatches * total(factors, stages.factors)

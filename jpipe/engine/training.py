@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.compress import Compressor, StreamingPCA
+from jpipe.compress import Compressor
 from jpipe.engine.layout import StateLayout, StatePackings, training_layout
 from jpipe.engine.loss_scale import LossScale
 from jpipe.engine.spec import PassSpec
+from jpipe.gradients.sums import FACTORS
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.equations import Equations
 from jpipe.lowering.array_rows import ArrayRows
@@ -20,7 +21,6 @@ from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, Lowered, lower
 from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
 from jpipe.packing import Packing, Place
-from jpipe.stages.accumulators import FACTORS, first_factors
 from jpipe.stages.extra_args import hooked_passes, read_delays
 from jpipe.stages.gradient_groups import (
     GradientGroup,
@@ -44,7 +44,7 @@ class TiedCopy(NamedTuple):
 
     stage_copies: tuple[tuple[int, int], ...]
     place: Place
-    gradient: Any
+    gradient: Place
     row: int
 
 
@@ -61,8 +61,6 @@ class TrainingPass(PassSpec):
       overlap: whether transfers overlap with compute. If False, all messages of a tick are sent
         after its compute, which is faster where devices share cores.
       compress_gradients: how replicas exchange gradients: see `jpipe.engine.gradients`. None: as they are.
-      accumulate_gradients: how gradients that are products are accumulated: see `jpipe.engine.factors`. None: as
-        they are.
       stash_slots: the most microbatches of which a device keeps a stash; None: all.
     """
 
@@ -73,7 +71,6 @@ class TrainingPass(PassSpec):
     loss_scale: LossScale | None = None
     overlap: bool = False
     compress_gradients: Compressor | None = None
-    accumulate_gradients: StreamingPCA | None = None
     stash_slots: int | None = None
 
     @functools.cached_property
@@ -118,14 +115,14 @@ class TrainingPass(PassSpec):
             return []
         arrays = dict(self.stages.accumulators.arrays)
         for unit in self.stages.vocabulary.units:
-            arrays |= unit.packing.arrays
+            arrays |= unit.sums.arrays
         return gradient_groups(self.updates.of_all, arrays)
 
     def first_gradient_compression(self) -> dict[str, Any]:
         """What compression of gradients keeps, on one device before training; `{}` without."""
         R = self.lowered.num_chunks
-        if self.accumulate_gradients is not None:
-            factors = first_factors(self.accumulate_gradients, self.stages.factors, R)
+        factors = self.stages.gradient_sums.first_factors(self.stages.factors, R)
+        if factors:
             return {FACTORS: factors}
         if self.compress_gradients is None or not self.gradient_groups:
             return {}
@@ -280,10 +277,10 @@ class TrainingPass(PassSpec):
         """
         stages = self.stages
         copy_of_leaf = {
-            (layer, j): TiedCopy(self.lowered.copies[s], place, gradient, row)
+            (layer, j): TiedCopy(self.lowered.copies[s], place, placed.places[0], row)
             for s in range(stages.num_stages)
             for layer, run, row in stages.layer_runs(s)
-            for j, (place, gradient) in enumerate(zip(run.parameters, run.gradients))
+            for j, (place, placed) in enumerate(zip(run.parameters, run.gradients))
         }
         return [
             [copy_of_leaf[leaf] for leaf in leaves]

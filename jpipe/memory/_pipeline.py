@@ -15,6 +15,7 @@ import numpy as np
 from jpipe._util.foreign import shown
 from jpipe.costs import batch_bytes
 from jpipe.engine.layout import REPLICATED, ArrayGroup
+from jpipe.gradients.sums import places_of
 from jpipe.memory._block import Access, Block
 from jpipe.memory._clock import Clock
 from jpipe.memory._rings import rings
@@ -23,7 +24,6 @@ from jpipe.memory._timeline import Timeline, idle_blocks
 from jpipe.mesh import DEVICE_MEMORY, HOST_MEMORY
 from jpipe.program import Program
 from jpipe.schedule import IDLE
-from jpipe.stages.accumulators import flat_places
 
 _TABLE = "scalars of the table"
 """The argument of a step that is no state and no minibatch."""
@@ -362,7 +362,7 @@ class Builder:
         blocks = []
         for s in self.held:
             for layer, run, _ in self.stages.layer_runs(s):
-                places = flat_places(run.gradients)
+                places = places_of(run.gradients)
                 size = self.layout.leaf_bytes(
                     [place for place in places if not place.on_host], arrays
                 )

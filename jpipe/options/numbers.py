@@ -10,7 +10,9 @@ import numpy as np
 
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import did_you_mean
+from jpipe.compress import StreamingPCA
 from jpipe.engine.loss_scale import LossScale
+from jpipe.gradients.sums import GradientSums
 from jpipe.schedule import Schedule
 
 
@@ -59,6 +61,10 @@ class Numbers:
         if callable(self.recompute):
             return getattr(self.recompute, "__name__", "policy")
         return self.recompute
+
+    def gradient_sums(self, compressor: StreamingPCA | None) -> GradientSums:
+        """What gradients are summed in; `compressor`: of those that are products."""
+        return GradientSums(compressor)
 
     @property
     def parts(self) -> dict[str, Any]:

@@ -258,7 +258,9 @@ class Settings:
             target=target_of(self.platform),
             vocabulary_layers=self.vocabulary(traced, microbatch, key_impl),
             compression=self.communication.compress_messages,
-            accumulate=self.communication.accumulate_gradients,
+            gradient_sums=self.numbers.gradient_sums(
+                self.communication.accumulate_gradients
+            ),
             devices=self.schedule.copies,
             offload=self.offload,
         )

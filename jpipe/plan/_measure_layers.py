@@ -15,6 +15,7 @@ from jpipe.engine.stage_layers import (
     write_layer_stash,
     write_stash,
 )
+from jpipe.gradients.sums import AS_PARAMETERS, PlacedSum
 from jpipe.layers.avals import is_inexact, num_bytes
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.quick_jit import shared_jit
@@ -176,8 +177,11 @@ class _Subject:
         }
         self.packs = {n: Packing.of([[*map(Leaf, own)]]) for n, own in leaves.items()}
         places = {name: tuple(pack.places[0]) for name, pack in self.packs.items()}
-        places["gradients"] = places["parameters"]
-        self._run = LayerRun(kind=0, longest=1, stash=(), pop=(), **places)
+        sums = tuple(
+            PlacedSum(AS_PARAMETERS.plain(Leaf(a)), (place,))
+            for a, place in zip(kind.parameters, places["parameters"])
+        )
+        self._run = LayerRun(0, 1, stash=(), pop=(), gradients=sums, **places)
         self._output_grads = [y for y in kind.outputs if is_inexact(y)]
         lists = list(kind.parameters), list(kind.stash), self._output_grads
         constants = [kind.extra[i] for i in kind.constants]

@@ -100,7 +100,6 @@ class Program:
             loss_scale=settings.numbers.loss_scale,
             overlap=settings.communication.overlap,
             compress_gradients=settings.communication.compress_gradients,
-            accumulate_gradients=settings.communication.accumulate_gradients,
             stash_slots=settings.offload.activations,
         )
         self._check_compression()

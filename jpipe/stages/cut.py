@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 import jax
 
 from jpipe._util.foreign import shown
-from jpipe.compress import StreamingPCA
+from jpipe.gradients.sums import (
+    AS_PARAMETERS,
+    FACTORS,
+    SUMS,
+    GradientSum,
+    GradientSums,
+    PlacedSum,
+)
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.layer import Layer
@@ -28,7 +35,6 @@ from jpipe.layers.state_update import StateUpdate
 from jpipe.layers.trace import Traced, TrainingTrace
 from jpipe.lowering.target import CPU, Target
 from jpipe.packing import CHUNK, Leaf, Packing
-from jpipe.stages.accumulators import FACTORS, Accumulators, GradientPlace
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
 from jpipe.stages.min_max import min_max
@@ -46,7 +52,7 @@ class LayerRun:
       stash: `(name, leaves)` of the skips that start here. A run with skips is one layer.
       pop: `(name, leaves)` of the skips that end here.
       parameters: places of one layer's weights; leaf i of a place belongs to layer i of the run.
-      gradients: the same for what their gradients are accumulated in.
+      gradients: what their gradients are summed in.
       state: the same for mutable state.
       statistics: the same for what is kept of a minibatch until the state moves.
       input_stash: the same for stashed values that only the input gradient reads.
@@ -59,7 +65,7 @@ class LayerRun:
     stash: tuple[tuple[str, tuple], ...]
     pop: tuple[tuple[str, tuple], ...]
     parameters: tuple = ()
-    gradients: tuple[GradientPlace, ...] = ()
+    gradients: tuple[PlacedSum, ...] = ()
     state: tuple = ()
     statistics: tuple = ()
     input_stash: tuple = ()
@@ -130,7 +136,7 @@ class Stages:
       program_of_stage: for each stage, position in `programs`.
       lengths: `[S][runs]`: number of layers of a stage in each run of its program.
       parameters: how the programs' weights are packed; one owner per program.
-      accumulators: the same for the gradients that are accumulated as they are.
+      accumulators: the same for the gradients that are summed as they are.
       factors: the same for the factors of all others.
       state: the same for mutable state.
       statistics: the same for what is kept of a minibatch until the state moves. If stages have copies, each leaf has a
@@ -146,6 +152,7 @@ class Stages:
       values: how the values that layers pass on are split over automatic axes of the mesh.
       ties: tied weights, each as `(layer, leaf)` pairs; the optimizer knows the first pair.
       vocabulary: the layers that all stages run together, and that are of no stage.
+      gradient_sums: what gradients are summed in.
     """
 
     layers: Sequence[Layer]
@@ -174,6 +181,7 @@ class Stages:
     portals: Sequence[Portal] = ()
     ties: Sequence[Sequence[tuple[int, int]]] = ()
     vocabulary: Vocabulary = NO_VOCABULARY
+    gradient_sums: GradientSums = AS_PARAMETERS
 
     @property
     def num_stages(self) -> int:
@@ -370,7 +378,7 @@ def cut(
     target: Target = CPU,
     vocabulary_layers: Vocabulary = NO_VOCABULARY,
     compression: MessageCompression = NO_COMPRESSION,
-    accumulate: StreamingPCA | None = None,
+    gradient_sums: GradientSums = AS_PARAMETERS,
     devices: Sequence[Sequence[int]] | None = None,
     offload: Offload = NO_OFFLOAD,
 ) -> Stages:
@@ -384,7 +392,7 @@ def cut(
       target: facts of the platform.
       vocabulary_layers: the layers that all stages run together.
       compression: of messages between stages.
-      accumulate: how gradients are accumulated that are products; None: as they are, all are formed.
+      gradient_sums: what gradients are summed in.
       devices: for each stage the devices of its copies; None: every stage is on a device of its own.
       offload: the part of the weights that is in host memory.
 
@@ -426,13 +434,22 @@ def cut(
             if name in ("parameters", "state", "statistics")
             else vectors.stashes,
         )
-    accumulators = Accumulators.of(
-        accumulate, traced.layer_kinds, traced.kind_of_layer, ties
-    )
-    gradients_on_host = _on_host(traced, inner, offload.gradients)
-    packings |= _pack_accumulators(
-        traced, groups, accumulators, devices, gradients_on_host, offload, vectors
-    )
+    tied = {
+        (traced.kind_of_layer[layer], j)
+        for leaves in ties
+        if len(leaves) > 1
+        for layer, j in leaves
+    }
+    on_host = _on_host(traced, inner, offload.gradients)
+    sums = [
+        gradient_sums.of_layer(
+            kind,
+            _to_host(_leaves(traced, "parameters", k), k, on_host, offload),
+            [j for of_kind, j in tied if of_kind == k],
+        )
+        for k, kind in enumerate(traced.layer_kinds)
+    ]
+    packings |= _pack_sums(groups, sums, devices, vectors)
     outputs = [traced.outputs[stop - 1] for stop in starts[1:-1]]
     codecs = [
         codecs_of(
@@ -452,7 +469,7 @@ def cut(
         outputs=(traced.outputs[-1], traced.output_tree),
         starts=starts,
         programs=[
-            _stage_program(traced, groups, packings, accumulators, p)
+            _stage_program(traced, groups, packings, sums, p)
             for p in range(len(groups.signatures))
         ],
         program_of_stage=groups.program_of_stage,
@@ -465,7 +482,8 @@ def cut(
         values=traced.values,
         ties=ties,
         portals=find_portals(traced.skips, starts, traced.of_microbatch, compression),
-        vocabulary=vocabulary_layers,
+        vocabulary=vocabulary_layers.summed_in(gradient_sums),
+        gradient_sums=gradient_sums,
     )
 
 
@@ -568,31 +586,27 @@ def _to_host(
     ]
 
 
-def _pack_accumulators(
-    traced: Traced,
+def _pack_sums(
     groups: Groups,
-    accumulators: Accumulators,
+    sums: Sequence[Sequence[GradientSum]],
     devices: Sequence[Sequence[int]] | None,
-    on_host: Container,
-    offload: Offload,
     vectors: Vectors,
 ) -> dict[str, Packing]:
-    """How gradients, and factors of gradients, are packed. Factors are all in pools."""
+    """How the leaves of the sums of gradients are packed. Factors are all in pools."""
 
-    def plain(signature: _Signature) -> list[Leaf]:
-        k = signature.kind
-        leaves = _leaves(traced, "parameters", k)
-        return accumulators.plain(k, _to_host(leaves, k, on_host, offload))
-
-    def factors(signature: _Signature) -> list[Leaf]:
-        k = signature.kind
-        return accumulators.factors(k, traced.layer_kinds[k])
+    def leaves_of(group: str) -> Callable[[_Signature], list[Leaf]]:
+        return lambda signature: [
+            leaf
+            for one in sums[signature.kind]
+            if one.group == group
+            for leaf in one.leaves
+        ]
 
     return {
         "accumulators": groups.pack(
-            plain, devices=devices, tight=True, occupancy=vectors.weights
+            leaves_of(SUMS), devices=devices, tight=True, occupancy=vectors.weights
         ),
-        "factors": groups.pack(factors, occupancy=0.0).named(FACTORS),
+        "factors": groups.pack(leaves_of(FACTORS), occupancy=0.0).named(FACTORS),
     }
 
 
@@ -600,7 +614,7 @@ def _stage_program(
     traced: Traced,
     groups: Groups,
     packings: dict[str, Packing],
-    accumulators: Accumulators,
+    sums: Sequence[Sequence[GradientSum]],
     p: int,
 ) -> StageProgram:
     """Program number p, with the places of its leaves."""
@@ -616,8 +630,10 @@ def _stage_program(
             name: tuple(itertools.islice(places[name], len(leaves_of(traced, k))))
             for name, leaves_of in _LEAVES_OF.items()
         }
-        of_run["gradients"] = accumulators.places(
-            k, places["accumulators"].__next__, places["factors"].__next__
+        of_sums = {SUMS: places["accumulators"], FACTORS: places["factors"]}
+        of_run["gradients"] = tuple(
+            PlacedSum(one, tuple(itertools.islice(of_sums[one.group], len(one.leaves))))
+            for one in sums[k]
         )
         stash, pop = skips(signature.stash), skips(signature.pop)
         runs.append(LayerRun(k, longest, stash, pop, **of_run))

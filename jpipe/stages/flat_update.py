@@ -1,6 +1,7 @@
 """An Optax chain as functions of flat lists, and the checks that it treats layers apart."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,10 +11,9 @@ import numpy as np
 import optax
 
 from jpipe._util.warn import warn
-from jpipe.compress import Factors
+from jpipe.gradients.sums import GradientSum
 from jpipe.layers.avals import shapes_text
 from jpipe.layers.equations import Equations
-from jpipe.layers.products import ProductForm
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS
 
 
@@ -279,49 +279,33 @@ def with_hooks(flat: FlatUpdate, param_hooks: Mapping[str, Callable]) -> Equatio
     return Equations.trace(update, *avals, *delay_avals)
 
 
-# -- Factors of gradients
+# -- Sums of gradients
 
 
-def with_factors(
-    update: Equations, forms: Sequence[tuple[ProductForm, int] | None]
-) -> Equations:
-    """The update, with factors in the place of some gradients.
+def with_sums(update: Equations, sums: Sequence[GradientSum]) -> Equations:
+    """The update, with what gradients are summed in, in the place of gradients.
 
     Args:
       update: of `with_hooks`.
-      forms: for each parameter how its gradient follows from the product of factors, `[k, a]`, `[k, b]` and `[k]`,
-        and the rank k; None: the gradient is an input as before.
+      sums: of the gradient of each parameter.
     """
-    if not any(forms):
-        return update
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in update.inputs]
-    number = len(forms)
-    weights, formed, rest = (
-        avals[:number],
-        avals[number : 2 * number],
-        avals[2 * number :],
-    )
-    read: list = []
-    for form, aval in zip(forms, formed, strict=True):
-        if form is None:
-            read.append(aval)
-        else:
-            product, k = form
-            shapes = (k, product.rows), (k, product.columns), (k,)
-            read += [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    number = len(sums)
+    weights, formed = avals[:number], avals[number : 2 * number]
+    kept = [one.avals(aval) for one, aval in zip(sums, formed, strict=True)]
+    if kept == [[aval] for aval in formed]:
+        return update
 
-    def from_factors(*args: jax.Array) -> list:
+    def from_sums(*args: jax.Array) -> list:
         left = iter(args[number:])
-        gradients = []
-        for form in forms:
-            value = next(left)
-            if form is not None:
-                factors = Factors(value.T, next(left).T, next(left))
-                value = form[0].gradient(factors.matrix())
-            gradients.append(value)
+        gradients = [
+            one.gradient([next(left) for _ in leaves], aval)
+            for one, leaves, aval in zip(sums, kept, formed)
+        ]
         return update(*args[:number], *gradients, *left)
 
-    return Equations.trace(from_factors, *weights, *read, *rest)
+    read = itertools.chain(*kept)
+    return Equations.trace(from_sums, *weights, *read, *avals[2 * number :])
 
 
 # -- Checks

@@ -43,8 +43,8 @@ def gradient_groups(
     """
     found: dict[tuple, tuple[Place, list[list[int]]]] = {}
     for u, update in enumerate(updates):
-        for place, row in update.gradients:
-            assert isinstance(place, Place)  # factors are not exchanged
+        for placed, row in update.gradients:
+            (place,) = placed.places
             key = place.array, place.shape
             _, starts = found.setdefault(key, (place, [[] for _ in updates]))
             starts[u].append(int(place.start(row)))

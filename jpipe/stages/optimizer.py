@@ -18,11 +18,10 @@ import jax
 import numpy as np
 import optax
 
+from jpipe.gradients.sums import FACTORS, PlacedSum
 from jpipe.layers.avals import num_bytes, real_dtype
 from jpipe.layers.equations import Equations
-from jpipe.layers.products import ProductForm
 from jpipe.packing import Leaf, Packing, Place
-from jpipe.stages.accumulators import FACTORS, FactorPlaces, GradientPlace
 from jpipe.stages.cut import Stages, Vectors, devices_of_owners
 from jpipe.stages.extra_args import EXTRA_ARGS, PASSES, STALE_PARAMS
 from jpipe.stages.flat_update import (
@@ -32,8 +31,8 @@ from jpipe.stages.flat_update import (
     check_state_dtypes,
     flat_hook,
     flat_update,
-    with_factors,
     with_hooks,
+    with_sums,
 )
 from jpipe.stages.offload import NO_OFFLOAD, Offload
 from jpipe.stages.shares import Replicas
@@ -140,41 +139,26 @@ def seen_by_optimizer(
 
 
 class _Placed(NamedTuple):
-    """Where a parameter, and what its gradient is accumulated in, lie on a stage.
+    """Where a parameter, and what its gradient is summed in, lie on a stage.
 
     Attributes:
       parameter: place of the weight.
-      gradient: of the accumulator.
+      gradient: what its gradient is summed in.
       row: at both.
-      form: how the gradient follows from a product; None: it is accumulated as it is.
     """
 
     parameter: Place
-    gradient: GradientPlace
+    gradient: PlacedSum
     row: int
-    form: ProductForm | None
-
-    @property
-    def factored(self) -> tuple[ProductForm, int] | None:
-        """The form, and the rank of the factors that the gradient is accumulated in; None if it is not."""
-        if self.form is None or not isinstance(self.gradient, FactorPlaces):
-            return None
-        (rank,) = self.gradient.sigma.shape
-        return self.form, rank
 
 
 def _leaf_copies(stages: Stages, stage: int) -> tuple[tuple[_Placed, ...], ...]:
     """For each leaf of `seen_by_optimizer` its copies on the stage."""
     places = {
-        (layer, j): _Placed(place, gradient, row, form)
+        (layer, j): _Placed(place, gradient, row)
         for layer, run, row in stages.layer_runs(stage)
-        for j, (place, gradient, form) in enumerate(
-            zip(
-                run.parameters,
-                run.gradients,
-                stages.layer_kinds[run.kind].products,
-                strict=True,
-            )
+        for j, (place, gradient) in enumerate(
+            zip(run.parameters, run.gradients, strict=True)
         )
     }
     copies = {leaf: [place] for leaf, place in places.items()}
@@ -248,7 +232,7 @@ class _Draft(NamedTuple):
     """An update of a stage before the optimizer's state is packed, which needs all stages.
 
     Attributes:
-      equations: as `with_hooks` and `with_factors` return them.
+      equations: as `with_hooks` and `with_sums` return them.
       param_hooks: pass -> hook.
       parameters: for each parameter leaf, `(place, row)` of its copies.
       gradients: for each parameter leaf, `(place, row)` of what its gradient is accumulated in.
@@ -260,7 +244,7 @@ class _Draft(NamedTuple):
     equations: Equations
     param_hooks: Mapping[str, Callable]
     parameters: Sequence
-    gradients: Sequence[tuple[GradientPlace, int]]
+    gradients: Sequence[tuple[PlacedSum, int]]
     state_leaves: Sequence[Leaf]
     replicas: Replicas
     reads_stale: bool
@@ -278,7 +262,9 @@ def _in_parts(draft: _Draft, state: Sequence[Place], devices: Sequence[int]) -> 
     state_leaves = [PackedLeaf("optimizer_state", [(place, 0)]) for place in state]
     weights = [PackedLeaf("parameters", copies) for copies in parameters]
     gradients = [
-        leaf for place, row in draft.gradients for leaf in _gradient_leaves(place, row)
+        PackedLeaf(placed.sum.group, [(place, row)])
+        for placed, row in draft.gradients
+        for place in placed.places
     ]
     hooked = [
         PackedLeaf(name, copies) for name in draft.param_hooks for copies in parameters
@@ -334,13 +320,6 @@ def _in_blocks(
         draft._replace(parts=in_chunks(parts) if draft.replicas.number == 1 else parts)
         for draft, parts in zip(drafts, blocks, strict=True)
     ]
-
-
-def _gradient_leaves(place: GradientPlace, row: int) -> list[PackedLeaf]:
-    """What an update reads of a gradient."""
-    if isinstance(place, FactorPlaces):
-        return [PackedLeaf(FACTORS, [(of_factor, row)]) for of_factor in place]
-    return [PackedLeaf("gradients", [(place, row)])]
 
 
 def _is_factor(leaf: Sequence[PackedLeaf]) -> bool:
@@ -416,8 +395,8 @@ def make_updates(
             tuple((copy.parameter, copy.row) for copy in of_leaf) for of_leaf in placed
         )
         gradients = tuple((first.gradient, first.row) for first, *_ in placed)
-        equations = with_factors(
-            with_hooks(flat, flat_hooks), [first.factored for first, *_ in placed]
+        equations = with_sums(
+            with_hooks(flat, flat_hooks), [placed.sum for placed, _ in gradients]
         )
         sharing = Replicas(1, 1) if replicas is None else replicas[s]
         key = stages.program_of_stage[s], copies, equations.text(), sharing
@@ -533,11 +512,15 @@ def _unit_update(
         for leaf, aval in zip(parted, flat.state_avals, strict=True)
     ]
     packing = Packing.of([state_leaves]).named(unit.name)
+    sums = [
+        PlacedSum(stages.gradient_sums.plain(Leaf(leaf.part)), (place,))
+        for place, leaf in stored.items()
+    ]
     draft = _Draft(
-        with_hooks(flat, flat_hooks),
+        with_sums(with_hooks(flat, flat_hooks), [placed.sum for placed in sums]),
         flat_hooks,
         places,
-        [copies[0] for copies in places],
+        [(placed, 0) for placed in sums],
         state_leaves,
         Replicas(1, 1),
         flat.reads_stale,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from jpipe.gradients.sums import SUMS, PlacedSum
 from jpipe.packing import Place
-from jpipe.stages.accumulators import GradientPlace
 from jpipe.stages.shares import Replicas
 from jpipe.stages.update_groups import LeafSlots, Piece, UpdateGroup
 
@@ -28,7 +28,7 @@ class StageUpdate:
         flat lists.
       parameters: for each parameter leaf, `(place, row)` of all its copies on the stage; several if
         tied.
-      gradients: for each parameter leaf, `(place, row)` of what its gradient is accumulated in.
+      gradients: for each parameter leaf, `(sum, row)` of what its gradient is summed in.
       state: for each leaf of the optimizer's state the pieces in which it is placed.
       replicas: of the stage, if they share the update; else one.
     """
@@ -37,15 +37,15 @@ class StageUpdate:
     shared: Sequence[LeafSlots]
     param_hooks: Mapping[str, Callable]
     parameters: Sequence[Sequence[tuple[Place, int]]]
-    gradients: Sequence[tuple[GradientPlace, int]]
+    gradients: Sequence[tuple[PlacedSum, int]]
     state: Sequence[Sequence[Piece]]
     replicas: Replicas
 
     @functools.cached_property
     def gradient_arrays(self) -> list[str]:
-        """The names of the packed arrays with the gradients that the update reads as they are, not as factors."""
-        places = [place for place, _ in self.gradients]
-        return sorted({p.array for p in places if isinstance(p, Place)})
+        """The names of the packed arrays of plain sums that the update reads."""
+        plain = [placed for placed, _ in self.gradients if placed.sum.group == SUMS]
+        return sorted({place.array for placed in plain for place in placed.places})
 
 
 @dataclasses.dataclass(frozen=True)

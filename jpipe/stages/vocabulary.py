@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe import vocabulary
+from jpipe.gradients.sums import GradientSums
 from jpipe.layers.avals import cast, real_dtype
 from jpipe.layers.axis_rules import AxisRules, constraints_on
 from jpipe.layers.layer import Layer
@@ -145,6 +146,7 @@ class Unit(NamedTuple):
       home: the stage whose updates it follows.
       layers: the layers.
       packing: how a device's parts are packed, in arrays of their own.
+      sums: the same for the sums of their gradients, which have the same places.
       places: layer -> place of each of its leaves; tied leaves have one place.
     """
 
@@ -152,6 +154,7 @@ class Unit(NamedTuple):
     home: int
     layers: tuple[VocabularyLayer, ...]
     packing: Packing
+    sums: Packing
     places: Mapping[int, tuple[Place, ...]]
 
     def stored(self) -> dict[Place, PartedLeaf]:
@@ -222,6 +225,13 @@ class Vocabulary:
         for unit in self.units:
             found[unit.update] = Follows("update", unit.home)
         return found
+
+    def summed_in(self, sums: GradientSums) -> "Vocabulary":
+        """The same layers, whose gradients are summed as `sums` says."""
+        units = tuple(
+            unit._replace(sums=sums.packing_of(unit.packing)) for unit in self.units
+        )
+        return dataclasses.replace(self, units=units)
 
     def unit_of(self, layer: VocabularyLayer) -> Unit:
         """The unit of one of its layers."""
@@ -505,7 +515,7 @@ def _units(
             for i in group
         }
         home = 0 if is_embedding else num_stages - 1
-        yield Unit(name, home, tuple(found[i] for i in group), packing, places)
+        yield Unit(name, home, tuple(found[i] for i in group), packing, packing, places)
 
 
 # -- Checks of the table
