@@ -68,7 +68,8 @@ class Pipeline:
 
     The arguments come in groups. The model and its training: `layers`, `loss`, `has_aux`, `optimizer`, `ties`. The
     pipeline: `schedule`, `boundaries`, `mesh`, `axis_rules`, `strategy`, `overlap`, `compiler_options`. Memory and
-    precision: `recompute`, `shard_optimizer`, `offload`, `device_memory`, `donate`, `compute_dtype`, `loss_scale`.
+    precision: `recompute`, `shard_optimizer`, `offload`, `device_memory`, `donate`, `compute_dtype`, `accumulate_dtype`,
+    `loss_scale`.
     Communication: `compress_messages`, `compress_gradients`, `accumulate_gradients`. Corrections of asynchronous
     schedules: `forward_params`, `backward_params`.
 
@@ -143,6 +144,9 @@ class Pipeline:
       compute_dtype: every layer casts weights and activations to it, for example `jnp.bfloat16`.
         The kept weights, the gradients and the outputs that the loss sees have the weights' dtype.
         None casts nothing.
+      accumulate_dtype: the dtype in which gradients of weights of fewer bits are summed over microbatches and replicas,
+        for example `jnp.float32` for weights in bfloat16. The optimizer gets the sum, rounded once to the weights' dtype;
+        norms are of the sum. None: gradients are summed in the weights' dtype.
       loss_scale: a number, or a `jpipe.LossScale`, that multiplies the loss before its gradient is
         taken; float16 needs it. None scales nothing.
       has_aux: `loss` returns `(scalar, aux)`, aux a pytree of numbers. `step` returns the mean of
@@ -217,6 +221,7 @@ class Pipeline:
         strategy: Strategy | str | os.PathLike[str] | None = None,
         recompute: str | Callable[..., Any] = "none",
         compute_dtype: Any = None,
+        accumulate_dtype: Any = None,
         loss_scale: LossScale | float | None = None,
         has_aux: bool = False,
         ties: Sequence[Sequence[tuple[int, str]]] = (),
@@ -242,10 +247,12 @@ class Pipeline:
         numbers = Numbers.checked(
             schedule,
             compute_dtype=compute_dtype,
+            accumulate_dtype=accumulate_dtype,
             recompute=recompute,
             loss_scale=loss_scale,
         )
         self.recompute, self.compute_dtype = recompute, numbers.compute_dtype
+        self.accumulate_dtype = numbers.accumulate_dtype
         self.loss_scale = numbers.loss_scale
         hooks = checks.check_hooks(forward=forward_params, backward=backward_params)
         self.ties = [*shared_weights(layers), *checks.check_ties(ties)]

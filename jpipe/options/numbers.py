@@ -22,17 +22,25 @@ class Numbers:
 
     Attributes:
       compute_dtype: weights and activations are cast to it in every layer; None: they are not.
+      accumulate_dtype: in which gradients are summed over microbatches; None: in the dtypes of their weights.
       recompute: "none", "full" or a checkpoint policy.
       loss_scale: of the loss before its gradient is computed; None: 1.
     """
 
     compute_dtype: np.dtype | None
+    accumulate_dtype: np.dtype | None
     recompute: str | Callable[..., Any]
     loss_scale: LossScale | None
 
     @classmethod
     def checked(
-        cls, schedule: Schedule, *, compute_dtype: Any, recompute: Any, loss_scale: Any
+        cls,
+        schedule: Schedule,
+        *,
+        compute_dtype: Any,
+        accumulate_dtype: Any,
+        recompute: Any,
+        loss_scale: Any,
     ) -> "Numbers":
         """The options as a user gives them.
 
@@ -41,7 +49,8 @@ class Numbers:
         """
         return cls(
             recompute=check_recompute(recompute),
-            compute_dtype=_floating_dtype(compute_dtype),
+            compute_dtype=floating_dtype("compute_dtype", compute_dtype),
+            accumulate_dtype=floating_dtype("accumulate_dtype", accumulate_dtype),
             loss_scale=_check_loss_scale(loss_scale, schedule),
         )
 
@@ -64,16 +73,20 @@ class Numbers:
 
     def gradient_sums(self, compressor: StreamingPCA | None) -> GradientSums:
         """What gradients are summed in; `compressor`: of those that are products."""
-        return GradientSums(compressor)
+        return GradientSums(compressor, self.accumulate_dtype)
 
     @property
     def parts(self) -> dict[str, Any]:
         """What states of two pipelines must have in common."""
         return {
             "compute_dtype": self.compute_dtype,
+            "accumulate_dtype": self.accumulate_dtype,
             "recompute": self.recompute_name,
             "loss_scale": self.loss_scale,
         }
+
+
+_EXAMPLES = {"compute_dtype": "bfloat16", "accumulate_dtype": "float32"}
 
 
 def check_recompute(recompute: Any) -> Any:
@@ -98,15 +111,15 @@ def check_recompute(recompute: Any) -> Any:
     )
 
 
-def _floating_dtype(dtype: Any) -> np.dtype | None:
-    """`compute_dtype` as a dtype, if it is one of floating-point numbers, or None."""
+def floating_dtype(name: str, dtype: Any) -> np.dtype | None:
+    """The option `name` as a dtype, if it is one of floating-point numbers, or None."""
     try:
         checked = None if dtype is None else jnp.dtype(dtype)
     except (TypeError, ValueError, RecursionError):  # it is written out, or not a dtype
         checked = np.dtype(object)
     if checked is not None and not jnp.issubdtype(checked, jnp.floating):
         raise ValueError(
-            "`compute_dtype` must be a floating-point dtype, such as `jnp.bfloat16`, or "
+            f"`{name}` must be a floating-point dtype, such as `jnp.{_EXAMPLES[name]}`, or "
             f"None, got {shown(dtype)}."
         )
     return checked

@@ -130,6 +130,7 @@ def choose(
     shard_optimizer: bool | Sequence[bool] = False,
     compress_messages: Any = None,
     compress_gradients: Compressor | None = None,
+    accumulate_dtype: Any = None,
     host_bandwidth: float | None = None,
 ) -> Ranking:
     """Prices every plan that the profiles allow and ranks them.
@@ -154,6 +155,7 @@ def choose(
       shard_optimizer: whether replicas of a stage share its update, as of `Pipeline`; both values try both.
       compress_messages: as of `predict`.
       compress_gradients: as of `predict`. Updates are then not shared.
+      accumulate_dtype: as of `predict`.
       host_bandwidth: bytes per second between a device and its host. Plans that do not fit are then also priced with
         as much in host memory as they need, so that the fewest bytes move. None: nothing is in host memory.
 
@@ -189,6 +191,7 @@ def choose(
     compressed = dict(
         compress_messages=compress_messages,
         compress_gradients=compress_gradients,
+        accumulate_dtype=accumulate_dtype,
         host_bandwidth=host_bandwidth,
     )
     names = schedules.names() if schedule_names is None else list(schedule_names)
