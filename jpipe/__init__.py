@@ -30,7 +30,7 @@ _MODULE_OF = {
     "IDLE": "jpipe.schedule",
     "InitApply": "jpipe.layers.layer",
     "Linen": "jpipe.layers.layer",
-    "LossScale": "jpipe.engine.loss_scale",
+    "LossScale": "jpipe.options.loss_scale",
     "Memory": "jpipe.costs",
     "Pipeline": "jpipe.pipeline",
     "PipelineState": "jpipe.engine.state",
@@ -66,7 +66,6 @@ if TYPE_CHECKING:
     from jpipe.costs import Memory as Memory
     from jpipe.costs import ShardRecord as ShardRecord
     from jpipe.costs import StageRecord as StageRecord
-    from jpipe.engine.loss_scale import LossScale as LossScale
     from jpipe.engine.state import PipelineState as PipelineState
     from jpipe.engine.traffic import MessageRecord as MessageRecord
     from jpipe.layers.axis_rules import AXIS_RULES as AXIS_RULES
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
     from jpipe.layers.report import report as report
     from jpipe.layers.report import report_weights as report_weights
     from jpipe.mesh import make_mesh as make_mesh
+    from jpipe.options.loss_scale import LossScale as LossScale
     from jpipe.pipeline import Pipeline as Pipeline
     from jpipe.schedule import IDLE as IDLE
     from jpipe.schedule import Schedule as Schedule

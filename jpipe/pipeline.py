@@ -21,8 +21,7 @@ from jpipe.costs import Memory, ShardRecord, StageRecord
 from jpipe.costs.fit import fit
 from jpipe.engine import traffic
 from jpipe.engine.calls import outside_mesh, public
-from jpipe.engine.loss_scale import LossScale
-from jpipe.engine.state import PipelineState
+from jpipe.engine.state import PipelineState, check_state
 from jpipe.engine.traffic import MessageRecord
 from jpipe.layers.as_layers import as_layers, shared_weights
 from jpipe.layers.avals import shapes_text
@@ -39,6 +38,7 @@ from jpipe.mesh import make_mesh
 from jpipe.options import checks
 from jpipe.options.communication import Communication
 from jpipe.options.host_memory import check_device_memory, check_offload
+from jpipe.options.loss_scale import LossScale
 from jpipe.options.numbers import Numbers, check_recompute
 from jpipe.options.settings import Settings, same_shapes
 from jpipe.options.splits import Splits
@@ -375,7 +375,7 @@ class Pipeline:
           ValueError: if it is no state, its arrays are gone, or another pipeline made it that is not
             equal to this one.
         """
-        checks.check_state(state)
+        check_state(state)
         program = state.program
         if program.settings is not self._settings:
             checks.check_same_parts(program.settings.parts, self._settings.parts)
@@ -502,7 +502,7 @@ class Pipeline:
           ValueError: if the layers or the optimizer differ, the state has microbatches in flight, or
             the minibatch cannot be cut into microbatches here.
         """
-        checks.check_state(state)
+        check_state(state)
         if optimizer not in ("same", "matching"):
             raise ValueError(
                 f'`optimizer` of `adopt` must be "same" or "matching", got {shown(optimizer)}.'
@@ -638,7 +638,7 @@ class Pipeline:
             of `init`.
         """
         checks.check_not_traced("step", state, batch)
-        checks.check_state(state)
+        check_state(state)
         theirs, wanted = state.program.settings, state.program.microbatch
         if theirs is not self._settings:
             checks.check_same_parts(theirs.parts, self._settings.parts)

@@ -46,8 +46,7 @@ from jpipe.checkpoints._manifest import (
 from jpipe.checkpoints._quiet import reason, without_tracebacks_of_threads
 from jpipe.checkpoints._weights_file import load_params, save_params
 from jpipe.engine.calls import public
-from jpipe.engine.state import PipelineState, num_rounds
-from jpipe.options.checks import check_state
+from jpipe.engine.state import PipelineState, check_state, num_rounds
 from jpipe.pipeline import Pipeline
 from jpipe.states import agreement, hyperparams, portable
 

@@ -151,11 +151,12 @@ def _stash_options(plain: Program) -> Iterator[_Stashes]:
     """Stashes of all microbatches on a device, and of fewer and fewer."""
     engine, platform = plain.engine, plain.settings.platform
     yield _Stashes(None, engine.layout["buffers"].num_bytes(platform), 0)
-    if engine.recompute:
+    if engine.numbers.runs_forward_again:
         return
     most = max(engine.lowered.num_slots[ring] for ring in STASHES)
     for slots in range(most - 1, LEAST_SLOTS - 1, -1):
-        spilled = dataclasses.replace(engine, stash_slots=slots)
+        offload = dataclasses.replace(engine.offload, activations=slots)
+        spilled = dataclasses.replace(engine, offload=offload)
         try:
             lowered = spilled.lowered
         except ValueError:  # too few slots, or microbatches, for this table

@@ -157,7 +157,11 @@ class TrainingDevice(Device):
 
     def loss_scale(self, arrays: TickArrays) -> jax.Array | None:
         """`[]`, the loss scale, or None."""
-        return None if self.spec.loss_scale is None else arrays.loss_scale["scale"][0]
+        return (
+            None
+            if self.spec.numbers.loss_scale is None
+            else arrays.loss_scale["scale"][0]
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -318,7 +318,7 @@ def _tick(
         arrays = _run_operation("commit", device, scalars, arrays)
     if not spec.lowered.head_after_update:
         arrays = vocabulary.head(device, scalars, arrays)
-    if training and training.spec.recompute:
+    if training and training.spec.numbers.runs_forward_again:
         arrays = vocabulary.embed(device, scalars, arrays, again=True)
     arrays = receive(spec, arrays, scalars, gradients)
     activations = moved(arrays, after="forward")

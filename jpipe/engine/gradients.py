@@ -130,7 +130,7 @@ class Exchange(NamedTuple):
         states: Any,
     ) -> tuple[Packed, Packed, Any]:
         """One gradient."""
-        compressor: Any = self.device.spec.compress_gradients
+        compressor: Any = self.device.spec.communication.compress_gradients
         lead = self.device.lead("gradients", self.chunk)
         scaled = packing.read(gradients, place, lead)
         error = packing.read(errors, place, lead)

@@ -18,13 +18,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jpipe import packing
-from jpipe.engine.loss_scale import LossScale
 from jpipe.layers.avals import is_inexact
 from jpipe.layers.sharding import microbatch_spec
 from jpipe.lowering.array_rows import ArrayRows
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import HEAD_GRADIENT, STASHES, Lowered
 from jpipe.mesh import DATA, DEVICE_MEMORY, FSDP, HOST_MEMORY, STAGE
+from jpipe.options.loss_scale import LossScale
 from jpipe.packing import Leaf, Packing
 
 NUM_DISCARD_SLOTS = 1

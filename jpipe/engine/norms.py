@@ -138,9 +138,9 @@ def gradient_norms(
     scale = device.loss_scale(arrays)
     assert spec.lowered.norms is not None
     norms = Norms(spec.lowered.norms, _places(device), all_squares, scale)
-    if spec.loss_scale is not None:
+    if spec.numbers.loss_scale is not None:
         finite = norms.are_finite(versions)
-        after = spec.loss_scale.after_update(arrays.loss_scale, finite)
+        after = spec.numbers.loss_scale.after_update(arrays.loss_scale, finite)
         arrays = arrays.replace(
             loss_scale=_where(updates_any, after, arrays.loss_scale)
         )

@@ -163,7 +163,7 @@ def forward_writes(stage: TrainingStage) -> list[str]:
     head = stage.stages.vocabulary.head is not None
     names = ["head_input"] if head else ["loss", "aux", "count"]
     names += [SENT["forward"], "message_compression"]
-    if not stage.spec.recompute:
+    if not stage.spec.numbers.runs_forward_again:
         names += FORWARD_STASHES
     if commits_by_itself(stage) or has_sequences(stage):
         names += ["mutable_state"]
@@ -174,7 +174,7 @@ def forward_writes(stage: TrainingStage) -> list[str]:
 
 def forward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
     """The forward of one microbatch: stashes for the backward, and a message or the loss."""
-    stashes = not stage.spec.recompute
+    stashes = not stage.spec.numbers.runs_forward_again
     moving = written if "mutable_state" in written else read
     result = run_layers(
         stage,
@@ -272,7 +272,7 @@ def backward_writes(stage: TrainingStage) -> list[str]:
     names = [SENT["backward"], "message_compression", "embedded_gradient"]
     split = stage.spec.schedule.splits_backward
     names += [SPLIT] if split else weight_grad_writes(stage)
-    return names + (FORWARD_STASHES if stage.spec.recompute else [])
+    return names + (FORWARD_STASHES if stage.spec.numbers.runs_forward_again else [])
 
 
 def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
@@ -282,7 +282,7 @@ def backward(stage: TrainingStage, written: Written, read: ReadOnly) -> Written:
     `weight_grad` needs.
     """
     split = stage.spec.schedule.splits_backward
-    if stage.spec.recompute:
+    if stage.spec.numbers.runs_forward_again:
         written = _recompute(stage, written, read)
     gy = stage.if_last(
         lambda: _loss_gradient(stage, written, read),

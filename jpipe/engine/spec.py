@@ -27,6 +27,7 @@ from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
 from jpipe.lowering.target import Target, target_of
 from jpipe.lowering.versions import VersionRows
 from jpipe.mesh import DATA
+from jpipe.options.numbers import Numbers
 from jpipe.packing import Leaf, Packing
 from jpipe.schedule import Schedule
 from jpipe.stages.codecs import first_states
@@ -47,7 +48,7 @@ class PassSpec(abc.ABC):
         batches are split by rows over the axis "fsdp", messages also as the layers say.
       microbatch: the abstract microbatch.
       key_impl: implementation of the random keys that layers get.
-      compute_dtype: to which layers cast weights; None: they cast nothing.
+      numbers: what layers compute in and keep.
     """
 
     schedule: Schedule
@@ -55,7 +56,7 @@ class PassSpec(abc.ABC):
     mesh: Mesh
     microbatch: Any = None
     key_impl: Any = None
-    compute_dtype: np.dtype | None = None
+    numbers: Numbers
 
     # -- What the two kinds of pass answer differently
 

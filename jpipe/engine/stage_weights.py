@@ -74,7 +74,7 @@ class StageWeights(NamedTuple):
             return packing.read(self.arrays, place, self.stage.version, i)
 
         values = [value(place) for place in run.parameters]
-        dtype = self.stage.spec.compute_dtype
+        dtype = self.stage.spec.numbers.compute_dtype
         return gathered_along_fsdp(run.parameters, values, dtype)
 
     def for_backward(
@@ -102,7 +102,7 @@ def _cast_at_once(
     kernel if they read the result of another kernel, but not if they read an argument of a branch. So one kernel copies the
     weights, and a few others cast them.
     """
-    dtype = stage.spec.compute_dtype
+    dtype = stage.spec.numbers.compute_dtype
     if not stage.joins or dtype is None:
         return {}
     found: dict[tuple[Place, Any], jax.Array] = {}

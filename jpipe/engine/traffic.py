@@ -94,7 +94,10 @@ def _between_replicas(engine: TrainingPass, s: int, number: int) -> MessageRecor
     # Of factors, which every microbatch updates, and of all other gradients.
     exchanged = total(formed, stages.accumulators)
     exchanged += engine.schedule.num_microbatches * total(factors, stages.factors)
-    compressor, num_bytes = engine.compress_gradients, round(of_mean * exchanged)
+    compressor, num_bytes = (
+        engine.communication.compress_gradients,
+        round(of_mean * exchanged),
+    )
     if compressor is not None:
         num_bytes = sum(
             len(group.starts[u]) * compressor.exchanged_bytes(group.like, number)
@@ -146,7 +149,7 @@ def counts(
             jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), state)
             for state in of_gradients["states"].values()
         ]
-        found |= _counts("gradient", engine.compress_gradients, states)
+        found |= _counts("gradient", engine.communication.compress_gradients, states)
     activations, gradients = compression
     compressors = {"message": activations, "message_gradient": gradients}
     for name, compressor in compressors.items():

@@ -9,9 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.compress import Compressor
 from jpipe.engine.layout import StateLayout, StatePackings, training_layout
-from jpipe.engine.loss_scale import LossScale
 from jpipe.engine.spec import PassSpec
 from jpipe.gradients.sums import FACTORS
 from jpipe.layers.backward import LayerProgram
@@ -20,6 +18,7 @@ from jpipe.lowering.array_rows import ArrayRows
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, Lowered, lower
 from jpipe.lowering.scalars import ScalarTable, StageConstants, scalar_table
+from jpipe.options.communication import Communication
 from jpipe.packing import Packing, Place
 from jpipe.stages.extra_args import hooked_passes, read_delays
 from jpipe.stages.gradient_groups import (
@@ -28,6 +27,7 @@ from jpipe.stages.gradient_groups import (
     gradient_groups,
 )
 from jpipe.stages.messages import with_gradients
+from jpipe.stages.offload import Offload
 from jpipe.stages.optimizer import StageUpdates
 
 
@@ -56,22 +56,16 @@ class TrainingPass(PassSpec):
       loss: the program of the loss, see `jpipe.layers.loss.TracedLoss`.
       loss_weight: the weight of a microbatch, of the leaves of the batch; None if the loss is a mean.
       updates: the optimizer on each stage.
-      recompute: whether a stage keeps only its inputs from forward to backward.
-      loss_scale: the factor of the loss for its gradient, or None.
-      overlap: whether transfers overlap with compute. If False, all messages of a tick are sent
-        after its compute, which is faster where devices share cores.
-      compress_gradients: how replicas exchange gradients: see `jpipe.engine.gradients`. None: as they are.
-      stash_slots: the most microbatches of which a device keeps a stash; None: all.
+      communication: what devices send. Without `overlap` all messages of a tick are sent after its compute, which is
+        faster where devices share cores.
+      offload: what is in host memory; `activations` is the most microbatches of which a device keeps a stash.
     """
 
     loss: LayerProgram
     loss_weight: Equations | None
     updates: StageUpdates
-    recompute: bool = False
-    loss_scale: LossScale | None = None
-    overlap: bool = False
-    compress_gradients: Compressor | None = None
-    stash_slots: int | None = None
+    communication: Communication
+    offload: Offload
 
     @functools.cached_property
     def routes(self) -> list[tuple[Route, Packing]]:
@@ -88,12 +82,12 @@ class TrainingPass(PassSpec):
         """See `PassSpec`."""
         return lower(
             self.schedule,
-            self.recompute,
+            self.numbers.runs_forward_again,
             [route for route, _ in self.routes],
-            overlap=self.overlap,
+            overlap=self.communication.overlap,
             target=self.target,
             together=self.stages.vocabulary.together(self.stages.num_stages),
-            stash_slots=self.stash_slots,
+            stash_slots=self.offload.activations,
             reads_stale=self.updates.reads_stale,
             weighted=self.loss_weight is not None,
         )
@@ -111,7 +105,7 @@ class TrainingPass(PassSpec):
     @functools.cached_property
     def gradient_groups(self) -> list[GradientGroup]:
         """The gradients, in groups that are compressed alike; `[]` if none are compressed."""
-        if self.compress_gradients is None:
+        if self.communication.compress_gradients is None:
             return []
         arrays = dict(self.stages.accumulators.arrays)
         for unit in self.stages.vocabulary.units:
@@ -124,13 +118,13 @@ class TrainingPass(PassSpec):
         factors = self.stages.gradient_sums.first_factors(self.stages.factors, R)
         if factors:
             return {FACTORS: factors}
-        if self.compress_gradients is None or not self.gradient_groups:
+        if self.communication.compress_gradients is None or not self.gradient_groups:
             return {}
         shapes = self.packings.of_gradients(self.mesh, self.array_rows["gradients"])
         return {
             "error": {n: jnp.zeros(a.shape, a.dtype) for n, a in shapes.items()},
             "states": compressor_states(
-                self.compress_gradients, self.gradient_groups, R
+                self.communication.compress_gradients, self.gradient_groups, R
             ),
         }
 
@@ -197,7 +191,7 @@ class TrainingPass(PassSpec):
             weight_dtype=self.weight_dtype,
             rows_of_units=self.rows_of_units,
             hooked_passes=hooked_passes(self.schedule, hooks),
-            loss_scale=self.loss_scale,
+            loss_scale=self.numbers.loss_scale,
             key_impl=self.key_impl,
             shares_updates=self.shares_updates,
             tick_stashes=self.tick_stashes,
@@ -234,7 +228,7 @@ class TrainingPass(PassSpec):
         A forward and its recomputation are in branches,
         because XLA would compute both at once and keep what the forward makes.
         """
-        return self.target.drops_branches and not self.recompute
+        return self.target.drops_branches and not self.numbers.runs_forward_again
 
     @functools.cached_property
     def tick_stashes(self) -> frozenset[str]:

@@ -219,7 +219,7 @@ def _over_replicas(
     If replicas share the update, each gets the sum for its share of a column, and zeros elsewhere.
     """
     spec = device.spec
-    if spec.compress_gradients is not None:
+    if spec.communication.compress_gradients is not None:
         return _over_compressed(device, scalars, units, arrays)
     shared = spec.shares_updates
     if spec.num_replicas > 1:

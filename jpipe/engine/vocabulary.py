@@ -191,7 +191,7 @@ def _weights(
     arrays = read.read_parameters.get(weight_pass, read.parameters)
     places = device.spec.stages.vocabulary.unit_of(layer).places[layer.index]
     parts = packing.read_all(arrays, places, [lane.row])
-    parts = gathered_along_fsdp(places, parts, device.spec.compute_dtype)
+    parts = gathered_along_fsdp(places, parts, device.spec.numbers.compute_dtype)
     return [
         part if leaf.is_split else whole_of(leaf, part)
         for leaf, part in zip(layer.leaves, parts, strict=True)

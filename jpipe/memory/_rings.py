@@ -60,7 +60,10 @@ def _stashes(builder: "Builder", ring: str) -> list[Block]:
     schedule, stages = builder.schedule, builder.stages
     forward, backward = schedule.forward_ticks(), schedule.backward_ticks()
     last = schedule.weight_grad_ticks()
-    recompute, split = builder.engine.recompute, schedule.splits_backward
+    recompute, split = (
+        builder.engine.numbers.runs_forward_again,
+        schedule.splits_backward,
+    )
     pack = getattr(stages, ring)
     blocks = []
     for c in builder.columns:
@@ -192,7 +195,7 @@ def _sent_tick(builder: "Builder", route: Any, m: int, column: int) -> int:
 
 def _arrival(builder: "Builder", route: Any, tick: int) -> float:
     """When a message that was sent in a tick lies in its inbox."""
-    if builder.engine.overlap and route.operation == "backward":
+    if builder.engine.communication.overlap and route.operation == "backward":
         # It travels during the forwards of the next tick.
         return builder.clock.at(tick + 1, "backward", 0.0)
     return builder.clock.at(tick + 1, "receive", 0.5)
@@ -228,7 +231,7 @@ def _inboxes(builder: "Builder") -> dict[str, list[Block]]:
         listed.append(
             builder.block(words, "message", size, arrived, read, accesses, stage=target)
         )
-        if builder.engine.recompute or route.kept:
+        if builder.engine.numbers.runs_forward_again or route.kept:
             # The backward begins with the same input.
             again = builder.at("backward", column, backward, _AGAIN)
             listed.append(
@@ -312,7 +315,11 @@ def _vocabulary(
     embedded = sorted(
         {
             *ticks("embed"),
-            *(ticks("embed_backward") if builder.engine.recompute else []),
+            *(
+                ticks("embed_backward")
+                if builder.engine.numbers.runs_forward_again
+                else []
+            ),
         }
     )
     lives = {

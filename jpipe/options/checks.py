@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from jpipe._processes.sharing import check_processes
 from jpipe._util.foreign import shown
-from jpipe.engine.state import PipelineState
 from jpipe.layers.avals import is_inexact, is_key
 from jpipe.layers.layer import Layer
 from jpipe.layers.state_update import StateUpdate
@@ -249,52 +248,6 @@ def check_ties_agree(params: Sequence, stages: Stages) -> None:
                     f"`params` hold different values in layers {copies[0][0]} and {i} for "
                     "a weight that they share. Give both the same values."
                 )
-
-
-def check_state(state: Any) -> None:
-    """Refuses what is not a training state, one whose arrays were changed, or were donated."""
-    if not isinstance(state, PipelineState):
-        raise ValueError(
-            "`state` must be the state that `init` or `step` returned, got "
-            f"{type(state).__name__}."
-        )
-    expected = getattr(state.program, "abstract_state", state)
-    (arrays, tree), (like, its_tree) = map(jax.tree.flatten, (state, expected))
-    if (
-        expected is state
-        or tree != its_tree
-        or [*map(_form, arrays)] != [*map(_form, like)]
-    ):
-        raise ValueError(
-            f"`state` must hold the arrays that `init` or `step` returned, and `{_changed(state, expected)}` holds others. "
-            "Give the state as it was returned. To change weights use `pipe.with_params`, to change numbers of the "
-            "optimizer `pipe.with_hyperparams`."
-        )
-    if any(isinstance(a, jax.Array) and a.is_deleted() for a in arrays):
-        raise ValueError(
-            "`state` was donated to an earlier `step` and its arrays are gone. Keep the "
-            "state that step returned: `state, metrics = pipe.step(state, batch)`. To keep "
-            "old states usable, make the pipeline with `donate=False`."
-        )
-
-
-def _form(array: Any) -> tuple:
-    return getattr(array, "shape", None), getattr(array, "dtype", None)
-
-
-def _changed(state: PipelineState, expected: PipelineState) -> str:
-    """The first field of a state that holds other arrays than expected."""
-    for name, like in expected.arrays().items():
-        arrays = getattr(state, name)
-        if jax.tree.structure(arrays) != jax.tree.structure(like):
-            return name
-        if any(
-            map(
-                lambda a, b: _form(a) != _form(b), *map(jax.tree.leaves, (arrays, like))
-            )
-        ):
-            return name
-    return "program"
 
 
 def check_same_parts(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 from jpipe._util.foreign import shown
 from jpipe._util.suggest import did_you_mean
 from jpipe.compress import StreamingPCA
-from jpipe.engine.loss_scale import LossScale
 from jpipe.gradients.sums import GradientSums
+from jpipe.options.loss_scale import LossScale
 from jpipe.schedule import Schedule
 
 

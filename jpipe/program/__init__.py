@@ -81,7 +81,7 @@ class Program:
             mesh=settings.mesh,
             microbatch=microbatch,
             key_impl=key_impl,
-            compute_dtype=settings.numbers.compute_dtype,
+            numbers=settings.numbers,
             loss=traced.loss,
             loss_weight=traced.loss_weight,
             updates=make_updates(
@@ -96,11 +96,8 @@ class Program:
                 settings.schedule.copies,
                 one_row=has_one_row(settings.schedule),
             ),
-            recompute=settings.numbers.runs_forward_again,
-            loss_scale=settings.numbers.loss_scale,
-            overlap=settings.communication.overlap,
-            compress_gradients=settings.communication.compress_gradients,
-            stash_slots=settings.offload.activations,
+            communication=settings.communication,
+            offload=settings.offload,
         )
         self._check_compression()
         everywhere = NamedSharding(settings.mesh, PartitionSpec())

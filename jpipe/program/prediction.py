@@ -216,5 +216,5 @@ class Prediction:
             microbatch=microbatch,
             key_impl=key_impl,
             trained=self._training.lowered,
-            compute_dtype=settings.numbers.compute_dtype,
+            numbers=settings.numbers,
         )

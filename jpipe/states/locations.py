@@ -152,7 +152,7 @@ def locations(program: Program, rounds: int) -> Locations:
     stages, lowered, scale = (
         program.stages,
         program.engine.lowered,
-        program.engine.loss_scale,
+        program.engine.numbers.loss_scale,
     )
     rows, of_groups = lowered.rows, program.engine.array_rows
     newest = rows.newest_rows(rounds)

@@ -152,7 +152,7 @@ def from_portable(
       ValueError: if the layers or the optimizer differ, or one stage would hold layers whose stages
         had different values of a leaf that they share now.
     """
-    stages, scale = program.stages, program.engine.loss_scale
+    stages, scale = program.stages, program.engine.numbers.loss_scale
     check_fit("params", source.params, stages.layers, "parameters")
     check_fit("mutable_state", source.mutable_state, stages.layers, "state")
     wanted = {layers: optimizer_paths(program, layers) for layers in owners(stages)}
@@ -567,9 +567,9 @@ def _pack(
     for number, unit in enumerate(stages.vocabulary.units if here else ()):
         with jax.default_device(here[0]):
             _pack_unit(program, number, unit, of_layers, local, states)
-    if engine.loss_scale is not None:
+    if engine.numbers.loss_scale is not None:
         for arrays in local:
-            arrays["loss_scale"] = loss_scale or engine.loss_scale.start()
+            arrays["loss_scale"] = loss_scale or engine.numbers.loss_scale.start()
 
     def global_array(want: jax.ShapeDtypeStruct, *parts: np.ndarray) -> jax.Array:
         def shard(index):
