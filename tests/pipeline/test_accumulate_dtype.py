@@ -1,0 +1,130 @@
+"""Sums of gradients in a wider dtype than the weights have, against sums that NumPy takes in that dtype.
+
+The gradients of microbatches are whole numbers that bfloat16 holds, so the sums are exact: 256 and seven times 1 are 263
+in float32, which the optimizer gets as 264. In bfloat16 the sum stays at 256.
+"""
+
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from families import schedule_named
+from helpers import use_target
+
+import jpipe
+
+KEY = jax.random.key(7)
+N, LAYERS = 8, 4
+BF16 = jnp.bfloat16
+OF_MICROBATCHES = np.array([256, *[1] * (N - 1)], np.float32)
+
+
+def weight(shape=(3,), dtype=BF16):
+    """A layer `(x, sum) -> (x, sum + x sum(w))`: the gradient of each weight is x, in each layer."""
+
+    def init(key, inputs):
+        return {"w": jnp.zeros(shape, dtype)}
+
+    def apply(params, inputs):
+        x, total = inputs[:, :1], inputs[:, 1:]
+        return jnp.concatenate([x, total + params["w"].sum() * x], axis=1)
+
+    return jpipe.InitApply(init, apply)
+
+
+def loss(outputs, batch):
+    return outputs[:, 1].sum() * N
+
+
+def batch(replicas=1):
+    """One row for each microbatch, of each replica in turn."""
+    x = np.tile(OF_MICROBATCHES, replicas)
+    return {"inputs": np.stack([x, np.zeros_like(x)], axis=1).astype(BF16)}
+
+
+def make(schedule="gpipe", data=1, layers=None, **options):
+    table = schedule_named(schedule, 2, N)
+    options = {
+        "optimizer": optax.sgd(1.0),
+        "accumulate_dtype": jnp.float32,
+        "mesh": jpipe.make_mesh(stage=table.num_devices, data=data),
+    } | options
+    return jpipe.Pipeline(
+        layers or [weight()] * LAYERS, loss=loss, schedule=table, **options
+    )
+
+
+def weights(pipe, state):
+    return [np.asarray(p["w"], np.float32) for p in pipe.get_params(state)]
+
+
+def stepped(pipe, data=None):
+    data = batch() if data is None else data
+    state = pipe.init(KEY, data)
+    return pipe.step(state, data)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("gpipe", {}),
+        ("zero_bubble_h1", {"loss_scale": 4.0}),
+        ("one_f_one_b", {"offload": jpipe.Offload(gradients=1.0)}),
+        ("gpipe/2-1", {}),
+        ("pipemare", {}),
+    ],
+)
+def test_sums_are_exact_and_rounded_once(schedule, options):
+    pipe = make(schedule, **options)
+    state, metrics = stepped(pipe)
+    state, _ = pipe.flush(state)
+    for w in weights(pipe, state):
+        np.testing.assert_array_equal(w, -264)
+    if schedule != "pipemare":
+        norm = 263 * np.sqrt(3 * LAYERS)
+        np.testing.assert_allclose(metrics["gradient_norm"], norm, rtol=1e-6)
+
+
+def test_without_it_sums_have_the_weights_dtype():
+    pipe = make(accumulate_dtype=None)
+    state, _ = stepped(pipe)
+    for w in weights(pipe, state):
+        np.testing.assert_array_equal(w, -256)
+
+
+def test_the_form_for_gpus(monkeypatch):
+    use_target(monkeypatch, "gpu")
+    pipe = make("one_f_one_b", layers=[weight(), weight(dtype=jnp.float32)] * 2)
+    state, _ = stepped(pipe)
+    got = weights(pipe, state)
+    for w, want in zip(got, [-264, -263] * 2, strict=True):
+        np.testing.assert_array_equal(w, want)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"shard_optimizer": True},
+        {"compress_gradients": jpipe.compress.Cast(jnp.float32)},
+    ],
+    ids=str,
+)
+def test_replicas_exchange_sums(options):
+    """256 + 1 on one replica and 1 + 0 on the other: in bfloat16 the first sum is 256."""
+    pipe = make(data=2, **options)
+    data = batch(2)
+    data["inputs"][N:, 0] = 1
+    state, _ = stepped(pipe, data)
+    want = np.float32(np.float32((263 + 8) / 2).astype(BF16))
+    for w in weights(pipe, state):
+        np.testing.assert_array_equal(w, -want)
+
+
+def test_memory_counts_the_sums():
+    data = batch()
+    narrow, wide = (make(accumulate_dtype=d) for d in (None, jnp.float32))
+    assert wide.memory(data).gradients == 2 * narrow.memory(data).gradients
+    assert wide.memory(data).weights == narrow.memory(data).weights
