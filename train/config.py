@@ -105,6 +105,9 @@ class PipelineConfig:
     backward computes the others again."""
     compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """The dtype that layers compute in. Weights and their updates stay in float32."""
+    accumulate_dtype: Literal["none", "float32"] = "none"
+    """The dtype in which gradients of weights of fewer bits are summed over microbatches. "none":
+    the weights' dtype."""
     loss_scale: Literal["none", "dynamic"] = "none"
     """Whether the loss is multiplied by a dynamic scale before its gradient is computed.
     float16 needs this."""
@@ -149,12 +152,17 @@ class PipelineConfig:
             "boundaries": self.boundaries or self.balance,
             "recompute": recompute,
             "compute_dtype": self.compute_dtype,
+            "accumulate_dtype": self.sum_dtype(),
             "loss_scale": jpipe.LossScale() if self.loss_scale == "dynamic" else None,
             "compress_messages": self.message_compressors(),
             "accumulate_gradients": _compressor(
                 "accumulate_gradients", self.accumulate_gradients
             ),
         }
+
+    def sum_dtype(self) -> str | None:
+        """`accumulate_dtype` of `jpipe.Pipeline`."""
+        return None if self.accumulate_dtype == "none" else self.accumulate_dtype
 
     def message_compressors(self) -> Any:
         """`compress_messages` of `jpipe.Pipeline`.

@@ -344,6 +344,7 @@ def _decide(profiles: list, machine, config, args, argv: list[str]) -> None:
         shard_optimizer=(False, True),
         compress_messages=config.pipeline.message_compressors(),
         compress_gradients=config.mesh.gradient_compressor(),
+        accumulate_dtype=config.pipeline.sum_dtype(),
         host_bandwidth=args.host_bandwidth,
     )
     best = ranking[0]

@@ -13,11 +13,13 @@ import numpy as np
 from jpipe.compress import Compressor
 from jpipe.costs import Memory
 from jpipe.engine.layout import StatePackings, buffer_shapes
+from jpipe.gradients.sums import AS_PARAMETERS, GradientSums
 from jpipe.layers.avals import num_bytes
 from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, lower
 from jpipe.options.communication import message_compression
+from jpipe.options.numbers import floating_dtype
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._profile import LayerProfile, Profile
 from jpipe.schedule import Schedule
@@ -66,6 +68,7 @@ def predict(
     compress_gradients: Compressor | None = None,
     offload: Offload = NO_OFFLOAD,
     host_bandwidth: float = math.inf,
+    accumulate_dtype: Any = None,
 ) -> Prediction:
     """Predicts the cost of a table in lockstep. Each of its cells is one microbatch of the profile.
 
@@ -91,6 +94,7 @@ def predict(
       offload: as of `Pipeline`. What a device sends to its host and fetches comes on top of a step: nothing of it is
         taken to be hidden.
       host_bandwidth: bytes per second between a device and its host, each way at its time.
+      accumulate_dtype: as of `Pipeline`.
 
     Returns:
       A `Prediction`. Its bytes are those of `Pipeline.memory`, except for the temporaries, which
@@ -111,12 +115,12 @@ def predict(
     starts = check_boundaries(list(boundaries), len(profile.layers), S)
     assert starts is not None  # as it is for a list of boundaries
     compressors = message_compression(compress_messages), compress_gradients
-    costs = stage_costs(
-        schedule, profile, starts, machine, num_replicas, shard_optimizer, *compressors
-    )
+    sums = GradientSums(dtype=floating_dtype("accumulate_dtype", accumulate_dtype))
+    replicated = num_replicas, shard_optimizer, *compressors
+    costs = stage_costs(schedule, profile, starts, machine, *replicated, sums=sums)
     timing = simulate(schedule, costs)
     memory, moved = predict_memory(
-        schedule, profile, starts, num_replicas, shard_optimizer, *compressors, offload
+        schedule, profile, starts, *replicated, offload, sums=sums
     )
     return Prediction(
         seconds=timing.makespan + machine.step + moved / host_bandwidth,
@@ -136,6 +140,7 @@ def stage_costs(
     shard_optimizer: bool = False,
     compress_messages: MessageCompression = NO_COMPRESSION,
     compress_gradients: Compressor | None = None,
+    sums: GradientSums = AS_PARAMETERS,
 ) -> Costs:
     """The costs of each stage in the form of `jpipe.simulate`.
 
@@ -144,6 +149,7 @@ def stage_costs(
       profile, machine, num_replicas, shard_optimizer, compress_gradients: as of `predict`.
       starts: the first layer of each stage, then the number of layers.
       compress_messages: compressors of messages.
+      sums: what gradients are summed in.
     """
     split = schedule.splits_backward
 
@@ -173,20 +179,21 @@ def stage_costs(
                 sent[route.operation][boundary] += max(seconds)
     update = total("update")
     for s, (start, stop) in enumerate(itertools.pairwise(starts)):
-        weights = sum(layer.parameter_bytes for layer in profile.layers[start:stop])
+        held = profile.layers[start:stop]
+        gradients = sum(_sum_bytes(layer, sums) for layer in held)
         ring = [copies[s][0] + r * D for r in range(num_replicas)]
         if shard_optimizer:
             update[s] /= len(copies[s]) * num_replicas
+            # To scatter gradients and to gather weights takes half as long each as to add up as many bytes.
+            weights = sum(layer.parameter_bytes for layer in held)
+            gradients = (gradients + weights) // 2
         replicas = [d + r * D for d in copies[s] for r in range(num_replicas)]
         if compress_gradients is not None and len(replicas) > 1:
-            num_bytes = _exchanged_bytes(
-                profile.layers[start:stop], compress_gradients, len(replicas)
-            )
+            num_bytes = _exchanged_bytes(held, compress_gradients, len(replicas), sums)
             update[s] += machine.reduce_seconds(num_bytes, replicas)
             continue
-        # To scatter gradients and to gather weights takes as long as to add up gradients.
-        update[s] += machine.reduce_seconds(weights, ring)
-        update[s] += machine.reduce_seconds(weights, copies[s])
+        update[s] += machine.reduce_seconds(gradients, ring)
+        update[s] += machine.reduce_seconds(gradients, copies[s])
     return Costs(
         forward=total("forward"),
         backward=total("input_grad") if split else 0.0,
@@ -202,14 +209,26 @@ def stage_costs(
     )
 
 
+def _sum_leaves(layer: LayerProfile, sums: GradientSums) -> list[Leaf]:
+    """What the gradients of a layer are summed in."""
+    return [sums.plain(Leaf(aval)).leaf for aval in layer.avals("parameters")]
+
+
+def _sum_bytes(layer: LayerProfile, sums: GradientSums) -> int:
+    return num_bytes([leaf.aval for leaf in _sum_leaves(layer, sums)])
+
+
 def _exchanged_bytes(
-    layers: Sequence[LayerProfile], compressor: Compressor, num_replicas: int
+    layers: Sequence[LayerProfile],
+    compressor: Compressor,
+    num_replicas: int,
+    sums: GradientSums,
 ) -> int:
     """Bytes of an array whose sum in a ring takes as many bytes as the compressed gradients of layers do."""
     received = sum(
-        compressor.exchanged_bytes(aval, num_replicas)
+        compressor.exchanged_bytes(leaf.aval, num_replicas)
         for layer in layers
-        for aval in layer.avals("parameters")
+        for leaf in _sum_leaves(layer, sums)
     )
     return math.ceil(received * num_replicas / (2 * (num_replicas - 1)))
 
@@ -250,6 +269,7 @@ def predict_memory(
     compress_messages: MessageCompression = NO_COMPRESSION,
     compress_gradients: Compressor | None = None,
     offload: Offload = NO_OFFLOAD,
+    sums: GradientSums = AS_PARAMETERS,
 ) -> tuple[Memory, float]:
     """Bytes per device, by use, and those that a device sends to host memory and fetches in a step.
 
@@ -257,6 +277,7 @@ def predict_memory(
       schedule, profile, num_replicas, shard_optimizer, compress_gradients, offload: as of `predict`.
       starts: the first layer of each stage, then the number of layers.
       compress_messages: compressors of messages.
+      sums: what gradients are summed in.
 
     Raises:
       ValueError: if the table needs more slots of stashes than `offload` leaves.
@@ -272,6 +293,8 @@ def predict_memory(
         loss = profile.loss.avals(name) if name == "input_stash" else ()
 
         def leaves(kind: Any) -> list[Leaf]:
+            if name == "gradients":
+                return _sum_leaves(layer_of_kind[kind], sums)
             found = [*map(Leaf, layer_of_kind[kind].avals(name))]
             if name == "statistics":
                 return [of_copies(leaf, schedule.copies) for leaf in found]
@@ -281,7 +304,7 @@ def predict_memory(
             leaves,
             [*map(Leaf, loss)],
             devices_of_use(name, schedule.copies),
-            tight=name in ("parameters", "optimizer_state"),
+            tight=name in ("parameters", "gradients", "optimizer_state"),
         )
 
     routes = _routes(profile, starts, compress_messages)
@@ -295,7 +318,7 @@ def predict_memory(
     )
     R, rows = lowered.num_chunks, lowered.rows
     parameters, state = packed("parameters"), packed("state")
-    statistics = packed("statistics")
+    statistics, accumulators = packed("statistics"), packed("gradients")
 
     used = functools.partial(used_arrays, owner_of_stage=groups.program_of_stage)
 
@@ -304,7 +327,7 @@ def predict_memory(
         return rows_of(lowered, pack.arrays, used(pack)).num_bytes(pack)
 
     weights = in_rows(ArrayRows.of_versions, parameters)
-    gradients = in_rows(ArrayRows.of_columns, parameters)
+    gradients = in_rows(ArrayRows.of_columns, accumulators)
     optimizer = in_rows(ArrayRows.of_columns, packed("optimizer_state"))
     of_stage = np.array(
         [
@@ -325,7 +348,7 @@ def predict_memory(
         lowered,
         StatePackings(
             parameters=parameters,
-            accumulators=parameters,
+            accumulators=accumulators,
             mutable_state=state,
             statistics=statistics,
             rings=rings,
@@ -353,7 +376,8 @@ def predict_memory(
     passes = 2 + schedule.splits_backward + recompute
     moves = Moves.of(schedule.num_microbatches, passes)
     moved = moves.optimizer * state_on_host + moves.gradients * gradients_on_host
-    moved += moves.weights * offload.weights * gradients  # of one version
+    of_one_version = in_rows(ArrayRows.of_columns, parameters)
+    moved += moves.weights * offload.weights * of_one_version
     moved += sum(
         2 * slots[ring] * int((spill.stores >= 0).sum(axis=0).max())
         for ring, spill in lowered.spills.items()
@@ -363,7 +387,12 @@ def predict_memory(
     for name, num_layers in (("weights", 2), ("gradients", 1)):
         slots[name] = num_layers * largest_layer * (getattr(offload, name) > 0)
     used = sum(
-        count * (layer.weight_bytes + (copies * V - 1) * layer.parameter_bytes)
+        count
+        * (
+            layer.weight_bytes
+            + (copies * V - 2) * layer.parameter_bytes
+            + _sum_bytes(layer, sums)
+        )
         for count, V, (start, stop) in zip(
             schedule.replicas,
             rows.num_versions.tolist(),
@@ -375,7 +404,7 @@ def predict_memory(
     used -= int(np.dot(schedule.replicas, of_stage - of_stage / num_shares))
     held = copies * weights + gradients + optimizer
     memory = Memory(
-        compression=_kept_bytes(parameters, gradients, R, compress_gradients)
+        compression=_kept_bytes(accumulators, gradients, R, compress_gradients)
         * (num_replicas > 1 or schedule.has_copies),
         weights=math.ceil(copies * weights - weights_on_host),
         optimizer=math.ceil(optimizer - state_on_host),
@@ -392,13 +421,13 @@ def predict_memory(
 
 
 def _kept_bytes(
-    parameters: Packing, errors: int, R: int, compressor: Compressor | None
+    accumulators: Packing, errors: int, R: int, compressor: Compressor | None
 ) -> int:
     """Bytes of errors, and of the compressor's state for each gradient of R stages, as in the engine."""
     if compressor is None:
         return 0
     most: dict[tuple, int] = {}
-    for places in parameters.places:
+    for places in accumulators.places:
         of_program: dict[tuple, int] = {}
         for place in places:
             key = place.array, place.shape
@@ -406,7 +435,7 @@ def _kept_bytes(
         most |= {k: max(n, most.get(k, 0)) for k, n in of_program.items()}
     total = errors
     for (array, shape), number in most.items():
-        like = jax.ShapeDtypeStruct(shape, parameters.arrays[array].dtype)
+        like = jax.ShapeDtypeStruct(shape, accumulators.arrays[array].dtype)
         state = jax.eval_shape(functools.partial(compressor.init, like))
         total += R * number * num_bytes(jax.tree.leaves(state))
     return total

@@ -334,7 +334,7 @@ def devices_of_use(
     Stashes have slots instead of rows. Stages of several devices share them; those of one device that runs one microbatch
     after the other have slots of their own.
     """
-    if name in ("parameters", "optimizer_state", "state", "statistics"):
+    if name in ("parameters", "gradients", "optimizer_state", "state", "statistics"):
         return devices
     one_device = devices is not None and len({*itertools.chain(*devices)}) == 1
     return devices if one_device else None

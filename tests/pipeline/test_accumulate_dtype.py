@@ -4,16 +4,18 @@ The gradients of microbatches are whole numbers that bfloat16 holds, so the sums
 in float32, which the optimizer gets as 264. In bfloat16 the sum stays at 256.
 """
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from families import schedule_named
-from helpers import use_target
+from flax import nnx
+from helpers import timed, use_target
 
 import jpipe
+from jpipe import vocabulary
+from jpipe.plan import Machine, predict
 
 KEY = jax.random.key(7)
 N, LAYERS = 8, 4
@@ -128,3 +130,82 @@ def test_memory_counts_the_sums():
     narrow, wide = (make(accumulate_dtype=d) for d in (None, jnp.float32))
     assert wide.memory(data).gradients == 2 * narrow.memory(data).gradients
     assert wide.memory(data).weights == narrow.memory(data).weights
+
+
+@pytest.mark.parametrize("options", [{}, {"num_replicas": 2}], ids=str)
+def test_the_planner_counts_the_sums(options):
+    schedule = schedule_named("one_f_one_b", 2, N)
+    narrow, wide = (
+        make("one_f_one_b", accumulate_dtype=d, boundaries=[2])
+        for d in (None, jnp.float32)
+    )
+    profile = timed(narrow.profile(batch(), programs=()), forward=1.0)
+    machine = Machine(num_devices=4, bandwidth=(1.0,))
+    plain, got = (
+        predict(schedule, profile, [2], machine, accumulate_dtype=d, **options)
+        for d in (None, jnp.float32)
+    )
+    assert plain.memory.gradients == narrow.memory(batch()).gradients
+    assert got.memory.gradients == wide.memory(batch()).gradients
+    assert got.memory.padding == plain.memory.padding == 0
+    # The replicas exchange the sums.
+    assert (got.seconds > plain.seconds) == bool(options)
+
+
+class Embedding(nnx.Module):
+    def __init__(self, *, rngs):
+        zeros = nnx.initializers.zeros
+        table = nnx.with_partitioning(zeros, ("stage", None), eager_sharding=False)
+        self.token = nnx.Param(table(rngs.params(), (5, 3), BF16))
+
+    def __call__(self, tokens):
+        return vocabulary.lookup(self.token[...], tokens)
+
+
+@pytest.mark.parametrize("dtype,want", [(jnp.float32, -264), (None, -256)])
+def test_layers_that_all_stages_run(dtype, want):
+    def loss(outputs, batch):
+        return (outputs.sum((1, 2)) * batch["scales"]).sum() * N
+
+    pipe = jpipe.Pipeline(
+        [Embedding, *[lambda x: x] * 2],
+        loss=loss,
+        schedule=schedule_named("one_f_one_b", 2, N),
+        optimizer=optax.sgd(1.0),
+        accumulate_dtype=dtype,
+    )
+    data = {
+        "inputs": np.zeros((N, 1), np.int32),
+        "scales": OF_MICROBATCHES.astype(BF16),
+    }
+    assert "embedding" in str(list(pipe.init(KEY, data).parameters))
+    state, _ = stepped(pipe, data)
+    (table,) = jax.tree.leaves(pipe.get_params(state)[0])
+    np.testing.assert_array_equal(np.asarray(table[0], np.float32), want)
+    assert not np.asarray(table[1:], np.float32).any()
+
+
+def test_a_checkpoint_goes_on_in_another_dtype(tmp_path):
+    narrow, wide = (make(accumulate_dtype=d) for d in (None, jnp.float32))
+    state, _ = stepped(narrow)
+    with jpipe.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state)
+        checkpoints.wait()
+        restored = checkpoints.restore(wide, batch())
+    for restored_state in (restored.state, wide.adopt(state)):
+        after, _ = wide.step(restored_state, batch())
+        for w in weights(wide, after):
+            np.testing.assert_array_equal(w, -256 - 264)
+
+
+@pytest.mark.parametrize("dtype", ["text", jnp.int32, 32], ids=str)
+def test_what_is_no_dtype(dtype):
+    with pytest.raises(ValueError, match="`accumulate_dtype` must be a floating-point"):
+        make(accumulate_dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=str)
+def test_sums_that_would_be_less_exact(dtype):
+    pipe = make(accumulate_dtype=dtype, layers=[weight(dtype=jnp.float32)] * LAYERS)
+    with pytest.raises(ValueError, match="`accumulate_dtype` must have more bits"):
+        pipe.init(KEY, batch())
