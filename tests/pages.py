@@ -2,10 +2,12 @@
 
     python tests/pages.py docs/faq.md
 
-runs the Python blocks of a page in order, in one process, as a reader would who copies them. Three conventions:
+runs the Python blocks of a page in order, in one process, as a reader would who copies them. Four conventions:
 
 - `<!-- prints -->` above a `text` block: the Python block before it prints this text. `...` stands for anything.
 - `<!-- not run: REASON -->` above a block: it is shown, not run.
+- `<!-- with this change -->` above a Python block: it runs apart, with a copy of `jpipe/` to which the `diff` blocks above it
+  are applied, back to the Python block before.
 - In a `console` block, `$ ` begins a command and the lines below it are what it prints; `$ cat FILE` shows a file that
   later commands of the page read.
 """
@@ -16,6 +18,7 @@ import io
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 from typing import NamedTuple
@@ -28,7 +31,7 @@ PAGES = [
 ]
 
 _BLOCK = re.compile(
-    r"(?:^<!-- (?P<mark>prints|not run:[^>]*?) -->\n\n?)?"
+    r"(?:^<!-- (?P<mark>prints|with this change|not run:[^>]*?) -->\n\n?)?"
     r"^(?P<fence>```+)(?P<language>\w+)\n(?P<text>.*?)^(?P=fence)$",
     flags=re.M | re.S,
 )
@@ -39,7 +42,7 @@ class Block(NamedTuple):
 
     Attributes:
       line: the number of the line before its first, so that line n of the text is line `line + n` of the page.
-      mark: "prints", "not run: REASON" or "".
+      mark: "prints", "with this change", "not run: REASON" or "".
     """
 
     language: str
@@ -127,6 +130,39 @@ def run_apart(page: pathlib.Path, folder: pathlib.Path, **environment: str):
         [sys.executable, __file__, str(page)],
         cwd=folder,
         env={**variables, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def changes(page: pathlib.Path) -> list[tuple[Block, str]]:
+    """The Python blocks of a page that run with a change of `jpipe/`, each with its change."""
+    result, change = [], ""
+    for block in blocks(page):
+        if block.language == "diff":
+            change += block.text
+        elif block.language == "python":
+            if block.mark == "with this change":
+                result.append((block, change))
+            change = ""
+    return result
+
+
+def run_changed(block: Block, change: str, folder: pathlib.Path):
+    """Runs a Python block in a process of its own, with a changed copy of `jpipe/` in `folder`."""
+    for name in ("jpipe", "train", "models"):
+        copied = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=copied)
+    patch = folder / "change.patch"
+    patch.write_text(change)
+    subprocess.run(
+        ["git", "apply", "--recount", str(patch)], cwd=folder, check=True, timeout=60
+    )
+    return subprocess.run(
+        [sys.executable, "-c", block.text],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(folder)},
         capture_output=True,
         text=True,
         timeout=600,

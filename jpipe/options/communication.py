@@ -90,14 +90,8 @@ class Communication:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What states of two pipelines must have in common."""
-        return {
-            "overlap": self.overlap,
-            "shard_optimizer": self.shard_optimizer,
-            "compress_messages": tuple(self.compress_messages),
-            "compress_gradients": self.compress_gradients,
-            "accumulate_gradients": self.accumulate_gradients,
-        }
+        """What states of two pipelines must have in common: all options."""
+        return {**vars(self), "compress_messages": tuple(self.compress_messages)}
 
 
 def _check_replicas(argument: str, mesh: Mesh, schedule: Schedule) -> None:

@@ -77,13 +77,8 @@ class Numbers:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """What states of two pipelines must have in common."""
-        return {
-            "compute_dtype": self.compute_dtype,
-            "accumulate_dtype": self.accumulate_dtype,
-            "recompute": self.recompute_name,
-            "loss_scale": self.loss_scale,
-        }
+        """What states of two pipelines must have in common: all options."""
+        return {**vars(self), "recompute": self.recompute_name}
 
 
 _EXAMPLES = {"compute_dtype": "bfloat16", "accumulate_dtype": "float32"}
