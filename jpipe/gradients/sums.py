@@ -84,6 +84,10 @@ class PlainSum(GradientSum):
         """See `GradientSum`."""
         return [self.leaf]
 
+    def term(self, gradient: jax.Array | Product) -> jax.Array:
+        """What the gradient of a microbatch adds to the sum."""
+        return gradient.gradient() if isinstance(gradient, Product) else gradient
+
     def avals(self, gradient: jax.ShapeDtypeStruct) -> list[jax.ShapeDtypeStruct]:
         """See `GradientSum`. A part of a vocabulary layer is updated by the equations of the whole."""
         return [jax.ShapeDtypeStruct(gradient.shape, self.leaf.aval.dtype)]
@@ -294,15 +298,16 @@ def add(
       joined: as in `jpipe.packing.write_all`.
     """
     plain: list[tuple[Place, jax.Array]] = []
-    for (one, places), value in zip(sums, values, strict=True):
-        if microbatch is not None and isinstance(one, FactoredSum):
-            assert isinstance(value, Product)  # the layer was traced for it
-            leaves = packing.read_all(arrays, places, lead, i)
-            leaves = one.add(leaves, value, microbatch)
-            arrays = packing.write_all(arrays, places, lead, leaves, i)
-        else:
-            formed = value.gradient() if isinstance(value, Product) else value
-            plain.append((places[0], formed))
+    for (gradient_sum, places), value in zip(sums, values, strict=True):
+        if isinstance(gradient_sum, PlainSum):
+            plain.append((places[0], gradient_sum.term(value)))
+            continue
+        # The layer was traced for sums of products, and every pass that has them names its microbatches.
+        assert isinstance(gradient_sum, FactoredSum) and isinstance(value, Product)
+        assert microbatch is not None
+        leaves = packing.read_all(arrays, places, lead, i)
+        leaves = gradient_sum.add(leaves, value, microbatch)
+        arrays = packing.write_all(arrays, places, lead, leaves, i)
     added = [place for place, _ in plain]
     whole = as_stored(added, [value for _, value in plain])
     return packing.add_all(arrays, added, lead, whole, i, joined=joined)
