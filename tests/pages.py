@@ -156,9 +156,7 @@ def run_changed(block: Block, change: str, folder: pathlib.Path):
         shutil.copytree(ROOT / name, folder / name, ignore=copied)
     patch = folder / "change.patch"
     patch.write_text(change)
-    subprocess.run(
-        ["git", "apply", "--recount", str(patch)], cwd=folder, check=True, timeout=60
-    )
+    subprocess.run(["git", "apply", str(patch)], cwd=folder, check=True, timeout=60)
     return subprocess.run(
         [sys.executable, "-c", block.text],
         cwd=folder,
