@@ -73,7 +73,6 @@ def measure(model: str, plans: list[dict], rounds: int, steps: int) -> list[dict
     from train.config import TrainConfig
     from train.data import shuffled
     from train.devices import prepare_cpu
-    from train.train import options_of_pipeline
 
     stages = plans[0]["num_stages"]
     prepare_cpu(stages)
@@ -83,7 +82,7 @@ def measure(model: str, plans: list[dict], rounds: int, steps: int) -> list[dict
     runs = []
     for plan in plans:
         build = jpipe.schedules.get(plan["schedule"])
-        options = options_of_pipeline(config, mesh)
+        options = config.options_of_pipeline(mesh)
         pipe = jpipe.Pipeline(
             config.model.layers(),
             schedule=build(stages, plan["num_microbatches"], **plan["options"]),

@@ -317,6 +317,16 @@ class MeshConfig:
                 f"{error} In this script leave it out by `{words}`."
             ) from error
 
+    def options_of_pipeline(self) -> dict[str, Any]:
+        """Further arguments of `jpipe.Pipeline` that this section sets."""
+        return {
+            "axis_rules": self.axis_rules(),
+            "shard_optimizer": self.shard_optimizer,
+            "compress_gradients": self.gradient_compressor(),
+            "offload": self.offload(),
+            "device_memory": self.device_memory,
+        }
+
     def gradient_compressor(self) -> Any:
         """`compress_gradients` of `jpipe.Pipeline`.
 
@@ -620,6 +630,20 @@ class TrainConfig:
         # A table in a file may have copies of its own.
         if not self.pipeline.schedule_file:
             self._check_replicas()
+
+    def options_of_pipeline(self, mesh: jax.sharding.Mesh) -> dict[str, Any]:
+        """The arguments of `jpipe.Pipeline` beside the layers and the schedule."""
+        return {
+            "loss": self.model.loss(),
+            "has_aux": True,
+            "optimizer": self.optimizer.transform(self.num_steps),
+            "mesh": mesh,
+            "strategy": self.strategy,
+            "ties": self.model.ties() if hasattr(self.model, "ties") else (),
+            **self.mesh.options_of_pipeline(),
+            **self.pipeline.options_of_pipeline(),
+            **self.optimizer.options_of_pipeline(),
+        }
 
     def _check_replicas(self) -> None:
         """Refuses options for the replicas of a stage where there is one."""

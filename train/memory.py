@@ -125,7 +125,6 @@ def show(args: argparse.Namespace, words: list[str]) -> int:
     from train.config import TrainConfig
     from train.data import shuffled
     from train.devices import cache_compilations, check_devices, prepare_cpu
-    from train.train import options_of_pipeline
 
     _, config = flags.parse(words, TrainConfig)
     schedule = config.pipeline.table()
@@ -139,7 +138,7 @@ def show(args: argparse.Namespace, words: list[str]) -> int:
     check_devices(schedule.num_devices, **sizes)
     cache_compilations(config.compilation_cache)
     mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
-    options = options_of_pipeline(config, mesh)
+    options = config.options_of_pipeline(mesh)
     with config.mesh.names_rules():
         pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
         pipe.partition(batch)

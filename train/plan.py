@@ -420,7 +420,6 @@ def _profiles(name: str, config, numbers, args) -> list:
     import jpipe
     from jpipe.plan import PROGRAMS
     from train.data import shuffled
-    from train.train import options_of_pipeline
 
     batch = next(shuffled(config.data.load().train, config.batch_size, config.seed))
     folder = pathlib.Path(args.profiles)
@@ -435,7 +434,7 @@ def _profiles(name: str, config, numbers, args) -> list:
         "offload": None,
         "device_memory": None,
     }
-    options = options_of_pipeline(config, mesh) | alone
+    options = config.options_of_pipeline(mesh) | alone
     schedule = jpipe.schedules.gpipe(1, 1)
     pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
     profiles: list = []

@@ -41,7 +41,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -200,7 +200,7 @@ def prepare(argv: list[str], until_end: contextlib.ExitStack) -> Run:
     jpipe.distributed.check_same({"the configuration": text})
     with shared_run_dir(command, until_end) as (run_dir, resumes):
         mesh = jpipe.make_mesh(stage=schedule.num_devices, ring=schedule.ring, **sizes)
-        options = options_of_pipeline(config, mesh)
+        options = config.options_of_pipeline(mesh)
         batch = own_rows(mesh, batch)
         with config.mesh.names_rules():
             pipe = jpipe.Pipeline(config.model.layers(), schedule=schedule, **options)
@@ -245,25 +245,6 @@ def draws(schedule: jpipe.Schedule) -> bool:
     """Whether the table is drawn. Of one device, or of more stages than lines, there is nothing to see."""
     one_device = schedule.num_devices == 1 < schedule.num_stages
     return not one_device and schedule.num_stages <= MOST_STAGES_DRAWN
-
-
-def options_of_pipeline(config: TrainConfig, mesh: jax.sharding.Mesh) -> dict[str, Any]:
-    """The arguments of `jpipe.Pipeline` beside the layers and the schedule."""
-    return {
-        "loss": config.model.loss(),
-        "has_aux": True,
-        "optimizer": config.optimizer.transform(config.num_steps),
-        "mesh": mesh,
-        "axis_rules": config.mesh.axis_rules(),
-        "strategy": config.strategy,
-        "shard_optimizer": config.mesh.shard_optimizer,
-        "compress_gradients": config.mesh.gradient_compressor(),
-        "offload": config.mesh.offload(),
-        "device_memory": config.mesh.device_memory,
-        "ties": config.model.ties() if hasattr(config.model, "ties") else (),
-        **config.pipeline.options_of_pipeline(),
-        **config.optimizer.options_of_pipeline(),
-    }
 
 
 def print_head(run: Run) -> None:

@@ -351,8 +351,8 @@ def test_the_arguments_of_a_pipeline():
         config, {"model": {"": "Transformer", "tie_embeddings": "true"}}
     )
     mesh = jpipe.make_mesh(stage=1)
-    assert not script.options_of_pipeline(config, mesh)["ties"]
-    options = script.options_of_pipeline(tied, mesh)
+    assert not config.options_of_pipeline(mesh)["ties"]
+    options = tied.options_of_pipeline(mesh)
     assert options["ties"] == [((0, "token.embedding"), (-1, "embedding"))]
     assert options["loss"] == CrossEntropy() and options["has_aux"]
     assert options["boundaries"] == "flops" and options["mesh"] is mesh
