@@ -202,6 +202,27 @@ def pipeline(path, **sizes):
     )
 
 
+class Megatron:
+    """A strategy of its own, in no file."""
+
+    def split_layers(self, layers, loss, microbatch, sizes, **options):
+        traced = layers_graph(layers, loss, microbatch, **options)
+        return traced.splits(soap.megatron(traced.graph, sizes["model"]), sizes)
+
+
+def test_an_object_splits_as_a_file(tmp_path):
+    path = saved(tmp_path / "strategy.json", soap.megatron, 4, 2)
+    strategy = Megatron()
+    split = pipeline(strategy, model=2)
+    text = split.lower(BATCH).as_text()
+    assert text == pipeline(path, model=2).lower(BATCH).as_text()
+    assert text != pipeline(None, model=2).lower(BATCH).as_text()
+    state = pipeline(strategy, model=2).init(jax.random.key(0), BATCH)
+    state, _ = split.step(state, BATCH)  # equal strategies: the state fits
+    with pytest.raises(ValueError, match="differs in `strategy`"):
+        pipeline(Megatron(), model=2).evaluate(state, BATCH)
+
+
 def test_refusals_name_the_reason(tmp_path):
     path = saved(tmp_path / "strategy.json", soap.megatron, 4, 2)
     with pytest.raises(ValueError, match="is for 2 devices, got 4. Search again for 4"):
