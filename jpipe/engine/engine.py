@@ -13,7 +13,7 @@ commit.py        how mutable state moves after a minibatch
 transport.py     messages between devices, skips
 spills.py        stashes that go to host memory, and come back
 vocabulary.py    an embedding and a head that all devices run together
-factors.py       gradients that are accumulated as factors, and never formed
+sums.py          the sums of gradients in the arrays of a tick
 gradients.py     what replicas exchange if gradients are compressed
 updates.py       replicas and optimizer; norms.py, ties.py, loss_scale.py: norms, tied weights, loss scaling
 """
