@@ -1,4 +1,4 @@
-"""What every compressor of arrays does."""
+"""The interface of compressors of arrays."""
 
 import abc
 import math
@@ -21,7 +21,7 @@ class Replicas(Protocol):
 
     @property
     def number(self) -> int:
-        """How many there are."""
+        """The number of replicas."""
 
     def gather(self, value: jax.Array) -> jax.Array:
         """`[number, ...]`, the arrays of all, in one order on all of them."""
@@ -88,7 +88,7 @@ class Compressor(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, x: jax.Array, state: Any) -> tuple[Wire, Any]:
-        """What is sent for `x`, and the next state.
+        """Encodes `x`: returns the wire, and the next state.
 
         Args:
           x: the array.
@@ -102,7 +102,7 @@ class Compressor(abc.ABC):
     def mean_over(
         self, x: jax.Array, state: Any, replicas: Replicas
     ) -> tuple[jax.Array, jax.Array, Any]:
-        """What replicas exchange in place of a mean.
+        """Computes a mean over replicas from compressed arrays.
 
         Every replica gets the wires of all, and decodes them in one order. So all have the same mean, bit for bit.
 
@@ -124,8 +124,8 @@ class Compressor(abc.ABC):
         dtype = jnp.promote_types(like.dtype, jnp.float32)
 
         def add(i: jax.Array, total: jax.Array) -> jax.Array:
-            of_replica = {name: a[i] for name, a in wires.items()}
-            return total + self.decode(of_replica, like).astype(dtype)
+            replica_wire = {name: a[i] for name, a in wires.items()}
+            return total + self.decode(replica_wire, like).astype(dtype)
 
         zeros = jnp.zeros(like.shape, dtype)
         total = lax.fori_loop(0, replicas.number, add, zeros)

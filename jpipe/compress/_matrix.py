@@ -1,4 +1,4 @@
-"""What compressors have in common that send an array as the factors of a matrix of low rank."""
+"""The base of compressors that send an array as the factors of a matrix of low rank."""
 
 import abc
 import dataclasses

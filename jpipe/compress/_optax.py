@@ -12,7 +12,7 @@ from jpipe.compress._compressor import Compressor
 
 
 class CompressionState(NamedTuple):
-    """Of `compress_gradients`.
+    """The state of `compress_gradients`.
 
     Attributes:
       error: what was not sent of the gradients so far, like the weights; None without error feedback.
@@ -59,10 +59,10 @@ def compress_gradients(
             updates = jax.tree.map(jnp.add, updates, state.error)
         leaves, tree = jax.tree.flatten(updates)
         sent, states = [], []
-        for x, of_leaf in zip(leaves, state.states, strict=True):
-            wire, of_leaf = compressor.encode(x, of_leaf)
+        for x, leaf_state in zip(leaves, state.states, strict=True):
+            wire, leaf_state = compressor.encode(x, leaf_state)
             sent.append(compressor.decode(wire, x))
-            states.append(of_leaf)
+            states.append(leaf_state)
         result = tree.unflatten(sent)
         error = None
         if error_feedback:

@@ -1,4 +1,4 @@
-"""What compressors have in common that send some entries of an array."""
+"""The base of compressors that send some entries of an array."""
 
 import dataclasses
 import math

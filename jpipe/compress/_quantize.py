@@ -13,7 +13,7 @@ from jpipe.compress._compressor import Compressor, Wire, check_number, size_of
 
 
 class QuantizeState(NamedTuple):
-    """Of stochastic rounding.
+    """The state of stochastic rounding.
 
     Attributes:
       key: uint32 data of a random key.

@@ -58,7 +58,7 @@ def pack(x: jax.Array, mask: jax.Array, room: int) -> tuple[Wire, jax.Array]:
 
 
 def support(wire: Mapping[str, jax.Array]) -> Wire:
-    """Which entries a packed wire carries."""
+    """The part of a packed wire that names its entries."""
     return {name: a for name, a in wire.items() if name != "values"}
 
 

@@ -109,7 +109,7 @@ def figure(schedule: Schedule) -> "Figure":
 
 
 class _Layout(NamedTuple):
-    """Where everything is. Times are in units of one stage's forward.
+    """Positions in a figure. Times are in units of one stage's forward.
 
     Attributes:
       unit: inches per unit of time.
@@ -169,16 +169,16 @@ class _Layout(NamedTuple):
                 for d, stages in enumerate(stages_of_row)
             ]
         return cls(
-            unit,
-            starts,
-            ends,
-            panels,
-            repeats,
-            by_device,
-            labels,
-            stages_of_row,
-            row_of_column,
-            shares,
+            unit=unit,
+            starts=starts,
+            ends=ends,
+            panels=panels,
+            repeats=repeats,
+            by_device=by_device,
+            row_labels=labels,
+            stages_of_row=stages_of_row,
+            row_of_column=row_of_column,
+            shares=shares,
         )
 
 

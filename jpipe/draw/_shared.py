@@ -1,4 +1,4 @@
-"""What text and figures share: kinds of operations, words, and the unrolled table."""
+"""Kinds of operations, words and the unrolled table, for text and figures."""
 
 from typing import NamedTuple
 

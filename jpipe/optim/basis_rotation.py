@@ -19,7 +19,7 @@ Sides = Literal["both", "smaller"]
 
 
 class Basis(NamedTuple):
-    """What is kept of a weight, seen as a matrix `[m, n]`; at least float32, None for a side that is not rotated.
+    """Moments and eigenvectors of a weight, seen as a matrix `[m, n]`; at least float32, None for a side that is not rotated.
 
     Attributes:
       left, right: `[m, m]` and `[n, n]`, orthogonal; the columns are the basis.
@@ -140,7 +140,7 @@ def scale_by_basis_rotation(
         t = count.astype(float)
         changes = count % frequency == 0
 
-        def of_weight(g, m, v, basis):
+        def update_leaf(g, m, v, basis):
             matrix = _as_matrix(g)
             momentum = jnp.asarray(b1 * _as_matrix(m) + (1 - b1) * matrix)
             basis = _next_basis(basis, matrix, momentum, b2, changes)
@@ -155,7 +155,7 @@ def scale_by_basis_rotation(
 
         leaves, tree = jax.tree.flatten(updates)
         others = [tree.flatten_up_to(a) for a in (state.mu, state.nu, state.basis)]
-        results = [of_weight(*values) for values in zip(leaves, *others, strict=True)]
+        results = [update_leaf(*values) for values in zip(leaves, *others, strict=True)]
         scaled, mu, nu, basis = (
             tree.unflatten([result[i] for result in results]) for i in range(4)
         )
@@ -201,14 +201,14 @@ def _next_basis(
         ((basis.left, basis.left_moment), (basis.right, basis.right_moment))
     ):
         if vector is not None:
-            of_gradient, of_momentum = (
+            gradient_side, momentum_side = (
                 (a if side == 0 else a.T).astype(vector.dtype)
                 for a in (gradient, momentum)
             )
             if moment is None:
-                covariance = of_momentum @ of_momentum.T
+                covariance = momentum_side @ momentum_side.T
             else:
-                moment = b2 * moment + (1 - b2) * (of_gradient @ of_gradient.T)
+                moment = b2 * moment + (1 - b2) * (gradient_side @ gradient_side.T)
                 moment = covariance = moment.astype(vector.dtype)
             vector = jax.lax.cond(
                 changes,

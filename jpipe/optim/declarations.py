@@ -1,4 +1,4 @@
-"""What a transform asks of a pipeline: extra arguments of its update, and a hook.
+"""Declares what a transform needs of a pipeline: extra arguments of its update, and a hook.
 
 A transform declares it on the type of its state, so that the declaration is found in the
 state of every optimizer that contains the transform: in `optax.chain`, behind a mask, in
@@ -29,7 +29,7 @@ _Hook = TypeVar("_Hook", bound=Callable)
 @suggests
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What a transform asks of a pipeline. It is the class attribute `declaration` of a state.
+    """The needs of a transform in a pipeline: the class attribute `declaration` of its state.
 
     Attributes:
       transform: the transform's name in messages.

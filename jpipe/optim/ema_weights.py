@@ -127,10 +127,10 @@ def averaged_params(
         mean = average / jnp.where(total > 0, total, 1).astype(average.dtype)
         return jnp.where(total > 0, mean.astype(weight.dtype), weight)
 
-    found = jax.tree.map_with_path(averaged, params)
+    means = jax.tree.map_with_path(averaged, params)
     if averages:
         raise ValueError(
             "`optimizer_state` is not of these `params`, which have no "
             f"{jax.tree_util.keystr(next(iter(averages)))}."
         )
-    return found
+    return means

@@ -1,4 +1,4 @@
-"""What tells two optimizers apart whose states have the same names and shapes.
+"""Tells optimizers apart whose states have the same names and shapes.
 
 Adam, NAdam, RAdam, Yogi and AdaBelief all keep "count", "mu" and "nu". What these numbers mean follows from the transforms that
 keep them, and from switches of these transforms such as `nesterov`. Learning rates, decays and other numbers may change in the
@@ -35,8 +35,8 @@ def identity(optimizer: optax.GradientTransformation, params: Any) -> dict[str, 
       argument its values that are True or False, in order.
 
     Example:
-      >>> found = identity(optax.adamw(1e-3, nesterov=True), {"w": jax.numpy.ones(2)})
-      >>> found["transforms"], found["switches"]["scale_by_adam.nesterov"]
+      >>> values = identity(optax.adamw(1e-3, nesterov=True), {"w": jax.numpy.ones(2)})
+      >>> values["transforms"], values["switches"]["scale_by_adam.nesterov"]
       (['scale_by_adam'], [True])
     """
     transforms = [
@@ -55,7 +55,7 @@ def identity(optimizer: optax.GradientTransformation, params: Any) -> dict[str, 
 
 
 def difference(mine: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """How two optimizers differ, in words; None if they do not.
+    """The difference of two optimizers in words; None if they are equal.
 
     A switch that only one of them has does not count: versions of Optax add and remove them.
 

@@ -1,4 +1,4 @@
-"""How large a learning rate late gradients stand: lemma 1 of PipeMare, and the curvature that it needs."""
+"""The largest learning rate at which late gradients are stable: lemma 1 of PipeMare, and the curvature that it needs."""
 
 import math
 from collections.abc import Callable
@@ -87,8 +87,10 @@ def largest_stable_rate(
                 "largest."
             )
     if momentum:
-        found = {tau: _bisected(int(tau), momentum, nesterov) for tau in {*delays.flat}}
-        scaled = np.vectorize(found.get, otypes=[float])(delays)
+        largest = {
+            tau: _bisected(int(tau), momentum, nesterov) for tau in {*delays.flat}
+        }
+        scaled = np.vectorize(largest.get, otypes=[float])(delays)
     else:
         scaled = 2 * np.sin(math.pi / (4 * delays + 2))
     rate = np.asarray(scaled / np.asarray(curvature, float))

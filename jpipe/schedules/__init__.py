@@ -61,28 +61,32 @@ __all__ = [
 ]
 
 
-class _Builder(NamedTuple):
+class _Entry(NamedTuple):
     """A builder, and the function that says why the builder refuses its arguments.
 
-    `refusal` takes all arguments of `build` and returns a reason, or None.
+    Attributes:
+      build: the builder.
+      refusal: takes all arguments of `build` and returns a reason, or None.
+      stages_per_device: of a builder without an argument `num_chunks`.
     """
 
     build: Callable[..., Schedule]
     refusal: Callable[..., str | None]
+    stages_per_device: int = 1
 
 
 _BUILDERS = {
-    "gpipe": _Builder(gpipe, wrong_counts_or_replicas),
-    "interleaved": _Builder(interleaved, _refusal_of_interleaved),
-    "one_f_one_b": _Builder(one_f_one_b, wrong_counts_or_ticks),
-    "pipedream": _Builder(pipedream, _refusal_of_pipedream),
-    "pipedream_2bw": _Builder(pipedream_2bw, _refusal_of_2bw),
-    "pipemare": _Builder(pipemare, _refusal_of_pipemare),
-    "zero_bubble_h1": _Builder(zero_bubble_h1, wrong_counts),
-    "zero_bubble_h2": _Builder(zero_bubble_h2, wrong_counts),
-    "zero_bubble_v": _Builder(zero_bubble_v, _refusal_of_v),
+    "gpipe": _Entry(gpipe, wrong_counts_or_replicas),
+    "interleaved": _Entry(interleaved, _refusal_of_interleaved),
+    "one_f_one_b": _Entry(one_f_one_b, wrong_counts_or_ticks),
+    "pipedream": _Entry(pipedream, _refusal_of_pipedream),
+    "pipedream_2bw": _Entry(pipedream_2bw, _refusal_of_2bw),
+    "pipemare": _Entry(pipemare, _refusal_of_pipemare),
+    "zero_bubble_h1": _Entry(zero_bubble_h1, wrong_counts),
+    "zero_bubble_h2": _Entry(zero_bubble_h2, wrong_counts),
+    "zero_bubble_v": _Entry(zero_bubble_v, _refusal_of_v, stages_per_device=2),
 }
-_PREDICTION = {"forward_only": _Builder(forward_only, _refusal_of_forward_only)}
+_PREDICTION = {"forward_only": _Entry(forward_only, _refusal_of_forward_only)}
 
 # Names that papers and other libraries use.
 _ALIASES = {
@@ -163,10 +167,11 @@ def refusal(
       `num_stages` of ZB-V must be even, got 5: `num
     """
     check_options(name, options)
-    build, reason = _entry(name)
-    arguments = inspect.signature(build).bind(num_stages, num_microbatches, **options)
+    entry = _entry(name)
+    signature = inspect.signature(entry.build)
+    arguments = signature.bind(num_stages, num_microbatches, **options)
     arguments.apply_defaults()
-    return reason(**arguments.arguments)
+    return entry.refusal(**arguments.arguments)
 
 
 @suggests
@@ -194,6 +199,14 @@ def check_options(name: str, options: Any) -> None:
             )
 
 
+def stages_per_device(name: str, most: int) -> range:
+    """The numbers of stages per device, up to about `most`, that a search tries for a builder."""
+    entry = _entry(name)
+    if "num_chunks" in inspect.signature(entry.build).parameters:
+        return range(2, most + 1)
+    return range(entry.stages_per_device, entry.stages_per_device + 1)
+
+
 @suggests
 def read(path: str | os.PathLike[str]) -> Schedule:
     """Reads a table from a file in the form of `Schedule.to_text`, and checks it.
@@ -216,7 +229,7 @@ def read(path: str | os.PathLike[str]) -> Schedule:
         raise ValueError(f"{path}: {error}") from error
 
 
-def _entry(name: str) -> _Builder:
+def _entry(name: str) -> _Entry:
     entry = (_BUILDERS | _PREDICTION).get(name)
     if entry is not None:
         return entry

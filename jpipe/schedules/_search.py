@@ -114,7 +114,7 @@ def search(
         )
     best, tried = None, 0
     for schedule in _candidates(
-        costs, S, num_microbatches, D, memory_limit, activations
+        costs, S, num_microbatches, D, memory_limit, activations=activations
     ):
         memory = _memory(schedule, activations)
         if memory.max() > memory_limit:

@@ -116,13 +116,9 @@ def in_groups(
     lanes: list[tuple[int, int, np.ndarray]] = []  # stage, device, microbatches
     for s, devices in enumerate(copies):
         for k, device in enumerate(devices):
-            of_copy = np.arange(k, N, len(devices))
-            rank = np.arange(len(of_copy)) - np.searchsorted(
-                group[of_copy], group[of_copy]
-            )
-            lanes += [
-                (s, device, of_copy[rank == lane]) for lane in range(rank.max() + 1)
-            ]
+            mine = np.arange(k, N, len(devices))  # the microbatches of the copy
+            rank = np.arange(len(mine)) - np.searchsorted(group[mine], group[mine])
+            lanes += [(s, device, mine[rank == lane]) for lane in range(rank.max() + 1)]
     result: dict[str, Any] = {
         "stage": np.array([s for s, _, _ in lanes]),
         "device": np.array([device for _, device, _ in lanes]),
@@ -194,12 +190,12 @@ def unit_ticks(
     order = _Order(N, S)
     every = np.arange(N)
     for s, (r, w) in enumerate(zip(replicas, warm_up(replicas), strict=True)):
-        of_copies = [np.arange(k, N, r) for k in range(r)]
+        turns_of_copy = [np.arange(k, N, r) for k in range(r)]
         order.add(("backward", s, every), ("weight_grad", s, every))
         if s > 0:
             order.add(("forward", s - 1, every), ("forward", s, every))
             order.add(("backward", s, every), ("backward", s - 1, every))
-        for mine in of_copies:
+        for mine in turns_of_copy:
             i = np.arange(len(mine))
             ahead, j = divmod(i + w, len(mine))
             goes_on = np.full(len(mine), True)
@@ -222,7 +218,7 @@ def unit_ticks(
             before = ("weight_grad", s, mine[i[goes_on] - 1])
             rounds = (ahead + (i == 0))[goes_on]
             order.add(before, ("forward", s, mine[j[goes_on]]), rounds)
-        for mine, other in itertools.product(of_copies, repeat=2):
+        for mine, other in itertools.product(turns_of_copy, repeat=2):
             if synchronous:
                 continue
             order.add(("forward", s, other[-1]), ("forward", s, mine[0]), 1)
@@ -249,15 +245,15 @@ def _columns(
         "stage": np.array([s for s, _ in pairs]),
         "device": np.arange(len(pairs)),
     }
-    for kind, of_kind in zip(_KINDS, ticks, strict=True):
+    for kind, kind_ticks in zip(_KINDS, ticks, strict=True):
         result[kind] = np.full((num_microbatches, len(pairs)), IDLE, np.int64)
         for c, (s, k) in enumerate(pairs):
-            result[kind][k :: replicas[s], c] = of_kind[s, k :: replicas[s]]
+            result[kind][k :: replicas[s], c] = kind_ticks[s, k :: replicas[s]]
     return result
 
 
 class _Order:
-    """Which operation comes before which, in a round that may repeat every T ticks."""
+    """The order of operations in a round that may repeat every T ticks."""
 
     def __init__(self, num_microbatches: int, num_stages: int):
         self._shape = len(_KINDS), num_stages, num_microbatches

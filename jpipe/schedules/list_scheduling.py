@@ -21,7 +21,7 @@ _KINDS = ("forward", "backward", "weight_grad")
 
 
 class Progress:
-    """How many operations every stage has started. A rule reads it.
+    """Counts the operations that every stage has started. A rule reads it.
 
     Attributes:
       device: `[S]`, the device of each stage.
@@ -33,11 +33,11 @@ class Progress:
         counts = np.zeros((3, len(self.device)), int)
         self.forward, self.backward, self.weight_grad = counts
         num_devices = int(self.device.max()) + 1
-        self._of_device = {kind: [0] * num_devices for kind in _KINDS}
+        self._started = {kind: [0] * num_devices for kind in _KINDS}
 
     def started(self, kind: str, device: int) -> int:
         """Operations of a kind that a device has started, over its stages."""
-        return self._of_device[kind][device]
+        return self._started[kind][device]
 
     def in_flight(self, device: int) -> int:
         """Microbatches with a forward and no weight gradient, over a device's stages."""
@@ -51,7 +51,7 @@ class Progress:
         """Counts an operation."""
         kind, stage, _ = operation
         getattr(self, kind)[stage] += 1
-        self._of_device[kind][self.device[stage]] += 1
+        self._started[kind][self.device[stage]] += 1
 
 
 Rule = Callable[[int, list[Operation], Progress], Operation | None]
@@ -121,10 +121,12 @@ def list_schedule(
                 continue
             kind, s, m = operation
             ask_from[d] = free_from[d] = now + lengths[kind][s]
+            # Its readers on other devices may become ready, so their devices are asked again.
             for other, time in ahead.start(operation, free_from[d]):
                 ask_from[other] = min(ask_from[other], time)
             tick: float = now
             if not equal:
+                # Times are no ticks: the device keeps its order, and each operation takes the first tick after its inputs.
                 after = [ticks[o.kind][m, o.stage] + 1 for o in _inputs(operation, S)]
                 tick = max(next_tick[d], *after, 0)
                 next_tick[d] = int(tick) + 1
@@ -177,7 +179,7 @@ class _Ahead:
         # Infinite where an input has not started, or nothing is left.
         self._readable_from = dict.fromkeys(self._ends, np.inf)
         self._readable_from["forward", 0] = 0.0
-        self._of_device: list[list[tuple[str, int]]] = [
+        self._on_device: list[list[tuple[str, int]]] = [
             [key for key in self._ends if self._device_of[key] == d]
             for d in range(max(device) + 1)
         ]
@@ -185,7 +187,7 @@ class _Ahead:
     def ready(self, device: int, now: float) -> tuple[list[Operation], float]:
         """The operations of a device whose inputs can be read, and when one more can; infinite: not known."""
         operations, next_time = [], np.inf
-        for key in self._of_device[device]:
+        for key in self._on_device[device]:
             time = self._readable_from[key]
             if time <= now:
                 operations.append(Operation(*key, len(self._ends[key])))

@@ -29,7 +29,7 @@ def merge(problem: Problem, *, ordered: bool = True, memory: str = "exact") -> P
         is a lower bound. "kept": count it, so that every split of the result is a split of the
         problem, but perhaps none of the best.
     """
-    groups = _Groups(problem, ordered, memory)
+    groups = _MergedGroups(problem, ordered, memory)
     queue = list(range(len(problem.groups)))
     waiting = set(queue)
     while queue:
@@ -51,7 +51,7 @@ def merge(problem: Problem, *, ordered: bool = True, memory: str = "exact") -> P
     return groups.problem()
 
 
-class _Groups:
+class _MergedGroups:
     """The groups of a problem while they are merged.
 
     Attributes:

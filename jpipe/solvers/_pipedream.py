@@ -13,7 +13,7 @@ from jpipe.solvers._states import States, states
 from jpipe.solvers.graph import Graph, Solution, Stage
 from jpipe.solvers.pipedream_costs import (
     COST_MODELS,
-    Level,
+    LinkLevel,
     StageBytes,
     StageCosts,
     data_parallel_seconds,
@@ -134,14 +134,18 @@ def pipedream(
     total = math.prod(level.size for level in levels)
     if total * sum(node.device_bytes for node in graph.nodes) <= limit:
         limit = math.inf  # a search without a limit is faster
-    state_set = _states(graph, kept, levels, limit, all_states, max_states)
+    state_set = _states(
+        graph, kept, levels, limit, all_states=all_states, max_states=max_states
+    )
     if straight and total > state_set.longest_chain:
         raise ValueError(
             f"`straight` puts one stage on each of {total} devices, and the graph can be cut into at most "
             f"{state_set.longest_chain}. Use fewer devices, or replicas."
         )
     placed = _placed(graph, kept, state_set)
-    costs = COST_MODELS[cost_model](graph, kept, state_set, placed, limit, transfers)
+    costs = COST_MODELS[cost_model](
+        graph, kept, state_set, placed, limit=limit, transfers=transfers
+    )
     search = LevelSearch(costs, levels, straight)
     if search.best == math.inf:
         raise ValueError(_does_not_fit(graph, costs, levels, straight))
@@ -166,7 +170,7 @@ def _nodes(graph: Graph, chosen: np.ndarray) -> tuple:
 
 def _levels(
     num_devices: int | Sequence[int], bandwidth: float | Sequence[float]
-) -> list[Level]:
+) -> list[LinkLevel]:
     sizes: list = (
         list(num_devices) if isinstance(num_devices, Sequence) else [num_devices]
     )
@@ -176,7 +180,7 @@ def _levels(
             "`num_devices` and `bandwidth` must have one number for each level, innermost first, got "
             f"{shown(num_devices)} and {shown(bandwidth)}."
         )
-    levels: list[Level] = []
+    levels: list[LinkLevel] = []
     below, devices = 1, 1
     for size, speed in zip(sizes, speeds, strict=True):
         try:
@@ -195,7 +199,7 @@ def _levels(
                 f"`bandwidth` must be finite and above 0, got {shown(bandwidth)}: without it transfers would be "
                 "free. To leave out the transfers of activations, pass transfers=False."
             )
-        levels.append(Level(size, float(speed), below, devices))
+        levels.append(LinkLevel(size, float(speed), below, devices))
         below, devices = size, devices * size
     return levels
 
@@ -239,7 +243,7 @@ def _kept(graph: Graph) -> list[int]:
 def _states(
     graph: Graph,
     kept: list[int],
-    levels: list[Level],
+    levels: list[LinkLevel],
     limit: float,
     all_states: bool,
     max_states: int | None,
@@ -260,7 +264,7 @@ def _states(
         ) from None
 
 
-def _most_states(levels: list[Level], limit: float) -> int:
+def _most_states(levels: list[LinkLevel], limit: float) -> int:
     """The largest number of states that takes neither too much time nor too much memory."""
     limited = limit < math.inf
     by_square = by_cube = 0.0
@@ -308,7 +312,7 @@ def _placed(graph: Graph, kept: list[int], state_set: States) -> np.ndarray:
 
 
 def _does_not_fit(
-    graph: Graph, costs: StageCosts, levels: list[Level], straight: bool
+    graph: Graph, costs: StageCosts, levels: list[LinkLevel], straight: bool
 ) -> str:
     needed = object.__new__(StageBytes)
     needed.__dict__.update(costs.__dict__)

@@ -271,7 +271,7 @@ def _transfers(graph: Graph, bandwidth: float | None) -> tuple[float, ...]:
 
 
 def _order(graph: Graph, group_of: np.ndarray, num_groups: int) -> set[tuple[int, int]]:
-    """Pairs of groups, of which the first must not come after the second."""
+    """Pairs of groups; the first must not come after the second."""
     has_forward = np.zeros(num_groups, bool)
     is_backward = [node.is_backward for node in graph.nodes]
     has_forward[group_of[[v for v, b in enumerate(is_backward) if not b]]] = True

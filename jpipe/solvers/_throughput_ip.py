@@ -117,7 +117,7 @@ def _linearised(graph, limits, problem: Problem) -> tuple[float, Split] | None:
     return split and regroup(problem, in_order, split)
 
 
-class _Program:
+class _IntegerProgram:
     """Rows and columns of an integer program. Subclasses define the stage of a group.
 
     Times are divided by `unit`, because the tolerances of HiGHS are absolute: they must be small in
@@ -221,7 +221,7 @@ class _Program:
         return split if fits else None, proved * self.unit, False
 
 
-class _Ordered(_Program):
+class _Ordered(_IntegerProgram):
     """Stages numbered in order: `is_by[g, p]` is 1 if group g is in stage p or an earlier stage.
 
     A host can stand anywhere among the devices, so there are slots for hosts before, between and
@@ -311,7 +311,7 @@ class _Ordered(_Program):
         return [(groups, on_host) for groups, on_host in split if groups]
 
 
-class _Unordered(_Program):
+class _Unordered(_IntegerProgram):
     """Stages in any order: `at[g, p]` is 1 if group g is in stage p.
 
     The time of the slowest stage has no bounds here. With the known bounds, HiGHS took from 0.75 to

@@ -11,7 +11,7 @@ from jpipe.solvers._states import States
 
 
 @dataclasses.dataclass(frozen=True)
-class Level:
+class LinkLevel:
     """Components joined by links of one speed.
 
     Attributes:
@@ -105,7 +105,7 @@ class StageCosts:
         return seconds
 
     def replicated(
-        self, seconds: np.ndarray, i, j, level: Level, m: int, first: bool
+        self, seconds: np.ndarray, i, j, level: LinkLevel, m: int, first: bool
     ) -> np.ndarray:
         """Seconds of m replicas of a component that takes `seconds`.
 
@@ -119,7 +119,7 @@ class StageCosts:
         """
         raise NotImplementedError
 
-    def moving(self, i, j, level: Level, m: int) -> np.ndarray:
+    def moving(self, i, j, level: LinkLevel, m: int) -> np.ndarray:
         """Seconds to move activations in and out of m replicas."""
         raise NotImplementedError
 
@@ -194,8 +194,8 @@ class StageBytes(StageCosts):
 COST_MODELS: dict[str, type[StageCosts]] = {"pipedream-repo": _Repo, "sosp19": _Sosp19}
 
 
-def data_parallel_seconds(costs: StageCosts, levels: list[Level]) -> float:
+def data_parallel_seconds(costs: StageCosts, levels: list[LinkLevel]) -> float:
     seconds = costs.seconds[-1]
     for level in levels:
-        seconds = costs.replicated(seconds, 0, -1, level, level.size, True)
+        seconds = costs.replicated(seconds, 0, -1, level, level.size, first=True)
     return float(seconds)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from jpipe.solvers.pipedream_costs import Level, StageCosts
+from jpipe.solvers.pipedream_costs import LinkLevel, StageCosts
 
 _COARSE = 128  # states of the coarse search, which gives the first bound
 _ROWS = 16  # rows of the tables that fit the processor's cache
@@ -23,7 +23,7 @@ class LevelSearch:
     def __init__(
         self,
         costs: StageCosts,
-        levels: list[Level],
+        levels: list[LinkLevel],
         straight: bool,
         bound: float | None = None,
     ):
@@ -62,7 +62,7 @@ class LevelSearch:
         coarse = self._costs.at(chosen)
         return LevelSearch(coarse, self._levels, self._straight, math.inf).best
 
-    def _behind(self, level: Level, behind: int, used: int, m: int) -> int:
+    def _behind(self, level: LinkLevel, behind: int, used: int, m: int) -> int:
         return level.behind(behind, used, m) if self._costs.limit < math.inf else 0
 
     def _part(self, depth: int, i, j, behind: int) -> np.ndarray:
@@ -80,14 +80,14 @@ class LevelSearch:
         seconds = self._part(depth - 1, i, j, behind)
         if self._straight and m > 1:
             return np.full_like(seconds, np.inf)
-        return self._costs.replicated(seconds, i, j, level, m, True)
+        return self._costs.replicated(seconds, i, j, level, m, first=True)
 
     def _later(self, depth: int, i, j, behind: int, used: int, m: int) -> np.ndarray:
         """Seconds of m components as a later stage; `used` components up to its end."""
         level = self._levels[depth - 1]
         behind = self._behind(level, behind, used, m)
         seconds = self._part(depth - 1, i, j, behind)
-        seconds = self._costs.replicated(seconds, i, j, level, m, False)
+        seconds = self._costs.replicated(seconds, i, j, level, m, first=False)
         if self._costs.transfers:
             seconds = np.maximum(seconds, self._costs.moving(i, j, level, m))
         return seconds
@@ -111,7 +111,9 @@ class LevelSearch:
         for m in self._options(depth):
             # Without a memory limit, the number of devices behind makes no difference.
             uses = range(m + 1, size + 1) if self._costs.limit < math.inf else [size]
-            later = np.stack([self._later(depth, i, j, behind, u, m) for u in uses])
+            later = np.stack(
+                [self._later(depth, i, j, behind, used=u, m=m) for u in uses]
+            )
             later[later > self._most[depth]] = np.inf
             last = later.shape[-1] - np.isfinite(later[..., ::-1]).argmax(-1)
             last[~np.isfinite(later).any(-1)] = 0
@@ -178,7 +180,7 @@ class LevelSearch:
         stages: list[tuple[int, int, int]] = []
         used = level.size
         while least[used - 1, j] != self._first(depth, i, j, behind, used):
-            k, m = self._split(depth, i, j, behind, used, least)
+            k, m = self._split(depth, i, j, behind, used=used, least=least)
             after = self._behind(level, behind, used, m)
             stages = self._trace(depth - 1, k, j, after, copies * m) + stages
             used, j = used - m, k
@@ -192,7 +194,7 @@ class LevelSearch:
         k = np.arange(i + 1, j)
         for m in self._options(depth):
             if m < used:
-                last = self._later(depth, k, j, behind, used, m)
+                last = self._later(depth, k, j, behind, used=used, m=m)
                 same = np.maximum(least[used - m - 1, k], last) == least[used - 1, j]
                 if same.any():
                     return int(k[same.argmax()]), m

@@ -36,7 +36,7 @@ __all__ = [
     "PROGRESS",
     "SILENCE",
     "Batch",
-    "Exchange",
+    "SharedCall",
     "Phase",
     "Watchdog",
     "accept",
@@ -80,7 +80,7 @@ def fail(reason: str, code: int) -> None:
 
 
 def _forget() -> None:
-    """In a child process, which nobody watches."""
+    """Drops the watchdog in a child process, which nobody watches."""
     global running
     if running is not None:
         running.close()
@@ -123,7 +123,7 @@ class Phase:
             self._watchdog.leave(self._limit)
 
 
-class Exchange:
+class SharedCall:
     """A context in which all processes give values to each other, in another call or as a call of its own."""
 
     def __enter__(self) -> None:

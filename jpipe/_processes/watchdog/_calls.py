@@ -15,7 +15,7 @@ _MOST_KEPT = 1024
 
 
 class Batch(NamedTuple):
-    """What a process gives to a step.
+    """The rows that a process gives to a step.
 
     Attributes:
       share: names the share of every batch that this process gives. Processes of equal shares give equal rows.
@@ -50,7 +50,7 @@ class Calls:
             self._batches[share] = sum_of_batches
         number = self._last[-1].number + 1 if self._last else 1
         self._last.append(
-            _Call(number, name, steps, self._names, share, sum_of_batches)
+            _Call(number, name, steps, self._names, share, batches=sum_of_batches)
         )
 
     def look(self) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def next_to_ask(last: Mapping[int, Mapping[str, Any]]) -> int | None:
 
 
 def difference(last: Mapping[int, Mapping[str, Any]]) -> str | None:
-    """How the calls of the processes differ, in words; None if they do not, as far as they can be compared.
+    """The difference of the calls of the processes in words; None if they agree as far as they can be compared.
 
     Args:
       last: process -> its last line.
@@ -137,10 +137,10 @@ def _odd(values: Mapping[int, Hashable]) -> list[int]:
 
 
 def _one_of_each(calls: Mapping[int, _Call], odd: list[int]) -> list[int]:
-    """Of the odd processes and of the rest one for each name of a call."""
+    """One process for each name of a call, an odd one if there is any."""
     order = [*odd, *sorted(calls.keys() - set(odd))]
-    of_name = {calls[p].name: p for p in reversed(order)}
-    return sorted(of_name.values(), key=order.index)
+    first = {calls[p].name: p for p in reversed(order)}
+    return sorted(first.values(), key=order.index)
 
 
 def _names(processes: list[int]) -> str:

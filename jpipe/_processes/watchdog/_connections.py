@@ -45,6 +45,26 @@ class Line:
         return [json.loads(line) for line in lines]
 
 
+class Lines(dict[int, Line]):
+    """The connections of a process, by the number of the process at the other end."""
+
+    def send(self, value: Any) -> None:
+        """Sends a value on all of them."""
+        for line in self.values():
+            line.send(value)
+
+    def send_last(self, value: Any, seconds: float) -> None:
+        """Sends a last word to all, and waits until they have read it and close, at most so long."""
+        self.send(value)
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            for line in self.values():
+                line.receive()
+            if all(line.closed for line in self.values()):
+                break
+            time.sleep(0.01)
+
+
 def listen(host: str | None = None) -> tuple[socket.socket, dict]:
     """A socket of process 0, and what the others need to connect to it.
 
@@ -55,14 +75,11 @@ def listen(host: str | None = None) -> tuple[socket.socket, dict]:
     server = None if host is None else _listen_at(host)
     if server is not None:
         hosts = [server.getsockname()[0], host]
-    elif socket.has_dualstack_ipv6():
-        server = socket.create_server(
-            ("", 0), family=socket.AF_INET6, dualstack_ipv6=True
-        )
-        hosts = _own_names(host)
     else:
-        server = socket.create_server(("", 0))
-        hosts = _own_names(host)
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        server = socket.create_server(("", 0), family=family, dualstack_ipv6=both)
+        hosts = _reachable_names(host)
     address = {
         "hosts": list(dict.fromkeys(hosts)),
         "port": server.getsockname()[1],
@@ -74,10 +91,10 @@ def listen(host: str | None = None) -> tuple[socket.socket, dict]:
 def _listen_at(host: str) -> socket.socket | None:
     """A socket that listens at a name or an address; None if it is none of this machine's."""
     try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        infos = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
         return None
-    addresses = dict.fromkeys((family, str(at[0])) for family, *_, at in found)
+    addresses = dict.fromkeys((family, str(at[0])) for family, *_, at in infos)
     # A machine may know its own name as a loopback address, at which no other machine reaches it.
     is_local = host == "localhost" or _is_loopback(host)
     for family, address in addresses:
@@ -91,7 +108,7 @@ def _is_loopback(address: str) -> bool:
     return address == "::1" or address.startswith("127.")
 
 
-def _own_names(host: str | None) -> list[str]:
+def _reachable_names(host: str | None) -> list[str]:
     """Names and addresses at which other machines may reach this one, the best one first."""
     hosts = [*filter(None, [host]), socket.gethostname(), socket.getfqdn()]
     with (

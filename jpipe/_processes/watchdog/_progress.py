@@ -1,4 +1,4 @@
-"""What a process says of its progress, and how process 0 judges what all of them say."""
+"""The progress that each process reports, and the judgement of process 0 over all reports."""
 
 import collections
 import statistics
@@ -12,7 +12,7 @@ LONG = 600.0
 
 
 class Beats:
-    """What this process does, noted by the main thread and read by the watchdog's.
+    """The work of this process, noted by the main thread and read by the watchdog's.
 
     Args:
       limit: seconds without progress, at the least, from the second step on.
@@ -57,7 +57,7 @@ class Beats:
         self._num_calls -= 1
 
     def dispatched(self, output: Any) -> None:
-        """What the innermost phase does runs on the devices until `output` is ready."""
+        """Notes that the innermost phase runs on the devices until `output` is ready."""
         name = self.innermost("work")
         self._pending.append(_Pending(name, output, time.monotonic()))
 
@@ -74,7 +74,7 @@ class Beats:
         self._progress += seconds
 
     def look(self) -> dict[str, Any]:
-        """What this process does, as its line says it.
+        """The work of this process as a line for process 0.
 
         Returns:
           "text" for messages; "steps" that were called; "age", seconds since the last progress, and its
@@ -142,7 +142,7 @@ def _is_ready(output: Any) -> bool:
 
 
 class _Pending(NamedTuple):
-    """What the devices work at: the phase, an array that is ready at the end, and when it began."""
+    """Work of the devices: the phase, an array that is ready at the end, and when it began."""
 
     name: str
     output: Any

@@ -1,4 +1,4 @@
-"""How all processes agree on the step to stop at.
+"""The agreement of all processes on the step to stop at.
 
 Process 0 proposes a step that none should have reached yet. A process that has not accepts, and does not
 pass it until it is decided. Once all have accepted, it is.
@@ -55,7 +55,7 @@ class Stop:
 
 
 class Vote:
-    """In process 0: proposes steps until all processes accept one.
+    """Proposes steps, in process 0, until all processes accept one.
 
     Args:
       stop: of process 0.
@@ -95,9 +95,8 @@ class Vote:
 
     def _propose(self, margin: int) -> None:
         """Proposes a step, so far beyond the last one that any process has asked for."""
-        own = self._stop.asked
-        if own is not None:
-            self._asked[0] = own
+        if self._stop.asked is not None:
+            self._asked[0] = self._stop.asked
         step = max(self._asked.values(), default=-margin) + margin
         self._margin, self._proposal = margin, step
         self._replies = {0: self._stop.propose(step)}

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from jpipe._processes.watchdog._calls import difference, next_to_ask
-from jpipe._processes.watchdog._connections import Line
+from jpipe._processes.watchdog._connections import Line, Lines
 from jpipe._processes.watchdog._progress import Beats, culprits, stuck_processes
 from jpipe._processes.watchdog._stop import Stop, Vote
 
@@ -29,6 +29,9 @@ PROGRESS = 20.0
 
 _GRACE = 1.5
 """Seconds that a process waits for its main thread to print its own exception, before it ends for another one's."""
+
+_LAST_WORDS = _GRACE + 1.0
+"""Seconds that process 0 waits for the others to read why it ends. JAX ends them at once, without a message, when it is gone."""
 
 _TIMER = 45.0
 """Seconds of the C timer, on top of the silence."""
@@ -60,10 +63,10 @@ class Watchdog:
         self.process = process
         self.beats, self.stop = Beats(progress), Stop()
         self._silence, self._parent, self._pid = silence, parent, os.getpid()
-        self._lines = {p: Line(c) for p, c in connections.items()}
+        self._lines = Lines({p: Line(c) for p, c in connections.items()})
         self._heard = dict.fromkeys(self._lines, time.monotonic())
         self._last: dict[int, dict] = {}
-        self._vote = Vote(self.stop, self._send, len(connections) + 1)
+        self._vote = Vote(self.stop, self._lines.send, len(connections) + 1)
         self._failure: tuple[str, int] | None = None
         self._failed = threading.Event()
         self._waits_for_cause = False
@@ -217,23 +220,23 @@ class Watchdog:
 
     def _beat(self, now: float) -> None:
         """Says what this process does, and looks whether the others are well."""
-        own = self.beats.look()
-        own["asked"], own["wants stop"] = self.stop.asked, self.stop.wanted
-        self._last[self.process] = own
-        self._set_timer(now, self._silence_in(own["long"]))
+        line = self.beats.look()
+        line |= {"asked": self.stop.asked, "wants stop": self.stop.wanted}
+        self._last[self.process] = line
+        self._set_timer(now, self._silence_in(line["long"]))
         if self._parent is not None and os.getppid() != self._parent:
             self._end("the process that started it is gone.", LOST)
-        value: dict[str, Any] = {"line": own}
+        value: dict[str, Any] = {"line": line}
         if self.process == 0 and len(self._last) > len(self._lines):
             asked = next_to_ask(self._last)
             if asked is not None:
                 value["ask"] = self.beats.calls.asked = asked
-        self._send(value)
+        self._lines.send(value)
         if self._failure is not None:
             failure, _ = self._failure
             if self.process == 0:
                 self._failed_in(0, failure)
-            self._send({"failed": failure})
+            self._lines.send({"failed": failure})
         for p, heard in self._heard.items():
             last = self._last.get(p)
             limit = self._silence_in(last is None or last["long"])
@@ -262,19 +265,19 @@ class Watchdog:
             faulthandler.dump_traceback_later(silence + _TIMER, exit=True, file=_STDERR)
 
     def _was(self, p: int, now: float) -> str:
-        """What a process did when it was last heard of."""
+        """The last known work of a process, in a sentence."""
         last = self._last.get(p)
         if last is None:
             return "It had said nothing yet."
         return f"It was last seen {now - self._heard[p]:.1f} s ago in: {last['text']}."
 
     def _all_left(self) -> bool:
-        """In process 0, whether all have ended well. They are told."""
+        """Whether all have ended well, as process 0 sees it. They are told."""
         if self.process or len(self._last) <= len(self._lines):
             return False
         if not all(last["left"] for last in self._last.values()):
             return False
-        self._send_last({"all left": True})
+        self._lines.send_last({"all left": True}, _LAST_WORDS)
         return True
 
     def _judge(self) -> None:
@@ -308,27 +311,9 @@ class Watchdog:
     def _tell(self, reason: str, code: int, grace: float = 0.0) -> None:
         """Ends all processes from process 0, or this one if process 0 is the cause."""
         if self.process == 0:
-            self._send_last({"end": reason, "code": code, "grace": grace})
+            last = {"end": reason, "code": code, "grace": grace}
+            self._lines.send_last(last, _LAST_WORDS)
         self._end(reason, code, grace)
-
-    def _send(self, value: dict[str, Any]) -> None:
-        """Sends a value on all connections."""
-        for line in self._lines.values():
-            line.send(value)
-
-    def _send_last(self, value: dict[str, Any]) -> None:
-        """Sends a last word to all, and waits a little until they have read it and close.
-
-        JAX in the others ends them at once, without a message, when process 0 is gone.
-        """
-        self._send(value)
-        until = time.monotonic() + _GRACE + 1.0
-        while time.monotonic() < until:
-            for line in self._lines.values():
-                line.receive()
-            if all(line.closed for line in self._lines.values()):
-                break
-            time.sleep(0.01)
 
     def _end(self, reason: str, code: int, grace: float = 0.0) -> None:
         """Ends this process, with one message."""
@@ -357,9 +342,8 @@ def _exit(code: int) -> NoReturn:
             sys.stdout.flush()
             sys.stderr.flush()
 
-    thread = threading.Thread(
-        target=flush, daemon=True
-    )  # the main thread may hold a lock
+    # In another thread, because the main thread may hold a lock.
+    thread = threading.Thread(target=flush, daemon=True)
     thread.start()
     thread.join(0.5)
     os._exit(code)
