@@ -28,7 +28,8 @@ from jpipe.layers.avals import shapes_text
 from jpipe.layers.axis_rules import AxisRules
 from jpipe.layers.flax_nnx import as_mutable_state, as_parameters
 from jpipe.layers.layer_split import Strategy
-from jpipe.layers.loss import Loss, cut_warning
+from jpipe.layers.loss import Loss
+from jpipe.layers.loss_check import cut_warning
 from jpipe.layers.plain_loss import plain_loss
 from jpipe.layers.rows import row_mixing
 from jpipe.layers.trace import Traced, TrainingTrace

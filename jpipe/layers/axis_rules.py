@@ -118,21 +118,21 @@ def axes_of_dims(
       [('fsdp',), ()]
     """
     named = {name for name, _ in rules}
-    of_dim: list[tuple[str, ...] | None] = [
+    dim_axes: list[tuple[str, ...] | None] = [
         tuple(axis for axis in dim if axis in sizes and axis not in named) or None
         for dim in axes_by_dim(names)
     ]
-    used = {axis for dim in of_dim for axis in dim or ()}
+    used = {axis for dim in dim_axes for axis in dim or ()}
     for name, target in rules_for(sizes, rules):
         for d, dim in enumerate(names[: len(shape)]):
-            if dim != name or of_dim[d] is not None:
+            if dim != name or dim_axes[d] is not None:
                 continue
             wanted = () if target is None else tuple(target)
             divides = shape[d] % math.prod(sizes[axis] for axis in wanted) == 0
             if divides and not used.intersection(wanted):
-                of_dim[d] = wanted
+                dim_axes[d] = wanted
                 used.update(wanted)
-    return [dim or () for dim in of_dim]
+    return [dim or () for dim in dim_axes]
 
 
 @contextlib.contextmanager

@@ -32,14 +32,13 @@ References:
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-
+from jpipe.layers.avals import abstract
 from jpipe.layers.equations import Equations, variables
 from jpipe.layers.flow import inputs_read
 from jpipe.layers.products import GradientForms, ProductForm, with_products
-from jpipe.layers.residuals import Reader, Residuals
+from jpipe.layers.residuals import Residuals
 from jpipe.layers.vjp import (
     Arguments,
     Forward,
@@ -181,8 +180,8 @@ def trace_layer(
         forward,
         backward,
         gradients,
-        traced.has_checkpoint,
-        rereads_weights,
+        recomputes=traced.has_checkpoint,
+        rereads_weights=rereads_weights,
     )
 
 
@@ -233,14 +232,6 @@ def _split_backward(
 # -- The programs
 
 
-class _Readers(NamedTuple):
-    """The readers of the whole backward and of its halves."""
-
-    whole: Reader
-    inputs: Reader
-    weights: Reader
-
-
 def _layer_program(
     arguments: Arguments,
     constants: tuple[int, ...],
@@ -254,22 +245,21 @@ def _layer_program(
     for_inputs, for_weights, split_residuals = _split_backward(
         backward, residuals, num_gradients=gradients.num_values
     )
-    readers = _Readers(
-        residuals.reader(
-            backward.slice(backward.inputs, backward.outputs, effects=True)
-        ),
-        residuals.reader(for_inputs),
-        residuals.reader(for_weights),
+    everything = backward.slice(backward.inputs, backward.outputs, effects=True)
+    read_whole, read_inputs, read_weights = (
+        residuals.reader(half) for half in (everything, for_inputs, for_weights)
     )
     equations, stash = forward.equations, residuals.stash
     num_outputs, num_results = len(forward.outputs), forward.num_results
     num_gradients = gradients.num_values
     num_input_grads = len(backward.outputs) - num_gradients
+    # Side effects run wherever the forward runs, although no output needs them.
     run_forward = equations.slice(equations.inputs, forward.results, effects=True)
     run_and_stash = equations.slice(
         equations.inputs, (*forward.results, *stash), effects=True
     )
     *_, extra_inputs = arguments.split(equations.inputs)
+    # Aux alone, such as the new state, does not make outputs or gradients depend on `extra`.
     for_outputs = (*forward.results[:num_outputs], *stash)
     read = run_and_stash.read()
     read_by_outputs = inputs_read(equations, for_outputs)
@@ -287,19 +277,19 @@ def _layer_program(
         return out[:num_outputs], out[num_results:], out[num_outputs:num_results]
 
     def whole(parameters: Sequence, stash: Sequence, output_grads: Sequence) -> tuple:
-        out = readers.whole.run(parameters, stash, output_grads)
+        out = read_whole.run(parameters, stash, output_grads)
         return gradients.gradients(out[:num_gradients]), out[num_gradients:]
 
     def input_grad(
         parameters: Sequence, stash: Sequence, output_grads: Sequence
     ) -> tuple:
-        out = readers.inputs.run(parameters, stash, output_grads)
+        out = read_inputs.run(parameters, stash, output_grads)
         return out[:num_input_grads], out[num_input_grads:]
 
     def weight_grad(
         parameters: Sequence, stash: Sequence, split_residuals: Sequence
     ) -> list:
-        out = readers.weights.run(parameters, stash, split_residuals)
+        out = read_weights.run(parameters, stash, split_residuals)
         return gradients.gradients(out)
 
     return LayerProgram(
@@ -308,16 +298,17 @@ def _layer_program(
         backward=whole,
         input_grad=input_grad,
         weight_grad=weight_grad,
-        parameters=_avals(arguments.parameters),
-        inputs=_avals(arguments.inputs),
-        extra=_avals(arguments.extra),
+        parameters=abstract(tuple(arguments.parameters)),
+        inputs=abstract(tuple(arguments.inputs)),
+        extra=abstract(tuple(arguments.extra)),
         outputs=tuple(forward.outputs),
         aux=tuple(aval_of(v) for v in forward.aux),
         stash=tuple(aval_of(v) for v in stash),
         split_residuals=tuple(aval_of(v) for v in split_residuals),
         constants=constants,
-        input_stash=tuple(sorted(readers.inputs.reads - readers.weights.reads)),
-        weight_stash=tuple(sorted(readers.weights.reads)),
+        # What both halves read stays until the second one has run.
+        input_stash=tuple(sorted(read_inputs.reads - read_weights.reads)),
+        weight_stash=tuple(sorted(read_weights.reads)),
         reads_extra=tuple(v in read for v in extra_inputs),
         outputs_read_extra=tuple(v in read_by_outputs for v in extra_inputs),
         output_tree=forward.output_tree,
@@ -328,14 +319,14 @@ def _layer_program(
         text=_text(arguments, forward, backward),
         rereads_weights=rereads_weights,
         made=functools.cache(
-            functools.partial(
-                _layer_program,
+            lambda rereads: _layer_program(
                 arguments,
                 constants,
                 forward,
                 backward,
                 gradients,
-                recomputes,
+                recomputes=recomputes,
+                rereads_weights=rereads,
             )
         ),
     )
@@ -349,7 +340,3 @@ def _text(arguments: Arguments, forward: Forward, backward: Equations) -> str:
         forward.aux_tree,
     )
     return "\n".join([forward.equations.text(), backward.text(), *map(str, trees)])
-
-
-def _avals(arrays: Sequence) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays)

@@ -69,7 +69,7 @@ def recording() -> Iterator[list]:
     """Batch norms that are called inside record their statistics. Yields a list that has an entry for each call."""
     calls: list[None] = []
 
-    def of_linen(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
+    def call_linen(call: Callable, args: tuple, kwargs: dict, context: Any) -> Any:
         norm = context.module
         is_call = (
             isinstance(norm, linen.BatchNorm) and context.method_name == "__call__"
@@ -82,14 +82,14 @@ def recording() -> Iterator[list]:
     plain_call = norms.__call__
 
     @functools.wraps(plain_call)
-    def of_nnx(norm: nnx.BatchNorm, *args: Any, **kwargs: Any) -> Any:
+    def call_nnx(norm: nnx.BatchNorm, *args: Any, **kwargs: Any) -> Any:
         call = functools.partial(plain_call, norm)
         return _recorded_call(_NnxNorm(norm), call, calls, *args, **kwargs)
 
     # Flax NNX has no way to intercept calls, and a module may make others inside of its call, as `nnx.bridge` does.
-    norms.__call__ = of_nnx
+    norms.__call__ = call_nnx
     try:
-        with linen.intercept_methods(of_linen):
+        with linen.intercept_methods(call_linen):
             yield calls
     finally:
         norms.__call__ = plain_call

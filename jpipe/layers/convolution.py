@@ -43,13 +43,13 @@ def convolve(params: Mapping[str, Any], x: jax.Array, kernel: jax.Array) -> jax.
 
     # A specification lists the dims of: (batch, feature, *spatial), for the kernel
     # (output feature, input feature, *spatial).
-    of_x = order(numbers.lhs_spec, [0, *spatial, 1])
-    of_kernel = order(numbers.rhs_spec, [*spatial, 1, 0])
-    of_result = order(numbers.out_spec, [0, *spatial, 1])
+    x_dims = order(numbers.lhs_spec, [0, *spatial, 1])
+    kernel_dims = order(numbers.rhs_spec, [*spatial, 1, 0])
+    result_dims = order(numbers.out_spec, [0, *spatial, 1])
     last = num_spatial + 1
     result = lax.conv_general_dilated(
-        x.transpose(of_x),
-        kernel.transpose(of_kernel),
+        x.transpose(x_dims),
+        kernel.transpose(kernel_dims),
         window_strides=params["window_strides"],
         padding=params["padding"],
         lhs_dilation=params["lhs_dilation"],
@@ -64,7 +64,7 @@ def convolve(params: Mapping[str, Any], x: jax.Array, kernel: jax.Array) -> jax.
         precision=params["precision"],
         preferred_element_type=params["preferred_element_type"],
     )
-    back = [of_result.index(dim) for dim in range(x.ndim)]
+    back = [result_dims.index(dim) for dim in range(x.ndim)]
     return result.transpose(back)
 
 
@@ -90,12 +90,12 @@ def _summed_dims(
     if params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
         return None
     summed = []
-    for i, (of_x, of_kernel) in enumerate(
+    for i, (x_dims, kernel_dims) in enumerate(
         zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)
     ):
-        window = kernel[of_kernel]
+        window = kernel[kernel_dims]
         is_dense = params["lhs_dilation"][i] == 1 and not any(params["padding"][i])
-        if is_dense and window == x[of_x] and params["rhs_dilation"][i] == 1:
+        if is_dense and window == x[x_dims] and params["rhs_dilation"][i] == 1:
             summed.append(i)
         elif not (is_dense and window == 1 and params["window_strides"][i] == 1):
             return None
@@ -109,16 +109,16 @@ def _product(
     numbers = params["dimension_numbers"]
     # Dims by their number in a specification: 0 batch or output feature, 1 feature, 2.. spatial.
     both = [1, *(2 + i for i in summed)]
-    of_x = [numbers.lhs_spec[k] for k in both]
-    of_kernel = [numbers.rhs_spec[k] for k in both]
+    x_dims = [numbers.lhs_spec[k] for k in both]
+    kernel_dims = [numbers.rhs_spec[k] for k in both]
     free = [k for k in range(2, x.ndim) if k not in both]
     # The kernel has one position along the free spatial dims.
-    kernel = kernel.transpose(*of_kernel, *(numbers.rhs_spec[k] for k in [*free, 0]))
+    kernel = kernel.transpose(*kernel_dims, *(numbers.rhs_spec[k] for k in [*free, 0]))
     kernel = kernel.reshape(*kernel.shape[: len(both)], kernel.shape[-1])
     result = lax.dot_general(
         x,
         kernel,
-        ((of_x, list(range(len(both)))), ((), ())),
+        ((x_dims, list(range(len(both)))), ((), ())),
         precision=params["precision"],
         preferred_element_type=params["preferred_element_type"],
     )

@@ -36,7 +36,7 @@ class Network:
         return reached
 
     def _shortest_path(self) -> list:
-        """From the source to the sink, along edges with capacity left; empty if there is none."""
+        """A shortest path from source to sink along edges with capacity left; empty if there is none."""
         before: dict[Any, Any] = {SOURCE: None}
         waiting = collections.deque([SOURCE])
         while waiting:

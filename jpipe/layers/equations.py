@@ -19,19 +19,15 @@ from jax.sharding import NamedSharding
 
 from jpipe.layers import convolution
 from jpipe.layers.constraint import NO_MESH, constrain, constrain_p, without_mesh
-
-_CHECKPOINT = "remat2"
-
-# Primitives that call a jaxpr -> the parameter that holds this jaxpr. Calls are inlined because
-# nothing is differentiated after tracing: custom derivative rules and checkpoints are used up, and
-# custom rules name Python functions by their address, which would make equal programs look unequal.
-_CALLS = {
-    "jit": "jaxpr",
-    "pjit": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    _CHECKPOINT: "jaxpr",
-}
+from jpipe.layers.expressions import (
+    CALLS,
+    CHECKPOINT,
+    content,
+    number,
+    number_constants,
+    numbered,
+    param_text,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,16 +56,16 @@ class Equations:
     @classmethod
     def of(cls, closed: jex.ClosedJaxpr) -> "Equations":
         """The equations of a jaxpr, and of the jaxprs that it calls."""
-        found = _Inliner({}, [], {}, set())
+        inliner = _Inliner({}, [], {}, set())
         with jax.sharding.use_abstract_mesh(NO_MESH):
             inputs = [jex.Var(_aval_without_mesh(v)) for v in closed.jaxpr.invars]
-            outputs = found.inline(closed.jaxpr, closed.consts, inputs)
+            outputs = inliner.inline(closed.jaxpr, closed.consts, inputs)
         return cls(
-            found.constants,
+            inliner.constants,
             tuple(inputs),
-            tuple(found.equations),
+            tuple(inliner.equations),
             tuple(outputs),
-            has_checkpoint=_CHECKPOINT in found.calls,
+            has_checkpoint=CHECKPOINT in inliner.calls,
         )
 
     def __call__(self, *args: Any) -> list:
@@ -163,7 +159,7 @@ class Equations:
     def text(self) -> str:
         """The program as text: equal texts are equal programs. Constants are named by content."""
         names = {v: f"v{i}" for i, v in enumerate((*self.constants, *self.inputs))}
-        lines = [f"{names[v]} = {_content(c)}" for v, c in self.constants.items()]
+        lines = [f"{names[v]} = {content(c)}" for v, c in self.constants.items()]
         lines += [f"{names[v]}: {v.aval}" for v in self.inputs]
 
         def name(atom: Any) -> str:
@@ -178,7 +174,7 @@ class Equations:
             for v in eqn.outvars:
                 names[v] = f"v{len(names)}"
             results = " ".join(f"{names[v]}:{v.aval}" for v in eqn.outvars)
-            params = {k: _param_text(v) for k, v in eqn.params.items() if k != "name"}
+            params = {k: param_text(v) for k, v in eqn.params.items() if k != "name"}
             lines.append(f"{results} = {eqn.primitive.name} {params} {operands}")
         return "\n".join([*lines, " ".join(name(v) for v in self.outputs)])
 
@@ -193,11 +189,11 @@ class Equations:
             one dict for all programs that are compared.
         """
         known = {
-            v: _number(numbers, "input", name, str(v.aval))
+            v: number(numbers, "input", name, str(v.aval))
             for v, name in zip(self.inputs, names, strict=True)
         }
-        known |= _constants(self.constants, self.constants.values(), numbers)
-        return _numbered(self.equations, self.outputs, known, numbers)
+        known |= number_constants(self.constants, self.constants.values(), numbers)
+        return numbered(self.equations, self.outputs, known, numbers)
 
 
 class Part(NamedTuple):
@@ -212,7 +208,7 @@ class Part(NamedTuple):
 
 
 def loop_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many operands of a `scan` are constants, and how many are carried. Since JAX 0.12.0.1 it has them as trees."""
+    """The numbers of constant and of carried operands of a `scan`. Since JAX 0.12.0.1 it has them as trees."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     num_consts, num_carry, _ = (
@@ -264,7 +260,7 @@ class _Inliner(NamedTuple):
       constants: variable -> array, of all jaxprs so far.
       equations: of all jaxprs so far.
       variable_of: the identity of a constant -> its variable.
-      calls: the primitives of `_CALLS` that were inlined.
+      calls: the primitives of `CALLS` that were inlined.
     """
 
     constants: dict[Any, Any]
@@ -294,13 +290,13 @@ class _Inliner(NamedTuple):
         env = self._bound(jaxpr, constants, operands)
         for eqn in jaxpr.eqns:
             atoms = [_atom(env, v) for v in eqn.invars]
-            if eqn.primitive.name in _CALLS:
+            if eqn.primitive.name in CALLS:
                 self.calls.add(eqn.primitive.name)
-                inner = eqn.params[_CALLS[eqn.primitive.name]]
+                inner = eqn.params[CALLS[eqn.primitive.name]]
                 # An open jaxpr has no constants.
-                of_inner = getattr(inner, "consts", ())
+                inner_constants = getattr(inner, "consts", ())
                 inner = getattr(inner, "jaxpr", inner)
-                out = self.inline(inner, of_inner, atoms, replaces=replaces)
+                out = self.inline(inner, inner_constants, atoms, replaces=replaces)
             elif eqn.primitive.name == "name":  # only checkpoint policies read names
                 out = atoms
             elif not eqn.effects and all(map(_is_empty, eqn.outvars)):
@@ -326,9 +322,9 @@ class _Inliner(NamedTuple):
         env = dict(zip(jaxpr.invars, operands, strict=True))
         for v, constant in zip(jaxpr.constvars, constants, strict=True):
             if id(constant) not in self.variable_of:
-                own = jex.Var(_aval_without_mesh(v))
-                self.variable_of[id(constant)] = own
-                self.constants[own] = _value_without_mesh(constant)
+                variable = jex.Var(_aval_without_mesh(v))
+                self.variable_of[id(constant)] = variable
+                self.constants[variable] = _value_without_mesh(constant)
             env[v] = self.variable_of[id(constant)]
         return env
 
@@ -472,100 +468,3 @@ def _connected(program: Equations, shared: set) -> Callable[[Any], Any]:
             parent[v] = roots[0]
         parent |= {v: roots[0] for v in eqn.outvars if roots}
     return lambda atom: root(atom) if contains(parent, atom) else None
-
-
-# -- Numbers of expressions
-
-
-def _number(numbers: dict, *expression: Any) -> int:
-    return numbers.setdefault(expression, len(numbers))
-
-
-def _content(constant: Any) -> tuple:
-    """Equal for equal constants only."""
-    if jnp.issubdtype(jnp.result_type(constant), jax.dtypes.extended):  # a random key
-        constant = jax.random.key_data(constant)
-    array = np.asarray(constant)
-    return str(array.dtype), array.shape, array.tobytes()
-
-
-def _param_text(value: Any) -> str:
-    """Equal for equal parameters of equations only.
-
-    The text of a jaxpr leaves out what its constants hold, and NumPy leaves out most of a large array.
-    """
-    if isinstance(value, (tuple, list)):
-        return f"{type(value).__name__}{[_param_text(v) for v in value]}"
-    if isinstance(value, (np.ndarray, jax.Array)):
-        return str(_content(value))
-    return str([repr(value), *map(_content, _constants_inside(value))])
-
-
-def _constants_inside(value: Any) -> Iterable:
-    """The constants of a jaxpr, and of the jaxprs in its equations."""
-    yield from getattr(value, "consts", ())
-    for eqn in getattr(getattr(value, "jaxpr", value), "eqns", ()):
-        for param in eqn.params.values():
-            for inner in param if isinstance(param, tuple) else (param,):
-                yield from _constants_inside(inner)
-
-
-def _constants(constvars: Iterable, values: Iterable, numbers: dict) -> dict:
-    return {
-        v: _number(numbers, "constant", *_content(value))
-        for v, value in zip(constvars, values)
-    }
-
-
-def _numbered(
-    equations: Sequence, outputs: Sequence, known: dict, numbers: dict
-) -> list[int]:
-    known = dict(known)
-
-    def of(atom: Any) -> int:
-        if isinstance(atom, jex.Literal):
-            return _number(numbers, "literal", repr(atom.val), str(atom.aval))
-        return known[atom]
-
-    for eqn in equations:
-        name, operands = eqn.primitive.name, [of(v) for v in eqn.invars]
-        if name in _CALLS:
-            results = _numbered_call(eqn.params[_CALLS[name]], operands, numbers)
-        elif name == "cond":  # one expression per result
-            branches = [
-                _numbered_call(branch, operands[1:], numbers)
-                for branch in eqn.params["branches"]
-            ]
-            results = [
-                _number(numbers, "cond", operands[0], *choice)
-                for choice in zip(*branches, strict=True)
-            ]
-        else:
-            params = [(k, _content_of_param(v, numbers)) for k, v in eqn.params.items()]
-            results = [
-                _number(numbers, name, *sorted(params), *operands, i)
-                for i, _ in enumerate(eqn.outvars)
-            ]
-        known.update(zip(eqn.outvars, results))
-    return [of(v) for v in outputs]
-
-
-def _numbered_call(called: Any, operands: Sequence[int], numbers: dict) -> list[int]:
-    """The numbers of the results of a jaxpr, open or closed."""
-    jaxpr = getattr(called, "jaxpr", called)
-    known = _constants(jaxpr.constvars, getattr(called, "consts", ()), numbers)
-    known |= dict(zip(jaxpr.invars, operands, strict=True))
-    return _numbered(jaxpr.eqns, jaxpr.outvars, known, numbers)
-
-
-def _content_of_param(value: Any, numbers: dict) -> str:
-    """Equal for equal parameters of equations; a jaxpr, such as a loop's body, counts by its results."""
-    if isinstance(value, (tuple, list)):
-        return str([_content_of_param(v, numbers) for v in value])
-    jaxpr = getattr(value, "jaxpr", value)
-    if not hasattr(jaxpr, "eqns"):
-        return str(value)
-    inputs = [
-        _number(numbers, "argument", i, str(v.aval)) for i, v in enumerate(jaxpr.invars)
-    ]
-    return str(_numbered_call(value, inputs, numbers))

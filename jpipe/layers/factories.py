@@ -30,7 +30,7 @@ def is_factory(layer: Callable[..., Any]) -> bool:
 
 
 def factory_problem(layer: Callable[..., Any]) -> str | None:
-    """Why `layer(rngs=...)` cannot be called and what to write instead, or None if it can be called."""
+    """The reason why `layer(rngs=...)` cannot be called, and a remedy; None if it can be called."""
     parameters = _parameters(layer)
     if parameters is None:
         return None
@@ -60,7 +60,7 @@ def factory_problem(layer: Callable[..., Any]) -> str | None:
 
 
 def function_problem(layer: Callable[..., Any], num_inputs: int) -> str | None:
-    """Why a callable is no function of the activation and what to write instead, or None.
+    """The reason why a callable is no function of the activation, and a remedy; None if it is one.
 
     Args:
       layer: a callable that is no factory.
@@ -105,7 +105,7 @@ def function_problem(layer: Callable[..., Any], num_inputs: int) -> str | None:
 
 
 def not_callable_problem(layer: Any) -> str:
-    """What to write for a value that is no layer."""
+    """The reason why a value is no layer, and a remedy."""
     forms = (
         "a Flax module, a factory called as `factory(rngs=...)`, a `jpipe.InitApply`, or a function of "
         "the activation"

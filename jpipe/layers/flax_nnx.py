@@ -48,7 +48,7 @@ Parts = tuple[nnx.GraphDef, nnx.State]
 def abstract_parts(
     make: Callable[..., Any],
 ) -> tuple[Parts, Callable[[jax.Array], list]]:
-    """What a factory makes: the parts of the abstract module, and a function from a random key to the leaves of its `nnx.State`.
+    """Traces a factory: the parts of the abstract module, and a function from a random key to the leaves of its `nnx.State`.
 
     An abstract module cannot be split: of the values inside of a pytree, Flax takes only arrays out.
 

@@ -1,4 +1,4 @@
-"""What the results of a function are computed from, loops and calls included."""
+"""Finds the arguments from which results of a function are computed, loops and calls included."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ class Flow:
         return _source(jaxpr, jaxpr.outvars[result])
 
     def slice(self, arguments: Sequence[int], results: Sequence[int]) -> Equations:
-        """From some of the arguments to some of the results."""
+        """The equations from some of the arguments to some of the results."""
         pruned, is_used = self._pruned(results)
         run = jex.jaxpr_as_fun(jex.ClosedJaxpr(pruned, self.closed.consts))
 

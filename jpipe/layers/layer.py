@@ -233,6 +233,27 @@ class Layer:
         return returned
 
 
+def run_in_order(
+    layers: Sequence[Layer], inputs: Any, call: Callable[[int, tuple], Sequence]
+) -> Any:
+    """Runs layers one after the other, with their skip connections.
+
+    Args:
+      layers: the layers.
+      inputs: of the first layer.
+      call: `(number of a layer, args) -> (outputs, *stashed)`.
+
+    Returns:
+      The outputs of the last layer.
+    """
+    outputs, skips = inputs, dict[str, Any]()
+    for i, layer in enumerate(layers):
+        args = (outputs, *(skips.pop(name) for name in layer.pop))
+        outputs, *stashed = call(i, args)
+        skips |= zip(layer.stash, stashed, strict=True)
+    return outputs
+
+
 def check_leaves(parameters: Any, state: Any, name: str, index: int) -> None:
     """Raises `ValueError` if a leaf has a dtype that parameters, or mutable state, cannot have."""
     layer = f"layer {index} ({name})"

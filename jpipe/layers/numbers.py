@@ -1,4 +1,4 @@
-"""What layers pass on, as arrays of numbers.
+"""Activations as arrays of numbers.
 
 Messages, stashes and packed arrays hold numbers. So random keys that layers pass on, or that a backward needs, travel as their
 data, and become keys again where a layer reads them. Arrays without elements do not travel: they are made again.

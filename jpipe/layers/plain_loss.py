@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jpipe.layers.layer import Layer
+from jpipe.layers.layer import Layer, run_in_order
 from jpipe.layers.loss import Loss
 from jpipe.layers.report import collect
 
@@ -35,17 +35,16 @@ def plain_loss(
                 leaves, tree = jax.tree.flatten(params[k])
                 leaves[n] = shared
                 params[k] = tree.unflatten(leaves)
-        kept: dict[str, Any] = {}
-        outputs = batch["inputs"]
+
+        def call(i: int, args: tuple) -> tuple:
+            layer_key = jax.random.fold_in(key, i)
+            outputs, _ = layers[i].train(params[i], mutable_state[i], layer_key, args)
+            return layers[i].outputs(outputs)
+
         with collect() as reported:
-            for i, layer in enumerate(layers):
-                args = outputs, *(kept.pop(name) for name in layer.pop)
-                of_layer = jax.random.fold_in(key, i)
-                returned, _ = layer.train(params[i], mutable_state[i], of_layer, args)
-                outputs, *stashed = layer.outputs(returned)
-                kept.update(zip(layer.stash, stashed, strict=True))
-        of_loss = jax.random.fold_in(key, len(layers))
-        found, _ = loss.terms(outputs, batch, reported, of_loss).mean()
-        return found
+            outputs = run_in_order(layers, batch["inputs"], call)
+        loss_key = jax.random.fold_in(key, len(layers))
+        mean, _ = loss.terms(outputs, batch, reported, loss_key).mean()
+        return mean
 
     return value

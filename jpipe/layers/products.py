@@ -21,7 +21,7 @@ _TAIL = {"convert_element_type", "copy", "reshape", "squeeze", "transpose"}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProductForm:
-    """How a gradient follows from a product of two matrices.
+    """A gradient as a product of two matrices.
 
     Attributes:
       shape: of the product as the backward has it.
@@ -71,7 +71,7 @@ jax.tree_util.register_dataclass(Product, ["x", "d"], ["form"])
 
 @dataclasses.dataclass(frozen=True)
 class GradientForms:
-    """How the parameter gradients of a layer follow from what its backward computes.
+    """The parameter gradients of a layer as functions of the results of its backward.
 
     Attributes:
       forms: for each parameter the form of its gradient, and the contracted dims of x and of d; None: the gradient is
@@ -82,18 +82,18 @@ class GradientForms:
 
     @property
     def num_values(self) -> int:
-        """How many values the gradients follow from."""
+        """Number of values from which the gradients follow."""
         return sum(1 if form is None else 2 for form in self.forms)
 
     def gradients(self, values: Sequence) -> list:
         """A gradient or a `Product` for each parameter."""
         rest, gradients = iter(values), []
-        for found in self.forms:
-            if found is None:
+        for entry in self.forms:
+            if entry is None:
                 gradients.append(next(rest))
                 continue
-            form, (of_x, of_d) = found
-            x, d = _as_rows(next(rest), of_x), _as_rows(next(rest), of_d)
+            form, (x_summed, d_summed) = entry
+            x, d = _as_rows(next(rest), x_summed), _as_rows(next(rest), d_summed)
             gradients.append(Product(x, d, form))
         return gradients
 
@@ -113,7 +113,7 @@ def with_products(
       wanted: `(a, b)` -> whether the operands are wanted of a product `[a, b]`.
     """
     producers = {v: eqn for eqn in backward.equations for v in eqn.outvars}
-    of_outputs = backward.depending_on(backward.inputs[num_residuals:])
+    output_gradients = backward.depending_on(backward.inputs[num_residuals:])
     outputs: list = []
     forms: list = []
     for gradient in backward.outputs[:num_parameters]:
@@ -122,9 +122,9 @@ def with_products(
             contracted, _ = product.params["dimension_numbers"]
             operands = list(zip(product.invars, contracted, strict=True))
             # The gradients by outputs are second.
-            transposed = contains(of_outputs, product.invars[0])
+            transposed = contains(output_gradients, product.invars[0])
             x, d = reversed(operands) if transposed else operands
-            form = _form(backward, product, gradient, x, d, transposed)
+            form = _form(backward, product, gradient, x, d, transposed=transposed)
             if wanted(form.rows, form.columns):
                 outputs += [x[0], d[0]]
                 forms.append((form, (x[1], d[1])))
@@ -163,8 +163,8 @@ def _form(
         _free_size(x[0].aval.shape, x[1]),
         _free_size(d[0].aval.shape, d[1]),
         value.aval.dtype,
-        transposed,
-        backward.slice([value], [gradient]),
+        transposed=transposed,
+        tail=backward.slice([value], [gradient]),
     )
 
 

@@ -53,8 +53,8 @@ def shared_jit(platform: str) -> Callable[[Callable, Any], Any]:
         leaves, tree = jax.tree.flatten(argument)
 
         def flat(*leaves: jax.Array) -> list:
-            results, of_results = jax.tree.flatten(function(tree.unflatten(leaves)))
-            trees.append(of_results)
+            results, result_tree = jax.tree.flatten(function(tree.unflatten(leaves)))
+            trees.append(result_tree)
             return results
 
         # JAX uses a trace of a jitted function again only under the same default device.

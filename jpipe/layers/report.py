@@ -76,7 +76,7 @@ def collect() -> Iterator[dict[str, jax.Array]]:
 
 
 class ReportWeights:
-    """What `report_weights` returns: a layer, and functions of its weights to report."""
+    """The result of `report_weights`: a layer, and functions of its weights to report."""
 
     def __init__(self, layer: Any, name: str, function: Callable[[Any], Any]):
         self.layer, self.name, self.function = layer, name, function

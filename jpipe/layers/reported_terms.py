@@ -1,4 +1,4 @@
-"""Which terms of what a loss returns are made of reported values alone.
+"""Separates the terms of a loss that consist of reported values alone.
 
 A loss that returns `(sum, weight)` may add values that layers report: `(losses * mask).sum() + 0.1 * reported["penalty"]`.
 The weight counts rows, and divides what is summed over rows. The penalty is one number of a microbatch, as in a loss that

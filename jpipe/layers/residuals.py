@@ -1,4 +1,4 @@
-"""What a forward stashes for its backward: as few bytes as possible.
+"""Chooses the values that a forward stashes for its backward: as few bytes as possible.
 
 The backward of a layer reads *residuals*. A residual that depends on the parameters alone is rebuilt
 from the weights of the backward. Of the others the stash need not hold each one: the derivative of
@@ -38,7 +38,7 @@ _CHEAP = {*ELEMENTWISE, "broadcast_in_dim", "reshape", "squeeze"}
 
 @dataclasses.dataclass(frozen=True)
 class Residuals:
-    """Where the backward gets each residual from.
+    """The sources of the residuals that a backward reads.
 
     Attributes:
       forward: the equations of the forward.
@@ -80,14 +80,19 @@ class Residuals:
         wanted = [v for v in variables(forward.residuals) if v in varying]
         inputs = backward.inputs[: len(forward.residuals)]
         return cls(
-            equations,
-            at_hand,
-            varying,
-            smallest_stash(
-                equations, parameters, fixed, varying, wanted, rereads_weights
+            forward=equations,
+            at_hand=at_hand,
+            varying=varying,
+            stash=smallest_stash(
+                equations,
+                parameters,
+                fixed,
+                varying,
+                wanted,
+                rereads_weights=rereads_weights,
             ),
-            inputs,
-            dict(zip(inputs, forward.residuals)),
+            inputs=inputs,
+            source=dict(zip(inputs, forward.residuals)),
         )
 
     @property

@@ -40,7 +40,11 @@ def row_mixing(traced: Traced) -> list[str]:
     if len(sizes) != 1 or sizes == {1}:  # one row cannot be mixed
         return []
     (num_rows,) = sizes
-    analyse = functools.cache(functools.partial(_analyse, num_rows=num_rows))
+
+    @functools.cache
+    def analyse(kind: int, dims: tuple[RowDims, ...], reported: range) -> tuple:
+        return _analyse(traced.layer_kinds[kind], dims, reported, num_rows=num_rows)
+
     dims: tuple[RowDims, ...] = tuple(
         frozenset([0]) if leaf.shape else NO_ROWS for leaf in traced.inputs
     )
@@ -48,11 +52,11 @@ def row_mixing(traced: Traced) -> list[str]:
     sentences = []
     for i, layer in enumerate(traced.layers):
         dims += tuple(itertools.chain(*(stashed.pop(name) for name in layer.pop)))
-        program = traced.layer_kinds[traced.kind_of_layer[i]]
         # A number that a layer reports to the loss may be a mean over rows.
         num_outputs = len(traced.outputs[i])
         reported = range(num_outputs - len(traced.reported), num_outputs)
-        output_dims, operations = analyse(_ById(program), dims, reported)
+        kind = traced.kind_of_layer[i]
+        output_dims, operations = analyse(kind, dims, reported)
         if operations and not layer.has_batch_norm:
             sentences.append(f"layer {i} ({layer.name}) {' and '.join(operations)}")
         leaves = iter(output_dims)
@@ -63,31 +67,21 @@ def row_mixing(traced: Traced) -> list[str]:
     return sentences
 
 
-class _ById:
-    """A program as a key of a cache."""
-
-    def __init__(self, program: LayerProgram) -> None:
-        self.program = program
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ById) and self.program is other.program
-
-    def __hash__(self) -> int:
-        return id(self.program)
-
-
 def _analyse(
-    layer: _ById, input_dims: tuple[RowDims, ...], reported: range, *, num_rows: int
+    program: LayerProgram,
+    input_dims: tuple[RowDims, ...],
+    reported: range,
+    *,
+    num_rows: int,
 ) -> tuple[tuple[RowDims, ...], tuple[str, ...]]:
     """The row dims of a layer's outputs, and the operations that combine rows.
 
     Args:
-      layer: the layer's programs.
+      program: of the layer.
       input_dims: the row dims of its inputs.
       reported: positions of the outputs that are numbers for the loss, which are not analysed.
       num_rows: the number of rows of a microbatch.
     """
-    program = layer.program
     whole = program.forward_equations
     outputs = whole.outputs[: len(program.outputs)]
     analysed = [v for i, v in enumerate(outputs) if i not in reported]
@@ -124,7 +118,7 @@ def _follow(
                 shapes,
                 [d for d in operands if d is not None],
                 [v.aval.shape for v in eqn.outvars],
-                num_rows,
+                num_rows=num_rows,
             )
             results, mixes = _RULES[eqn.primitive.name](known)
             if mixes:

@@ -1,4 +1,4 @@
-"""How parameters, microbatches, and the values that a forward stashes, are split over automatic axes of the mesh."""
+"""The splits of parameters, microbatches and stashes over automatic axes of the mesh."""
 
 import dataclasses
 import math
@@ -57,18 +57,18 @@ def _parameter_spec(
     sizes: Mapping[str, int],
     rules: AxisRules,
 ) -> tuple:
-    of_dim = axes_of_dims(spec, shape, sizes, rules)
-    while of_dim and not of_dim[-1]:
-        of_dim.pop()
-    if FSDP in sizes and not any(FSDP in names for names in of_dim):
-        of_dim = _fully_split(of_dim, shape, sizes)
+    dim_axes = axes_of_dims(spec, shape, sizes, rules)
+    while dim_axes and not dim_axes[-1]:
+        dim_axes.pop()
+    if FSDP in sizes and not any(FSDP in names for names in dim_axes):
+        dim_axes = _fully_split(dim_axes, shape, sizes)
     problem = f"{name} of shape {list(shape)} cannot be split as {spec}"
-    if len(of_dim) > len(shape):
+    if len(dim_axes) > len(shape):
         raise ValueError(
-            f"{problem}: it has {len(shape)} dims, not {len(of_dim)}. Name one axis, or None, for "
+            f"{problem}: it has {len(shape)} dims, not {len(dim_axes)}. Name one axis, or None, for "
             "each dim."
         )
-    for dim, names in enumerate(of_dim):
+    for dim, names in enumerate(dim_axes):
         parts = math.prod(sizes[axis] for axis in names)
         if shape[dim] % parts:
             raise ValueError(
@@ -76,28 +76,28 @@ def _parameter_spec(
                 f"its dim {dim}, {shape[dim]}. Make the dim a multiple of {parts}, make the axis of "
                 "the mesh smaller, or leave the axis out of the parameter's partition."
             )
-    named = [n[0] if len(n) == 1 else n or None for n in of_dim]
+    named = [n[0] if len(n) == 1 else n or None for n in dim_axes]
     return tuple(named) + (None,) * (len(shape) - len(named))
 
 
 def _fully_split(
-    of_dim: Sequence[tuple], shape: tuple[int, ...], sizes: Mapping[str, int]
+    dim_axes: Sequence[tuple], shape: tuple[int, ...], sizes: Mapping[str, int]
 ) -> list[tuple]:
     """The axes of each dim with "fsdp" on the largest dim that it divides and no other axis splits.
 
     Vectors, such as biases, stay whole: they take no memory, and to gather them takes time.
     """
-    of_dim = [*of_dim, *[()] * (len(shape) - len(of_dim))]
-    dims = [i for i, n in enumerate(shape) if not of_dim[i] and n % sizes[FSDP] == 0]
+    dim_axes = [*dim_axes, *[()] * (len(shape) - len(dim_axes))]
+    dims = [i for i, n in enumerate(shape) if not dim_axes[i] and n % sizes[FSDP] == 0]
     if len(shape) > 1 and dims:
-        of_dim[max(dims, key=lambda i: shape[i])] = (FSDP,)
-    return of_dim
+        dim_axes[max(dims, key=lambda i: shape[i])] = (FSDP,)
+    return dim_axes
 
 
 def microbatch_spec(
     shape: Sequence[int], num_rows: int, sizes: Mapping[str, int]
 ) -> tuple:
-    """How a value of a microbatch is split: along its rows, over the axis "fsdp".
+    """The split of a value of a microbatch: along its rows, over the axis "fsdp".
 
     Args:
       shape: of the value, such as an activation. It has rows if its first dim has as many entries.
@@ -116,7 +116,7 @@ def microbatch_spec(
 
 @dataclasses.dataclass(frozen=True)
 class ValueSplit:
-    """How the values that layers pass on are split: activations, messages and their gradients.
+    """The splits of the values that layers pass on: activations, messages and their gradients.
 
     A value is split along its rows over the axis "fsdp". If a layer says how an output is split, all
     values of the shape of this output are split so. One rule for a shape keeps what goes from layer to
@@ -177,7 +177,7 @@ class ValueSplit:
 
 
 def _output_specs(program: LayerProgram) -> list[tuple]:
-    """How a layer says that each of its outputs is split; `()` if it does not say so."""
+    """The split that a layer states for each of its outputs; `()` if it states none."""
     equations = program.forward_equations
     maker = {v: eqn for eqn in equations.equations for v in eqn.outvars}
 
@@ -199,7 +199,7 @@ def stash_specs(
     values: ValueSplit,
     mesh: Mesh,
 ) -> list[tuple]:
-    """How the compiler splits the values that a forward stashes, one tuple per value.
+    """The compiler's splits of the values that a forward stashes, one tuple per value.
 
     Args:
       program: the layer's programs.

@@ -1,4 +1,4 @@
-"""What the calls of a layer do to its mutable state.
+"""The changes of a layer's mutable state by its calls.
 
 A layer is traced once with its state, and its equations say what becomes of each leaf:
 
@@ -83,7 +83,7 @@ class StateUpdate:
             outputs, state, *rest = run(*args)
             records: list = []
         else:
-            traced = _Traced.of(run, *args)
+            traced = _TracedCall.of(run, *args)
             leaves, records = recorded(traced.closed, jax.tree.leaves(args))
             outputs, state, *rest = traced.tree.unflatten(leaves)
             records = [records[i] for i in self.numbers]
@@ -106,7 +106,7 @@ class StateUpdate:
 
     @property
     def statistics(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """What is kept of the microbatches so far: their number; per call the mean and the sum of squares around it, and
+        """Statistics of the microbatches so far: their number; per call the mean and the sum of squares around it, and
         the number of rows if the call had a mask."""
         if not self.calls:
             return ()
@@ -213,7 +213,7 @@ def _if_finite(old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Traced:
+class _TracedCall:
     """A traced function.
 
     Attributes:
@@ -225,7 +225,7 @@ class _Traced:
     tree: Any
 
     @classmethod
-    def of(cls, function: Callable[..., Any], *args: Any) -> "_Traced":
+    def of(cls, function: Callable[..., Any], *args: Any) -> "_TracedCall":
         """Traces a function of pytrees; batch norms in it record."""
         with recording():
             closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -249,7 +249,7 @@ def trace_state(
     if not leaves:
         return StateUpdate()
     given = (parameters, state, key, args)
-    traced = _Traced.of(run, *given)
+    traced = _TracedCall.of(run, *given)
     flat = jax.tree.leaves(given)
     results = traced.tree.unflatten(range(len(traced.closed.jaxpr.outvars)))
     _check_structure(state, results[1], traced.closed.out_avals)
@@ -266,22 +266,25 @@ def trace_state(
 
     flow = Flow.of(new_state, *flat, *recorded_leaves)
     first = len(jax.tree.leaves(parameters))
-    of_state = range(first, first + len(leaves))
-    of_records = range(len(flat), len(flat) + len(recorded_leaves))
-    inputs = {*range(first + len(leaves), len(flat)), *of_records}
+    state_inputs = range(first, first + len(leaves))
+    record_inputs = range(len(flat), len(flat) + len(recorded_leaves))
+    inputs = {*range(first + len(leaves), len(flat)), *record_inputs}
     sequence, varying, deferred = [], [], []
-    for i, position in enumerate(of_state):
+    for i, position in enumerate(state_inputs):
         if flow.source(i) == position:
             continue
         read = flow.read(i)
-        if not read.isdisjoint(of_records) and read <= {*of_state, *of_records}:
+        if not read.isdisjoint(record_inputs) and read <= {
+            *state_inputs,
+            *record_inputs,
+        }:
             deferred.append(i)
             continue
         sequence.append(i)
         if not read.isdisjoint(inputs):
             varying.append(i)
     read = flow.read(*deferred)
-    calls = jax.tree.unflatten(record_tree, of_records)
+    calls = jax.tree.unflatten(record_tree, record_inputs)
     numbers = [n for n, call in enumerate(calls) if not read.isdisjoint(call)]
     kept = [i for n in numbers for i in calls[n]]
     return StateUpdate(
@@ -291,7 +294,7 @@ def trace_state(
         deferred=tuple(deferred),
         calls=tuple(tuple(abstract(records[n])) for n in numbers),
         numbers=tuple(numbers),
-        move=flow.slice([*of_state, *kept], deferred) if deferred else None,
+        move=flow.slice([*state_inputs, *kept], deferred) if deferred else None,
     )
 
 

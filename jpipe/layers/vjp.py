@@ -107,14 +107,14 @@ def trace_forward(
     def with_residuals(*args: jax.Array) -> list:
         ps, xs, es = arguments.split(args)
 
-        def of_differentiated(ps: list, values: list) -> tuple[list, list]:
+        def differentiated_call(ps: list, values: list) -> tuple[list, list]:
             filled = list(xs)
             for i, value in zip(differentiated, values):
                 filled[i] = value
             return call(ps, filled, es)
 
         ys, vjp, aux = jax.vjp(
-            of_differentiated, ps, [xs[i] for i in differentiated], has_aux=True
+            differentiated_call, ps, [xs[i] for i in differentiated], has_aux=True
         )
         # `jax.checkpoint` hands literals on as numbers.
         ys, aux = ([jnp.asarray(value) for value in values] for values in (ys, aux))

@@ -6,7 +6,7 @@ devices. Sums are split too (Reduction).
 `trace` makes a graph of operators, `simulate` predicts a step of a strategy, and `search` finds a fast one:
 
     graph = soap.trace(loss, weights, inputs, targets)
-    found = soap.search(graph, soap.read_machine("p100"), budget_seconds=60)
+    result = soap.search(graph, soap.read_machine("p100"), budget_seconds=60)
 
 References: Jia, Zaharia, Aiken, "Beyond data and model parallelism for deep neural networks", MLSys 2019, arXiv:1807.05358 (FlexFlow).
 """

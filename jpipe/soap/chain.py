@@ -4,6 +4,7 @@ The cost is additive as that of OptCNN (Jia et al. 2018, arXiv:1802.04924, equat
 shard, of adding up partial results and of synchronising weights, and over the edges of the seconds of the busiest link.
 """
 
+import operator
 from collections.abc import Sequence
 
 from jpipe.soap.costs import Analytic, Costs
@@ -37,22 +38,20 @@ class AdditiveCosts:
     def operator(self, number: int, config: Config) -> float:
         """Seconds of an operator and of synchronising each of its weights: those of the busiest device or link."""
         loads = self._tasks.isolated_loads(number, config)
-        return sum(max(load.values(), default=0.0) for load in loads)
+        return sum(float(load.max()) for load in loads)
 
     def edge(self, number: int, above: Config, below: Config) -> float:
         """Seconds of the busiest link between two operators."""
         tasks = self._tasks
         load: dict[int, float] = {}
         both = tasks.shards.gradient_returns(number)
-        for a, b, num_bytes in tasks.shards.edge_pairs(
-            number, above.degrees, below.degrees
-        ):
+        pairs = tasks.shards.edge_pairs(number, above.degrees, below.degrees)
+        for a, b, num_bytes in pairs:
             ends = above.devices[a], below.devices[b]
-            if ends[0] == ends[1]:
-                continue
             for start, end in (ends, ends[::-1])[: 1 + both]:
-                link, seconds = tasks.message(start, end, num_bytes)
-                load[link] = load.get(link, 0.0) + seconds
+                if start != end:
+                    link, seconds = tasks.routes.message(start, end, num_bytes)
+                    load[link] = load.get(link, 0.0) + seconds
         return max(load.values(), default=0.0)
 
     def total(self, strategy: Sequence[Config]) -> float:
@@ -91,14 +90,8 @@ def chain_optimum(
         if len({i for i, _ in readers}) > 1
     ]
     if not graph.is_chain or shared:
-        name = next(
-            (
-                graph.operators[target].name
-                for source, target, _ in graph.edges
-                if source != target - 1
-            ),
-            "an operator",
-        )
+        others = (target for source, target, _ in graph.edges if source != target - 1)
+        name = next((graph.operators[i].name for i in others), "an operator")
         raise ValueError(
             f"the graph is no chain: {name!r} reads more than the operator before it, or a weight is read twice. Use `search`."
         )
@@ -111,10 +104,6 @@ def chain_optimum(
     for i in range(len(graph.operators)):
         following: dict[Config, tuple[float, Strategy]] = {}
         for config in space.configs(i):
-            own = price.operator(i, config)
-            if i == 0:
-                following[config] = own, (config,)
-                continue
             seconds, strategy = min(
                 (
                     (
@@ -123,9 +112,11 @@ def chain_optimum(
                     )
                     for above, (before, path) in best.items()
                 ),
-                key=lambda each: each[0],
+                key=operator.itemgetter(0),
+                default=(0.0, ()),  # before the first operator
             )
-            following[config] = seconds + own, (*strategy, config)
+            seconds += price.operator(i, config)
+            following[config] = seconds, (*strategy, config)
         best = following
-    seconds, strategy = min(best.values(), key=lambda each: each[0])
+    seconds, strategy = min(best.values(), key=operator.itemgetter(0))
     return strategy, seconds

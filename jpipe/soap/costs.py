@@ -18,7 +18,7 @@ Shape = tuple[int, ...]
 
 
 class Costs(Protocol):
-    """What the simulator asks for."""
+    """Seconds of the work of a device, as the simulator reads them."""
 
     def seconds(
         self, graph: OperatorGraph, operator: int, shape: Shape
@@ -159,7 +159,7 @@ class Profile:
 
 
 def signature(graph: OperatorGraph, operator: Operator) -> str:
-    """What an operator computes, without its name and its sizes: equal for operators that cost the same."""
+    """A text without the operator's name: equal texts cost the same for equal shards."""
     kinds = "".join(loop.kind for loop in operator.loops)
     reads = " ".join(
         f"{graph.tensors[each.tensor].item_bytes}:{list(graph.tensors[each.tensor].shape)}"

@@ -21,9 +21,9 @@ from jpipe.soap.costs import Costs
 from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.machine import Machine
 from jpipe.soap.shards import Shards
-from jpipe.soap.simulate import Timeline, full_simulation, without_collection
+from jpipe.soap.simulate import TaskTimes, full_simulation, without_collection
 from jpipe.soap.strategy import Config
-from jpipe.soap.tasks import NOWHERE, Block, Tasks
+from jpipe.soap.tasks import NOWHERE, TaskBlock, Tasks
 
 _SPACING = 512  # tasks of the order between two notes of when devices are free
 _FEW = 200  # changed tasks, up to which it does not matter how many change
@@ -64,7 +64,7 @@ class Simulator:
             shards=shards,
         )
         self.timeline = full_simulation(self.tasks)
-        self._num_free = self.tasks.num_resources + 1
+        self._num_free = self.tasks.routes.num_resources + 1
         self._notes: list[list[float]] = [[0.0] * self._num_free]
         self._round = 0
         self._mark: list[int] = []  # 2 * round: it changes; 2 * round + 1: it is done
@@ -109,7 +109,7 @@ class Simulator:
         assert self._old is None, "keep or undo the last change first"
         tasks, timeline = self.tasks, self.timeline
         if limit < math.inf:  # what cannot be within the limit is not built at all
-            load = tasks.least_load(operator, config)
+            load = _least_load(tasks, operator, config)
             if load.max() * (1 - _ROUNDING) > limit:
                 self._old = _Change(operator, config, timeline, [])
                 return math.inf
@@ -188,7 +188,9 @@ class Simulator:
             self._mark[task] = done  # the stream passes over it
         return touched
 
-    def _drop_links(self, blocks: Iterable[Block], dead: set[int]) -> dict[int, None]:
+    def _drop_links(
+        self, blocks: Iterable[TaskBlock], dead: set[int]
+    ) -> dict[int, None]:
         before, after = self.tasks.before, self.tasks.after
         touched: dict[int, None] = {}
         for block in blocks:
@@ -210,7 +212,7 @@ class Simulator:
                 times += [0.0] * (len(self._mark) - len(times))
 
     def _free_before(self, cursor: int) -> list[float]:
-        """When each device is free before task number `cursor` of the order."""
+        """Returns the time at which each device is free before task number `cursor` of the order."""
         notes, order = self._notes, self.timeline.order
         device, end = self.tasks.device, self.timeline.end
         wanted = cursor // _SPACING
@@ -401,7 +403,7 @@ class Simulator:
         if not within or max(free) > limit:  # the latest task may be one that stays
             return math.inf
         change.finished = True
-        self.timeline = Timeline(ready, start, end, new_order, max(free))
+        self.timeline = TaskTimes(ready, start, end, new_order, max(free))
         return self.timeline.seconds
 
 
@@ -409,23 +411,43 @@ class _Change:
     """A change that can be undone."""
 
     def __init__(
-        self, operator: int, config: Config, timeline: Timeline, numbers: list[int]
+        self, operator: int, config: Config, timeline: TaskTimes, numbers: list[int]
     ):
         self.operator = operator
         self.config = config
         self.timeline = timeline
         self.numbers = numbers
-        self.old_blocks: list[Block] = []
-        self.new_blocks: list[Block] = []
+        self.old_blocks: list[TaskBlock] = []
+        self.new_blocks: list[TaskBlock] = []
         self.first = 0.0
         self.cursor = 0
         self.finished = False
 
 
+def _least_load(tasks: Tasks, operator: int, config: Config) -> np.ndarray:
+    """Lower bound on `Tasks.load` if `operator` had `config`: ignores sums and weights."""
+    load, shards = tasks.load.copy(), tasks.shards
+    for number in tasks.blocks_of(operator):
+        load -= tasks.blocks[number].load
+    seconds = sum(shards.seconds(operator, config.degrees))
+    np.add.at(load, np.array(config.devices) + 1, seconds)
+    for number in tasks.edges_of[operator]:
+        source, target, _ = shards.graph.edges[number]
+        above = config if source == operator else tasks.strategy[source]
+        below = config if target == operator else tasks.strategy[target]
+        a, b, num_bytes = shards.edge_arrays(number, above.degrees, below.degrees)
+        ends = np.array(above.devices)[a], np.array(below.devices)[b]
+        returns = shards.gradient_returns(number)
+        for x, y in (ends, ends[::-1])[: 1 + returns]:
+            links, times = tasks.routes.messages(x, y, num_bytes)
+            load += np.bincount(links + 1, times, len(load))
+    return load
+
+
 def _advance(
     free: list[float], order: list[int], device: list[int], end: list[float]
 ) -> list[float]:
-    """When devices are free after the tasks of `order`."""
+    """Returns the time at which each device is free after the tasks of `order`."""
     free = list(free)
     for task in order:
         free[device[task]] = end[task]

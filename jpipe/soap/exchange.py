@@ -48,7 +48,7 @@ class Fetch:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """How devices compute their parts of an equation's result.
+    """An equation in which each device computes its part of the result.
 
     Attributes:
       axes: of the mesh, over whose devices it is: those that split the equation or an operand that is fetched.
@@ -75,7 +75,7 @@ def window_of(source: Spec, access: Access, loops: np.ndarray) -> Fetch | None:
     Returns:
       None if windows differ in shape or padding, or are empty.
     """
-    found = []
+    dims = []
     for each, below in zip(access[0], access[-1], strict=True):
         if len(access) > 1 and (each.divisor != 1 or not below.is_plain):
             along = _channels_along(each, below, loops)
@@ -83,8 +83,8 @@ def window_of(source: Spec, access: Access, loops: np.ndarray) -> Fetch | None:
             along = _window_along(each, loops)
         if along is None:
             return None
-        found.append(along)
-    starts, shape, padding = zip(*found) if found else ((), (), ())
+        dims.append(along)
+    starts, shape, padding = zip(*dims) if dims else ((), (), ())
     return Fetch(source, tuple(zip(*starts)), shape, padding)
 
 
@@ -93,7 +93,7 @@ _Along = tuple[list[int], int, tuple[int, int]]
 
 
 def _channels_along(each: DimMap, below: DimMap, loops: np.ndarray) -> _Along | None:
-    """The channels of the groups that devices compute, or of which they compute a part."""
+    """The channels of the groups that each device computes, wholly or in part."""
     steps = (each,), (dataclasses.replace(below, dim=0),)
     low, high = read_all(steps, loops)[:, 0].T
     length = int(high[0] - low[0])
@@ -123,7 +123,7 @@ def _window_along(each: DimMap, loops: np.ndarray) -> _Along | None:
 
 
 class _Round(NamedTuple):
-    """A permutation: what devices get of which each sends and gets one message at most.
+    """A permutation: each device sends at most one message, and gets at most one.
 
     Attributes:
       shape: of the messages.
@@ -233,7 +233,7 @@ def _sent(
 
 
 def _is_inside(fetch: Fetch, sizes: Sequence[int], axes: tuple[str, ...]) -> jax.Array:
-    """Which elements of a device's window are elements of the array."""
+    """A mask of a device's window: true at elements of the array."""
     inside = jnp.ones(fetch.shape, bool)
     for dim, size in enumerate(sizes):
         inside &= _is_inside_along(dim, fetch, size, axes)
@@ -243,7 +243,7 @@ def _is_inside(fetch: Fetch, sizes: Sequence[int], axes: tuple[str, ...]) -> jax
 def _is_inside_along(
     dim: int, fetch: Fetch, size: int, axes: tuple[str, ...]
 ) -> jax.Array:
-    """Which elements of a device's window are elements of the array, as far as one dim of the array decides it."""
+    """A mask of a device's window: true where index `dim` is inside of the array."""
     first = jnp.asarray([start[dim] for start in fetch.starts])[lax.axis_index(axes)]
     place = first + lax.broadcasted_iota(first.dtype, fetch.shape, dim)
     return (place >= 0) & (place < size)
@@ -294,7 +294,7 @@ def fetch_view(
     target: Spec,
     mesh: Mesh,
 ) -> jax.Array:
-    """A view of an array, of which each device makes its part from a window of the array.
+    """A view of an array. Each device makes its part of the view from a window of the array.
 
     Args:
       value: the array.
@@ -306,13 +306,13 @@ def fetch_view(
     sizes = _sizes({name for names in target for name in names}, mesh)
     has = boxes_of(value.shape, fetch.source, sizes)
 
-    def of_device(part: jax.Array) -> list[jax.Array]:
+    def on_device(part: jax.Array) -> list[jax.Array]:
         window = _fetched(part, fetch, has, tuple(sizes), 0)
         for eqn, shape in steps:
             window = _viewed(eqn, window, shape)
         return [window]
 
-    (viewed,) = _on_devices(of_device, mesh, sizes, [fetch.source], [target])(value)
+    (viewed,) = _on_devices(on_device, mesh, sizes, [fetch.source], [target])(value)
     return viewed
 
 
@@ -379,7 +379,7 @@ def run(
     sizes = _sizes(exchange.axes, mesh)
     axes = tuple(sizes)
 
-    def of_device(*parts: jax.Array) -> list[jax.Array]:
+    def on_device(*parts: jax.Array) -> list[jax.Array]:
         fill = _fill(name, parts)
         operands = [
             _fetched(part, each, boxes_of(shape, spec, sizes), axes, fill)
@@ -401,16 +401,15 @@ def run(
         if params.get("feature_group_count", 1) > 1:
             params["feature_group_count"] = _num_groups(eqn, operands)
         if name == "gather":
-            params["slice_sizes"] = tuple(
-                min(size, n) for size, n in zip(params["slice_sizes"], parts[0].shape)
-            )
+            sizes_of_slice = map(min, params["slice_sizes"], parts[0].shape)
+            params["slice_sizes"] = tuple(sizes_of_slice)
         results = bind(eqn, operands, params)
         return [
             _summed(each, *how)
             for each, how in zip(results, exchange.sums, strict=True)
         ]
 
-    return _on_devices(of_device, mesh, axes, specs, exchange.outputs)(*values)
+    return _on_devices(on_device, mesh, axes, specs, exchange.outputs)(*values)
 
 
 def _padding(eqn: Any, fetch: Fetch) -> dict[str, Any]:
@@ -428,7 +427,7 @@ def _padding(eqn: Any, fetch: Fetch) -> dict[str, Any]:
 
 
 def _num_groups(eqn: Any, operands: Sequence[jax.Array]) -> int:
-    """How many groups of channels a device's part of an image has."""
+    """Number of groups of channels in a device's part of an image."""
     image, kernel = operands
     dims = eqn.params["dimension_numbers"]
     return image.shape[dims.lhs_spec[1]] // kernel.shape[dims.rhs_spec[1]]
@@ -467,7 +466,7 @@ def _sliced(
 
 
 def _fill(name: str, parts: Sequence[jax.Array]) -> Any:
-    """What a window has outside of the array."""
+    """The fill value of a window outside of the array."""
     if name == "pad":
         return parts[1]
     if name in ("reduce_window_max", "reduce_window_min"):

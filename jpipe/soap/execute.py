@@ -18,7 +18,8 @@ from jpipe.soap import exchange
 from jpipe.soap.flatten import CALLS, called
 from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.moves import Spec, Step, as_entries
-from jpipe.soap.splits import Plan, Split, factor_axes, splits
+from jpipe.soap.specs import factor_axes
+from jpipe.soap.splits import EquationSplit, Plan, splits
 from jpipe.soap.strategy import Strategy
 
 _VIEWS = {"expand_dims", "reshape", "rev", "slice", "split", "squeeze", "transpose"}
@@ -108,7 +109,7 @@ def _sharding(mesh: Mesh, spec: Spec) -> NamedSharding:
 def argument_shardings(
     graph: OperatorGraph, strategy: Strategy, mesh: Mesh
 ) -> list[NamedSharding]:
-    """How a strategy splits the arguments of its function, flat: as their first readers want them."""
+    """The shardings of the arguments of the function, flat: each as its first reader splits it."""
     return [
         _sharding(mesh, spec) for spec in splits(graph, strategy, mesh.shape).arguments
     ]
@@ -135,7 +136,7 @@ def with_splits(
 
 
 class _View(NamedTuple):
-    """What reshapes, transposes, slices and reversals make of an array.
+    """An array seen through reshapes, transposes, slices and reversals.
 
     Attributes:
       source: the array.
@@ -170,13 +171,13 @@ class _Run:
         for number, eqn in enumerate(jaxpr.eqns):
             below = plan.get(number)
             values = [value(v) for v in eqn.invars]
-            of_values = [
+            seen_views = [
                 None if isinstance(v, core.Literal) else seen.get(v) for v in eqn.invars
             ]
-            outputs = self._equation(eqn, values, below, of_values)
+            outputs = self._equation(eqn, values, below, seen_views)
             env.update(zip(eqn.outvars, outputs))
             if not below and eqn.primitive.name in _VIEWS:
-                source, steps = of_values[0] or _View(values[0], ())
+                source, steps = seen_views[0] or _View(values[0], ())
                 seen |= {v: _View(source, (*steps, eqn)) for v in eqn.outvars}
         return [value(v) for v in jaxpr.outvars]
 
@@ -198,7 +199,7 @@ class _Run:
         return value
 
     def _operand(
-        self, value: Any, split: Split, position: int, view: _View | None = None
+        self, value: Any, split: EquationSplit, position: int, view: _View | None = None
     ) -> Any:
         """An operand of an equation, as it reads it."""
         move, after = split.moves[position], split.inputs[position]
@@ -232,7 +233,7 @@ class _Run:
                 if isinstance(v, core.Literal) or v not in known or v in moved:
                     continue
                 moved[v] = known[v]
-                if isinstance(below, Split):
+                if isinstance(below, EquationSplit):
                     moved[v] = self._operand(known[v], below, position, views.get(v))
                 elif below and eqn.primitive.name in CALLS:
                     inner = called(eqn)[0]
@@ -245,7 +246,7 @@ class _Run:
         self, eqn: Any, values: Sequence, plan: Any, views: Sequence[_View | None]
     ) -> list:
         name = eqn.primitive.name
-        if isinstance(plan, Split):
+        if isinstance(plan, EquationSplit):
             _check_same(eqn, plan)
             values = [
                 self._operand(value, plan, i, view)
@@ -264,8 +265,8 @@ class _Run:
         jaxpr, consts = called(eqn)
         if name in _OWN_DERIVATIVES:
             known = dict(zip(jaxpr.invars, values))
-            of_known = dict(zip(jaxpr.invars, views))
-            arguments = self._arguments(jaxpr, known, plan, of_known)
+            known_views = dict(zip(jaxpr.invars, views))
+            arguments = self._arguments(jaxpr, known, plan, known_views)
             values = [arguments[v] for v in jaxpr.invars]
             if name == "custom_jvp_call":
                 results = _with_early_residuals(eqn)(*values)
@@ -287,19 +288,19 @@ class _Run:
         num_consts, num_carry = loop_counts(params)
         consts, carry = values[:num_consts], values[num_consts:][:num_carry]
         xs = values[num_consts + num_carry :]
-        of_turn = {k[0]: inner for k, inner in plan.items() if k[0] != "stack"}
+        turn_plans = {k[0]: inner for k, inner in plan.items() if k[0] != "stack"}
         turns = max((k[1] for k in plan if k[0] != "stack"), default=1)
         each = params["length"] // turns
         order = range(turns)[::-1] if params["reverse"] else range(turns)
         pieces = []
         runs: list[list[int]] = []
         for turn in order:
-            if runs and of_turn.get(turn) == of_turn.get(runs[-1][-1]):
+            if runs and turn_plans.get(turn) == turn_plans.get(runs[-1][-1]):
                 runs[-1].append(turn)
             else:
                 runs.append([turn])
         for run in runs:
-            inner = of_turn.get(run[0], {})
+            inner = turn_plans.get(run[0], {})
 
             def turn_of(carry: Sequence, x: Sequence, inner: Plan = inner) -> tuple:
                 out = self(body.jaxpr, body.consts, [*consts, *carry, *x], inner)
@@ -349,11 +350,11 @@ def _with_early_residuals(eqn: Any) -> Callable[..., list]:
 
 
 def _result_specs(jaxpr: Any, plan: Plan) -> list[Spec | None]:
-    """How the results of a called jaxpr are split, where an equation of the plan makes them."""
+    """The splits of the results of a called jaxpr; None for a result that no equation of the plan makes."""
     found: dict[Any, Spec | None] = {}
     for number, eqn in enumerate(jaxpr.eqns):
         below = plan.get(number)
-        if isinstance(below, Split):
+        if isinstance(below, EquationSplit):
             found.update(zip(eqn.outvars, below.outputs))
         elif below and eqn.primitive.name in CALLS:
             found.update(zip(eqn.outvars, _result_specs(called(eqn)[0], below)))
@@ -362,7 +363,7 @@ def _result_specs(jaxpr: Any, plan: Plan) -> list[Spec | None]:
     ]
 
 
-def _check_same(eqn: Any, split: Split) -> None:
+def _check_same(eqn: Any, split: EquationSplit) -> None:
     shapes = tuple(tuple(v.aval.shape) for v in eqn.outvars)
     if (eqn.primitive.name, shapes) != (split.primitive, split.shapes):
         raise ValueError(

@@ -19,6 +19,7 @@ from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.machine import Machine
 from jpipe.soap.space import Space
 from jpipe.soap.strategy import Config, Strategy, data_parallel
+from jpipe.soap.tasks import Tasks, ring_bytes
 
 _ROUNDING = 1e-9
 """Bounds are sums in another order than the simulation's, so they may be off by this fraction."""
@@ -71,7 +72,7 @@ def exhaustive(
     simulator = Simulator(
         graph, machine, costs, start, sync=sync, optimizer_arrays=optimizer_arrays
     )
-    branch = _Branch(simulator, space, limit, max_simulations)
+    branch = _PartialStrategy(simulator, space, limit, max_simulations)
     branch.descend(0)
     if branch.best is None:
         raise ValueError(
@@ -80,7 +81,7 @@ def exhaustive(
     return Optimum(branch.best, branch.seconds, branch.simulations, branch.left_out)
 
 
-class _Branch:
+class _PartialStrategy:
     """The strategies that begin with the configurations decided so far.
 
     Of each decided operator two lists are kept, with a number per shard: `heads`, when its result can be there at the earliest, and
@@ -102,7 +103,7 @@ class _Branch:
         num, num_devices = len(graph.operators), tasks.machine.num_devices
         self._choices = [space.configs(i) for i in range(num)]
         self._updates = [
-            {c: tasks.update_loads(i, c) for c in choices}
+            {c: _update_loads(tasks, i, c) for c in choices}
             for i, choices in enumerate(self._choices)
         ]
         work = [
@@ -130,7 +131,7 @@ class _Branch:
         self._heads: list[list[float]] = []
         self._ways: list[list[float]] = []
         self._own: list[float] = []  # of the forward and the backward of one shard
-        self._load = [0.0] * tasks.num_resources
+        self._load = [0.0] * tasks.routes.num_resources
 
     def _shortest_tails(self) -> list[dict[Config, float]]:
         """Of each operator and configuration, seconds that pass at least from the end of any shard's forward to the start of some
@@ -165,7 +166,7 @@ class _Branch:
     def _least_transfers(
         self, number: int, above: Config, below: Config, returns: bool
     ) -> float:
-        """Of the shards above, the one whose results reach all of their readers first; and back the same for gradients."""
+        """Lower bound on the seconds of the transfers along an edge, there and back: those of the fastest shard."""
         if above.devices == below.devices and above.degrees == below.degrees:
             return 0.0
         tasks = self._tasks
@@ -175,9 +176,11 @@ class _Branch:
         for a, b, num_bytes in pairs:
             start, end = above.devices[a], below.devices[b]
             if start != end:
-                last[a] = max(last[a], tasks.message(start, end, num_bytes)[1])
+                last[a] = max(last[a], tasks.routes.message(start, end, num_bytes)[1])
                 if returns:
-                    back[b] = max(back[b], tasks.message(end, start, num_bytes)[1])
+                    back[b] = max(
+                        back[b], tasks.routes.message(end, start, num_bytes)[1]
+                    )
         return min(last) + min(back)
 
     def _sums(self, operator: int, config: Config) -> tuple[list[float], list[float]]:
@@ -187,7 +190,7 @@ class _Branch:
         key = operator, config
         if key not in self._known_sums:
             count, tasks = len(config.devices), self._tasks
-            of_all = []
+            per_output = []
             for tensor in self._graph.operators[operator].outputs:
                 there, back = [0.0] * count, [0.0] * count
                 for owner, shards, num_bytes in tasks.shards.sums(
@@ -198,14 +201,14 @@ class _Branch:
                         ends = config.devices[shard], config.devices[owner]
                         send = receive = 0.0
                         if ends[0] != ends[1]:
-                            send = tasks.message(*ends, num_bytes)[1]
-                            receive = tasks.message(*ends[::-1], num_bytes)[1]
+                            send = tasks.routes.message(*ends, num_bytes)[1]
+                            receive = tasks.routes.message(*ends[::-1], num_bytes)[1]
                         there[shard] = max(there[shard], send + add)
                         back[owner] = max(back[owner], receive)
-                of_all.append((there, back))
+                per_output.append((there, back))
             self._known_sums[key] = (
-                [min(each) for each in zip(*(there for there, _ in of_all))],
-                [min(each) for each in zip(*(back for _, back in of_all))],
+                [min(each) for each in zip(*(there for there, _ in per_output))],
+                [min(each) for each in zip(*(back for _, back in per_output))],
             )
         return self._known_sums[key]
 
@@ -278,10 +281,14 @@ class _Branch:
                 there = back = 0.0
                 from_device, to_device = above.devices[a], config.devices[b]
                 if from_device != to_device:
-                    link, there = tasks.message(from_device, to_device, num_bytes)
+                    link, there = tasks.routes.message(
+                        from_device, to_device, num_bytes
+                    )
                     loads.append((link, there))
                     if returns:
-                        link, back = tasks.message(to_device, from_device, num_bytes)
+                        link, back = tasks.routes.message(
+                            to_device, from_device, num_bytes
+                        )
                         loads.append((link, back))
                 heads[b] = max(heads[b], self._heads[source][a] + there)
                 if returns:
@@ -299,7 +306,7 @@ class _Branch:
     def _after_sums(
         self, operator: int, config: Config, times: list[float], backward: bool
     ) -> list[float]:
-        """When results are there, from when the forwards of shards have ended; or the same for gradients, in reverse."""
+        """Returns the times at which results are there, given the ends of the shards' forwards; for gradients in reverse."""
         tasks, found = self._tasks, []
         for tensor in self._graph.operators[operator].outputs:
             result = list(times)
@@ -313,7 +320,7 @@ class _Branch:
                         ends = ends[::-1]
                     send = 0.0
                     if ends[0] != ends[1]:
-                        send = tasks.message(*ends, num_bytes)[1]
+                        send = tasks.routes.message(*ends, num_bytes)[1]
                     result[owner] = max(result[owner], times[shard] + send)
                 if not backward:
                     result[owner] += tasks.costs.add_seconds(num_bytes, len(shards))
@@ -353,3 +360,42 @@ class _Branch:
             self.best, self.seconds = simulator.strategy, seconds
         else:
             simulator.undo()
+
+
+def _update_loads(
+    tasks: Tasks, operator: int, config: Config
+) -> tuple[list[tuple[int, float]], list[float]]:
+    """Loads and delays after the backward of an operator, for the weights that no other operator reads.
+
+    Returns:
+      `(device or link, seconds)` of updates and messages; and per shard, seconds from the end of its backward to that of the
+      last update that needs it, at least.
+    """
+    graph = tasks.graph
+    loads: list[tuple[int, float]] = []
+    after = [0.0] * len(config.devices)
+    if not graph.operators[operator].has_backward:
+        return loads, after
+    for weight in (tasks.weights[number] for number in tasks.weights_of[operator]):
+        readers = graph.readers_of_weight[weight]
+        if any(reader != operator for reader, _ in readers):
+            continue
+        degrees = [config.degrees] * len(readers)
+        for num_bytes, holders in tasks.shards.weight_parts(weight, degrees):
+            shards = dict.fromkeys(shard for _, shard in holders)
+            devices = list(dict.fromkeys(config.devices[k] for k in shards))
+            update, last = tasks.costs.update_seconds(num_bytes), 0.0
+            if tasks.sync == "ring":
+                devices.sort()
+                loads += [(device, update) for device in devices]
+                if len(devices) > 1:
+                    sent = ring_bytes(num_bytes, len(devices))
+                    ring = zip(devices, [*devices[1:], devices[0]])
+                    messages = [tasks.routes.message(a, b, sent) for a, b in ring]
+                    loads += messages
+                    last = max(seconds for _, seconds in messages)
+            else:
+                loads.append((devices[0], update))
+            for shard in shards:
+                after[shard] = max(after[shard], last + update)
+    return loads, after

@@ -1,7 +1,6 @@
 """A traced function as one flat list of equations: calls inlined, loops unrolled."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -45,7 +44,7 @@ class Value:
 
 
 @dataclasses.dataclass(eq=False)
-class Equation:
+class FlatEquation:
     """One primitive of the program.
 
     Attributes:
@@ -76,7 +75,7 @@ In the body of a loop `(turn, number of turns)` stands between both. The stack o
 
 
 @dataclasses.dataclass
-class Program:
+class FlatProgram:
     """A flat program.
 
     Attributes:
@@ -86,11 +85,11 @@ class Program:
     """
 
     arguments: list[Value]
-    equations: list[Equation]
+    equations: list[FlatEquation]
     results: list[Value]
 
 
-def flatten(closed: Any, max_equations: int) -> Program:
+def flatten(closed: Any, max_equations: int) -> FlatProgram:
     """Inlines calls and unrolls `scan`.
 
     A loop that would give more than `max_equations` equations is unrolled into fewer turns, of which each stands for several.
@@ -100,10 +99,10 @@ def flatten(closed: Any, max_equations: int) -> Program:
       max_equations: about how many equations a loop may become.
     """
     arguments = [_value(v.aval, argument=i) for i, v in enumerate(closed.jaxpr.invars)]
-    equations: list[Equation] = []
+    equations: list[FlatEquation] = []
     walk = _Walk(equations, max_equations)
     results = walk.inline(closed.jaxpr, closed.consts, arguments, 1, ())
-    return Program(arguments, _live(equations, results), results)
+    return FlatProgram(arguments, _live(equations, results), results)
 
 
 def called(eqn: Any) -> tuple[Any, Sequence]:
@@ -120,7 +119,7 @@ def _value(aval: Any, **options: Any) -> Value:
     return Value(tuple(map(int, aval.shape)), aval.dtype, **options)
 
 
-def _live(equations: list[Equation], results: list[Value]) -> list[Equation]:
+def _live(equations: list[FlatEquation], results: list[Value]) -> list[FlatEquation]:
     """The equations that the results need."""
     needed, kept = set(results), []
     for equation in reversed(equations):
@@ -131,7 +130,7 @@ def _live(equations: list[Equation], results: list[Value]) -> list[Equation]:
 
 
 class _Walk:
-    def __init__(self, equations: list[Equation], max_equations: int):
+    def __init__(self, equations: list[FlatEquation], max_equations: int):
         self.equations = equations
         self.max_equations = max_equations
 
@@ -178,8 +177,14 @@ class _Walk:
         constant = all(each.constant for each in inputs)
         outputs = [_value(v.aval, constant=constant) for v in eqn.outvars]
         self.equations.append(
-            Equation(
-                name, inputs, outputs, dict(eqn.params), repeats, eqn.primitive, place
+            FlatEquation(
+                name,
+                inputs,
+                outputs,
+                dict(eqn.params),
+                repeats,
+                bind=eqn.primitive,
+                place=place,
             )
         )
         return outputs
@@ -223,14 +228,14 @@ class _Walk:
         return [*carry, *ys]
 
     def _slice(self, x: Value, start: int, length: int, repeats: int) -> Value:
-        """The rows `start` to `start + length` of `x`, of which a turn reads one."""
+        """The rows `start` to `start + length` of `x`; a turn reads one of them."""
         rest = tuple(DimMap(n, i) for i, n in enumerate(x.shape[1:]))
         shifted = tuple(DimMap(n, i + 1) for i, n in enumerate(x.shape[1:]))
         rows = DimMap(x.shape[0], 0, offset=start, width=length)
         access = ((DimMap(1, None), *rest), (rows, *shifted))
         output = Value(x.shape[1:], x.dtype, x.constant)
         params = {"access": access}
-        self.equations.append(Equation("view", [x], [output], params, repeats))
+        self.equations.append(FlatEquation("view", [x], [output], params, repeats))
         return output
 
     def _stack(
@@ -240,7 +245,7 @@ class _Walk:
         output = _value(aval, constant=constant)
         params = {"each": each}
         self.equations.append(
-            Equation("stack_turns", values, [output], params, repeats, place=place)
+            FlatEquation("stack_turns", values, [output], params, repeats, place=place)
         )
         return output
 
@@ -260,14 +265,10 @@ def _count(jaxpr: Any) -> int:
 
 
 def stack_access(shape: tuple[int, ...], start: int, length: int) -> Access:
-    """How a stack reads the value of one turn, which becomes its rows `start` to `start + length`."""
+    """The access of a stack to the value of one turn, which becomes its rows `start` to `start + length`."""
     rest = tuple(DimMap(n, i + 1) for i, n in enumerate(shape))
     turn = DimMap(1, 0, offset=-start, divisor=max(length, 1))
     return ((turn, *rest), identity((1, *shape))[1:])
-
-
-def size_of(value: Value) -> int:
-    return math.prod(value.shape)
 
 
 def item_bytes(dtype: Any) -> int:

@@ -7,7 +7,7 @@ elementwise equation reads too. The loop of that dim cannot be split then.
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jpipe.soap.flatten import Equation, Value
+from jpipe.soap.flatten import FlatEquation, Value
 from jpipe.soap.regions import Access, DimMap, Step, followed, is_plain
 from jpipe.soap.rules import ELEMENTWISE
 
@@ -43,27 +43,28 @@ class Fusion:
       equations: the equations of the operators, in the order of the program.
       refs: see `Refs`.
       results: the values that the function returns.
+
+    Attributes:
+      readers: value -> positions of the equations that read it, or what it shows; the number of equations for a result.
+      groups: equations that become one operator, in an order in which they can run.
     """
 
     def __init__(
-        self, equations: Sequence[Equation], refs: Refs, results: Sequence[Value]
+        self, equations: Sequence[FlatEquation], refs: Refs, results: Sequence[Value]
     ):
         self._equations = equations
         self._refs = refs
         self._group_of: dict[Value, Group] = {}
-        self._readers: dict[Value, list[int]] = {}
+        self.readers: dict[Value, list[int]] = {}
         for i, equation in enumerate(equations):
             for value in equation.inputs:
-                self._readers.setdefault(refs[value][0], []).append(i)
+                self.readers.setdefault(refs[value][0], []).append(i)
         for value in results:
-            self._readers.setdefault(refs[value][0], []).append(len(equations))
+            self.readers.setdefault(refs[value][0], []).append(len(equations))
         groups: list[Group] = []
         for i, equation in enumerate(equations):
-            group = self._join(i)
-            if group is None:
-                group = self._start(i)
-            for value in equation.outputs:
-                self._group_of[value] = group
+            group = self._join(i) or self._start(i)
+            self._group_of |= dict.fromkeys(equation.outputs, group)
             groups.append(group)
         self.groups = self._in_order({id(g): g for g in groups}.values())
 
@@ -156,7 +157,7 @@ class Fusion:
             and self._equations[reader].primitive in ELEMENTWISE
             for value, loops in run.dims.items()
             if row in loops
-            for reader in self._readers.get(value, ())
+            for reader in self.readers.get(value, ())
         )
         if not again:
             return None
@@ -198,24 +199,18 @@ class Fusion:
             reader in inside
             for value in run.dims
             if self._group_of.get(value) is run
-            for reader in self._readers.get(value, ())
+            for reader in self.readers.get(value, ())
         )
 
     def _is_free(self, run: Group, chosen: Group | None, i: int) -> bool:
         """Whether no other operator stands between the run and what equation `i` reads beside it."""
         inside = {id(run), id(chosen)}
-        first = run.equations[0]
+        merged = [run] if chosen is None else [run, chosen]
+        first = min(g.equations[0] for g in merged)
+        read = [i]
         if chosen is not None:
-            first = min(first, chosen.equations[0])
-            others = [
-                base
-                for g in (run, chosen)
-                for k in g.equations
-                for base, _ in self._sources(k)
-            ]
-        else:
-            others = []
-        others += [base for base, _ in self._sources(i)]
+            read += (k for g in merged for k in g.equations)
+        others = [base for k in read for base, _ in self._sources(k)]
         seen: set[int] = set()
         stack = [g for base in others if (g := self._group_of.get(base)) is not None]
         while stack:
@@ -237,7 +232,7 @@ class Fusion:
         self, run: Group, other: Group, loops: dict[int, int], mine: dict[int, int]
     ) -> None:
         """Takes `other` into `run`; `loops` and `mine` are their loops of one equation's dims."""
-        renamed = {}
+        renamed: dict[int, int] = {}
         for d, loop in mine.items():
             if d in loops:
                 renamed[loop] = loops[d]
@@ -290,7 +285,7 @@ class Fusion:
 
 
 def operand_step(group: Group, output: Value, shape: tuple[int, ...]) -> Step:
-    """From the loops of a run to an operand of the equation that writes `output`.
+    """The step from the loops of a run to an operand of the equation that writes `output`.
 
     The operand is a scalar, or has the shape of the output but for dims of size 1, which are repeated.
     """

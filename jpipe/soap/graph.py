@@ -72,7 +72,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """What an operator reads.
+    """A tensor that an operator reads.
 
     Attributes:
       tensor: number of the tensor.

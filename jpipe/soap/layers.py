@@ -7,13 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jpipe.layers.avals import cast
-from jpipe.layers.layer import Layer
+from jpipe.layers.avals import abstract, cast, zeros
+from jpipe.layers.layer import Layer, run_in_order
 from jpipe.layers.loss import Loss
-from jpipe.layers.trace import run_layer
+from jpipe.layers.tracer import run_layer
 from jpipe.mesh import on_platform
 from jpipe.soap.execute import with_splits
 from jpipe.soap.graph import OperatorGraph
@@ -54,12 +53,12 @@ class LayersGraph(NamedTuple):
         self, strategy: Sequence[Config], sizes: Mapping[str, int]
     ) -> list[LayerSplit]:
         """How a strategy splits each layer over the axes of a mesh; see `jpipe.soap.splits.splits`."""
-        found = splits(self.graph, strategy, sizes, in_stages=True)
+        split = splits(self.graph, strategy, sizes, in_stages=True)
         result, start = [], 0
         for i, count in enumerate(self.num_parameters):
-            specs = tuple(map(as_entries, found.arguments[start : start + count]))
+            specs = tuple(map(as_entries, split.arguments[start : start + count]))
             # Each layer is a call, and nothing stands between the calls.
-            result.append(LayerSplit(specs, found.plan.get(i, {})))
+            result.append(LayerSplit(specs, split.plan.get(i, {})))
             start += count
         return result
 
@@ -93,37 +92,28 @@ def layers_graph(
 
     def bind(batch: Any, key: jax.Array) -> Any:
         """Traces the layers in order: the parameters of some depend on their inputs."""
-        outputs = batch["inputs"]
-        kept: dict[str, Any] = {}
-        for layer in layers:
-            args = (outputs, *(kept.pop(name) for name in layer.pop))
-            avals = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), args)
-            bound.append(layer.bound(avals))
-            zeros = jax.tree.map(
-                lambda a: jnp.zeros(a.shape, a.dtype),
-                (bound[-1].parameters, bound[-1].state),
-            )
-            run = run_layer(bound[-1], compute_dtype)
-            outputs, *stashed = run(*zeros, key, args)[0]
-            kept |= dict(zip(layer.stash, stashed))
-        return outputs
+
+        def call(i: int, args: tuple) -> tuple:
+            layer = layers[i].bound(abstract(args))
+            bound.append(layer)
+            run = run_layer(layer, compute_dtype)
+            return run(*zeros((layer.parameters, layer.state)), key, args)[0]
+
+        return run_in_order(layers, batch["inputs"], call)
 
     with on_platform("cpu"):
         jax.eval_shape(bind, batch, key)
 
     def function(weights: Any, batch: Any, states: Any, key: jax.Array) -> Any:
-        outputs = batch["inputs"]
-        kept: dict[str, Any] = {}
-        for layer, parameters, state in zip(bound, weights, states):
-            args = (outputs, *(kept.pop(name) for name in layer.pop))
+        def call(i: int, args: tuple) -> tuple:
+            layer = bound[i]
             if evaluated:
-                parameters, args = cast((parameters, args), compute_dtype)
-                returned = layer.evaluate(parameters, state, args)
-                outputs, *stashed = layer.outputs(returned)
-            else:
-                run = jax.jit(run_layer(layer, compute_dtype))
-                (outputs, *stashed), _, _ = run(parameters, state, key, args)
-            kept |= dict(zip(layer.stash, stashed))
+                parameters, args = cast((weights[i], args), compute_dtype)
+                return layer.outputs(layer.evaluate(parameters, states[i], args))
+            run = jax.jit(run_layer(layer, compute_dtype))
+            return run(weights[i], states[i], key, args)[0]
+
+        outputs = run_in_order(bound, batch["inputs"], call)
         return loss.terms(outputs, batch, {}, key).mean()[0]
 
     weights = [layer.parameters for layer in bound]

@@ -1,4 +1,4 @@
-"""How long devices hold what a step computes: for the most memory that they need at a time.
+"""The lifetimes of arrays on devices in a step, for the most memory that a device needs at a time.
 
 An operator that reads parts of other devices gets an array of all that it reads, its own part included. From then on it is the one that is
 kept, if no other backward reads the writer's. Its backward computes the gradient by the whole array, before parts of it are sent back and
@@ -20,32 +20,12 @@ what that reads until then), and whether a mask is written at once, or later fro
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from jpipe.soap.graph import PRODUCTS, OperatorGraph
 
 
-class Held(NamedTuple):
-    """Bytes that a device holds for a part of the step.
-
-    Attributes:
-      device: the device.
-      first, last: positions in the order of the step: see `Lifetimes`.
-      num_bytes: the bytes; below 0 for what is held no more while something else takes its place.
-      copied_until: of an input of the function, the last position at which its first reader needs it; None of all else.
-      is_exchanged: whether devices send parts of it, which they do from the main memory.
-    """
-
-    device: int
-    first: int
-    last: int
-    num_bytes: int
-    copied_until: int | None = None
-    is_exchanged: bool = False
-
-
 class Lifetimes:
-    """How long a device holds what the step computes, by positions in its order.
+    """The lifetimes of arrays on a device, by positions in the order of the step.
 
     The forwards of n operators are at 0 to n - 1, and the backwards follow in reverse order, at n to 2 n - 1. The updates are at
     2 n, after all backwards, as with a clipping of gradients.
@@ -79,7 +59,7 @@ class Lifetimes:
         return self.end - 1 - operator
 
     def value(self, operator: int, tensor: int) -> tuple[int, int]:
-        """Of what an operator writes: from its forward to its last reader, or to the last backward for which it is kept.
+        """Lifetime of an operator's result: from its forward to its last reader, or to the backward for which it is kept.
 
         An elementwise operator that reads it last writes its own result to the same place.
         """
@@ -92,19 +72,19 @@ class Lifetimes:
         return operator, max(operator, last - in_place)
 
     def received(self, operator: int, position: int) -> tuple[int, int]:
-        """Of what an operator gets from other devices: from its forward to its backward, if that reads it."""
+        """Lifetime of an operand from other devices: from the operator's forward to its backward, if that reads it."""
         each = self._graph.operators[operator]
         if each.has_backward and each.inputs[position].kept:
             return operator, self.backward(operator)
         return operator, operator
 
     def input(self, reader: int) -> tuple[int, int]:
-        """Of an input of the function: the last position at which it is held, and the last one at which its first reader needs it."""
+        """Returns the last position at which an input of the function is held, and the last one at which its first reader needs it."""
         has_backward = self._graph.operators[reader].has_backward
         return self.end, self.backward(reader) if has_backward else reader
 
     def replaced(self, reader: int, position: int) -> tuple[int, int] | None:
-        """When what an operator writes is held no more because a reader has an array of its own; None: it is held as `value` says.
+        """The part of the lifetime `value` in which a reader's own array takes the place of the writer's; None if it never does.
 
         The reader's array, which is put together of parts from several devices, is the one that its backward reads. If no other
         backward reads the writer's array, it is there until its last reader.
@@ -126,7 +106,7 @@ class Lifetimes:
         return max(self._readers[tensor]) + 1, self.backward(reader)
 
     def gradient(self, operator: int, tensor: int) -> tuple[int, int] | None:
-        """Of the gradient by a result: from the first backward that adds to it to the backward that reads it; None: there is none.
+        """Lifetime of the gradient by a result: from the first backward that adds to it to the one that reads it; None without a gradient.
 
         The gradient by a result of the whole function is there for the backward that reads it. An elementwise backward writes its results to the place of what it reads, which is therefore not held beside them.
         """
@@ -139,7 +119,7 @@ class Lifetimes:
         return first, max(first, last - in_place)
 
     def weight_gradient(self, weight: int) -> tuple[int, int]:
-        """Of the gradient by a weight: from the first backward that adds to it to the updates."""
+        """Lifetime of the gradient by a weight: from the first backward that adds to it to the updates."""
         readers = [i for i, _ in self._graph.readers_of_weight[weight]]
         return self.backward(max(readers)), self.end
 

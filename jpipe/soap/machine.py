@@ -158,9 +158,9 @@ class Machine:
         return latency + num_bytes / bandwidth
 
     def routes(self) -> list[list[tuple[int, float, float]]]:
-        """From each device to each: number of what a message occupies, bandwidth, latency.
+        """For each pair of devices: the number of the resource that a message occupies, bandwidth, latency.
 
-        It is a link, numbered behind the devices, or the device that receives (`overlap`).
+        The resource is a link, numbered behind the devices; without `overlap` it is the device that receives.
         """
         numbers: dict = {}
         routes = []

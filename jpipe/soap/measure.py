@@ -16,7 +16,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe._util.foreign import shown
-from jpipe.soap.flatten import Equation, Value
+from jpipe.layers.avals import is_inexact
+from jpipe.soap.flatten import FlatEquation, Value
 from jpipe.soap.graph import OperatorGraph
 from jpipe.soap.products import product_of
 from jpipe.soap.regions import read
@@ -100,13 +101,13 @@ def _backward(
     """
     arrays = [jnp.asarray(x) for x in inputs]
 
-    def of_floats(*floats: jax.Array) -> list:
+    def float_results(*floats: jax.Array) -> list:
         given: list = list(arrays)
         for i, x in zip(places, floats):
             given[i] = x
-        return [y for y in function(*given) if _is_float(y)]
+        return [y for y in function(*given) if is_inexact(y)]
 
-    outputs, pull = jax.vjp(of_floats, *(arrays[i] for i in places))
+    outputs, pull = jax.vjp(float_results, *(arrays[i] for i in places))
     kept, tree = jax.tree.flatten(pull)
     cold_arrays = [x for x, is_cold in zip(arrays, cold) if is_cold]
     is_cold = [any(x is y for y in cold_arrays) for x in kept]
@@ -121,10 +122,6 @@ def _backward(
         [*map(np.asarray, kept), *cotangents],
         is_cold + [False] * len(outputs),
     )
-
-
-def _is_float(x: Any) -> bool:
-    return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
 def _seconds(
@@ -211,7 +208,7 @@ def _elapsed(
 
 def _sample(value: Any, rng: np.random.Generator) -> np.ndarray:
     """Numbers of the shape and dtype of a value."""
-    if jnp.issubdtype(value.dtype, jnp.inexact):
+    if is_inexact(value):
         return rng.uniform(0.1, 0.9, value.shape).astype(value.dtype)
     return np.zeros(value.shape, value.dtype)
 
@@ -235,8 +232,8 @@ def local_program(
     inputs: dict[Value, tuple[int, ...]] = {}
     numbers: dict[Value, int | None] = {}
     for each in members:
-        of_input = zip(each.equation.inputs, each.reads, each.inner, each.tensors)
-        for value, access, inner, tensor in of_input:
+        parts = zip(each.equation.inputs, each.reads, each.inner, each.tensors)
+        for value, access, inner, tensor in parts:
             if inner is None and value.literal is None:
                 numbers[value] = tensor
                 sizes = tuple(high - low for low, high in read(access, box))
@@ -285,7 +282,7 @@ def _shown(
 
 
 def _bind(
-    equation: Equation, given: list, sizes_of: list[tuple[int, ...]]
+    equation: FlatEquation, given: list, sizes_of: list[tuple[int, ...]]
 ) -> list[jax.Array]:
     """Runs a primitive with the parameters that fit the sizes."""
     name, params, sizes = equation.primitive, dict(equation.params), sizes_of[0]
@@ -307,13 +304,13 @@ def _bind(
         )
         params["padding"] = tuple(
             _padding(
-                low,
-                image.shape[dims.lhs_spec[2 + i]],
-                params["lhs_dilation"][i],
-                kernel.shape[dims.rhs_spec[2 + i]],
-                params["rhs_dilation"][i],
-                params["window_strides"][i],
-                sizes[dims.out_spec[2 + i]],
+                low=low,
+                size=image.shape[dims.lhs_spec[2 + i]],
+                dilation=params["lhs_dilation"][i],
+                window=kernel.shape[dims.rhs_spec[2 + i]],
+                inside=params["rhs_dilation"][i],
+                stride=params["window_strides"][i],
+                results=sizes[dims.out_spec[2 + i]],
             )
             for i, (low, _) in enumerate(params["padding"])
         )
@@ -321,13 +318,13 @@ def _bind(
         rank = len(sizes)
         params["padding"] = tuple(
             _padding(
-                params["padding"][d][0],
-                given[0].shape[d],
-                (params.get("base_dilation") or (1,) * rank)[d],
-                params["window_dimensions"][d],
-                (params.get("window_dilation") or (1,) * rank)[d],
-                params["window_strides"][d],
-                sizes[d],
+                low=params["padding"][d][0],
+                size=given[0].shape[d],
+                dilation=(params.get("base_dilation") or (1,) * rank)[d],
+                window=params["window_dimensions"][d],
+                inside=(params.get("window_dilation") or (1,) * rank)[d],
+                stride=params["window_strides"][d],
+                results=sizes[d],
             )
             for d in range(rank)
         )

@@ -33,12 +33,12 @@ def boxes_of(
     """`[devices, rank, 2]`, the part of an array that each device has, in the order of the mesh."""
     count = math.prod(sizes.values())
     places = np.indices(tuple(sizes.values())).reshape(len(sizes), count)
-    of_axis = dict(zip(sizes, places))
+    axis_places = dict(zip(sizes, places))
     boxes = np.zeros((count, len(shape), 2), np.int64)
     for dim, (size, names) in enumerate(zip(shape, spec)):
         part = np.zeros(count, np.int64)
         for name in names:
-            part = part * sizes[name] + of_axis[name]
+            part = part * sizes[name] + axis_places[name]
         length = size // math.prod(sizes[name] for name in names)
         boxes[:, dim, 0] = part * length
         boxes[:, dim, 1] = part * length + length

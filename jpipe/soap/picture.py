@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jpipe.soap.machine import Machine
-from jpipe.soap.simulate import Timeline
+from jpipe.soap.simulate import TaskTimes
 from jpipe.soap.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def kinds_of_tasks(tasks: Tasks) -> dict[int, str]:
     num_operators = len(tasks.graph.operators)
     num_edges = len(tasks.graph.edges)
     for number, block in enumerate(tasks.blocks):
-        of_weight = number >= num_operators + num_edges
-        kinds |= dict.fromkeys(block.tasks, "update" if of_weight else "sum")
+        is_weight = number >= num_operators + num_edges
+        kinds |= dict.fromkeys(block.tasks, "update" if is_weight else "sum")
         kinds |= dict.fromkeys(block.messages, "message")
         kinds |= dict.fromkeys(block.forward, "forward")
         kinds |= dict.fromkeys(block.backward, "backward")
@@ -38,7 +38,7 @@ def kinds_of_tasks(tasks: Tasks) -> dict[int, str]:
 def save_timeline(
     path: str | os.PathLike[str],
     tasks: Tasks,
-    timeline: Timeline,
+    timeline: TaskTimes,
     title: str = "",
 ) -> None:
     """Draws when every device computes, and every link that is used carries messages.

@@ -80,8 +80,8 @@ def _gradient(
     shared = tuple(range(len(own_batch)))
     start = len(shared) + (len(free) if number == 0 else 0)
     summed = tuple(range(start, start + len(other_free)))
-    of_other = sorted(range(len(others)), key=lambda i: others[i])
-    contracted = [own[i] for i in of_other]
+    other_order = sorted(range(len(others)), key=lambda i: others[i])
+    contracted = [own[i] for i in other_order]
     turned = bool(free) and bool(contracted) and min(contracted) < min(free)
     if turned:
         pair, dims = (other, cotangent), [*own_batch, *contracted, *free]

@@ -135,7 +135,7 @@ def volume(box: Box) -> int:
 
 @functools.lru_cache(1024)
 def reshape(old: tuple[int, ...], new: tuple[int, ...]) -> Step:
-    """What a reshape from `old` to `new` reads. Ranges are the smallest that hold all elements.
+    """The access of a reshape from `old` to `new`. Ranges are the smallest that hold all elements.
 
     Dims fall into groups of equal products. In a group the first dim of the old shape follows the first dim of the new one;
     the other old dims are whole, unless a dim stays as it is.

@@ -1,4 +1,4 @@
-"""What backwards read of the forwards: as few bytes as possible.
+"""Chooses the values of forwards that are kept for backwards: as few bytes as possible.
 
 The derivative of an equation reads some of its operands and results. Which values a device has to keep for that does not follow from
 one equation: compilers compute elementwise results again where a backward reads them, as a part of the operator that reads them.
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jpipe.layers.cut import SINK, SOURCE, Network
-from jpipe.soap.flatten import Equation, Value, item_bytes
+from jpipe.soap.flatten import FlatEquation, Value, item_bytes
 from jpipe.soap.fuse import Refs
 from jpipe.soap.rules import ELEMENTWISE
 
@@ -44,8 +44,8 @@ _FUSED = {"conv_general_dilated", "dot_general", *ELEMENTWISE} | {
 
 
 @dataclasses.dataclass(frozen=True)
-class Residuals:
-    """What backwards read.
+class KeptValues:
+    """The values that are kept for backwards.
 
     Attributes:
       kept_for: each kept value, and the first operator whose backward reads it or what is computed from it.
@@ -55,13 +55,13 @@ class Residuals:
 
     kept_for: Mapping[Value, int]
     reads: Sequence[set[Value]]
-    masks: Mapping[Value, Equation]
+    masks: Mapping[Value, FlatEquation]
 
 
 def residuals_of(
-    operators: Sequence[Sequence[Equation]], refs: Refs, weights: Iterable[Value]
-) -> Residuals:
-    """What the backwards of operators read.
+    operators: Sequence[Sequence[FlatEquation]], refs: Refs, weights: Iterable[Value]
+) -> KeptValues:
+    """Chooses the values that are kept for the backwards of operators.
 
     Args:
       operators: the equations of each, in an order in which they can run.
@@ -75,9 +75,9 @@ def residuals_of(
 
 
 def derivative_reads(
-    equation: Equation, differentiated: Sequence[bool]
+    equation: FlatEquation, differentiated: Sequence[bool]
 ) -> tuple[list[Value], bool]:
-    """What the derivative of an equation reads.
+    """The values that the derivative of an equation reads.
 
     Args:
       equation: whose results have gradients.
@@ -119,10 +119,10 @@ class _Analysis:
         self._bytes: dict[Value, int] = {}
         # Value -> the values from which it is computed again; None: it is not.
         self._sources: dict[Value, list[Value] | None] = {}
-        self._masks: dict[Value, Equation] = {}
+        self._masks: dict[Value, FlatEquation] = {}
         self._read: list[dict[Value, None]] = []
 
-    def add(self, equations: Sequence[Equation]) -> None:
+    def add(self, equations: Sequence[FlatEquation]) -> None:
         """Adds an operator."""
         self._read.append({})
         for equation in equations:
@@ -131,7 +131,7 @@ class _Analysis:
     def _base(self, value: Value) -> Value:
         return self._refs[value][0] if value in self._refs else value
 
-    def _add(self, equation: Equation) -> None:
+    def _add(self, equation: FlatEquation) -> None:
         bases = [self._base(value) for value in equation.inputs]
         operands = [base for base in bases if base in self._sources]
         is_cheap = equation.primitive in ELEMENTWISE
@@ -157,15 +157,15 @@ class _Analysis:
             read[mask] = None
 
     def _place(
-        self, value: Value, equation: Equation, sources: list[Value] | None
+        self, value: Value, equation: FlatEquation, sources: list[Value] | None
     ) -> None:
         self._sources[value] = sources
         self._operator[value] = len(self._read) - 1
         num_bytes = math.prod(value.shape) * item_bytes(value.dtype)
         self._bytes[value] = num_bytes * equation.repeats
 
-    def result(self) -> Residuals:
-        """What is kept."""
+    def result(self) -> KeptValues:
+        """The kept values, and their readers."""
         kept = self._cut()
         kept_for: dict[Value, int] = {}
         reads: list[set[Value]] = []
@@ -179,7 +179,7 @@ class _Analysis:
             ends = self._back_to(read, lambda v: v in kept or is_elsewhere(v))
             reads.append({value for value in ends if is_elsewhere(value)})
         masks = {mask: self._masks[mask] for mask in kept_for if mask in self._masks}
-        return Residuals(kept_for, reads, masks)
+        return KeptValues(kept_for, reads, masks)
 
     def _back_to(
         self, values: Iterable[Value], is_end: Callable[[Value], bool]
@@ -221,7 +221,7 @@ class _Analysis:
         return kept
 
     def _parts(self, read: Iterable[Value]) -> list[list[Value]]:
-        """What `read` is computed from, in parts that have nothing to do with each other."""
+        """The values from which `read` is computed, in parts that share no value."""
         above: dict[Value, Value] = {}
 
         def root(value: Value) -> Value:

@@ -1,13 +1,14 @@
-"""What each primitive of JAX reads and writes, as loops.
+"""A rule for each primitive of JAX: its loops, and what they read and write.
 
 To teach the search a primitive, write its rule here: a function of an equation that returns a `Nest`, under its name in `RULES`.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 
-from jpipe.soap.flatten import Equation, stack_access
+from jpipe.soap.flatten import FlatEquation, stack_access
 from jpipe.soap.regions import Access, DimMap, Step, identity, plain, reshape
 
 ELEMENTWISE = frozenset(
@@ -45,7 +46,7 @@ class Nest:
     flops: float = 1.0
 
 
-def _dot_general(equation: Equation) -> Nest:
+def _dot_general(equation: FlatEquation) -> Nest:
     left, right = equation.inputs
     (lc, rc), (lb, rb) = equation.params["dimension_numbers"]
     left_free = [i for i in range(len(left.shape)) if i not in (*lc, *lb)]
@@ -68,7 +69,7 @@ def _dot_general(equation: Equation) -> Nest:
     )
 
 
-def _conv_general_dilated(equation: Equation) -> Nest:
+def _conv_general_dilated(equation: FlatEquation) -> Nest:
     image, kernel = equation.inputs
     (output,) = equation.outputs
     params = equation.params
@@ -123,7 +124,7 @@ def _conv_general_dilated(equation: Equation) -> Nest:
     )
 
 
-def _reduction(equation: Equation, can_split: bool = True) -> Nest:
+def _reduction(equation: FlatEquation, can_split: bool = True) -> Nest:
     shape = equation.inputs[0].shape
     axes = equation.params.get("axes", equation.params.get("dimensions", ()))
     kept = tuple(i for i in range(len(shape)) if i not in axes)
@@ -135,11 +136,10 @@ def _reduction(equation: Equation, can_split: bool = True) -> Nest:
     return Nest(shape, splits, reads, (kept,) * len(equation.outputs))
 
 
-def _whole_reduction(equation: Equation) -> Nest:
-    return _reduction(equation, can_split=False)
+_whole_reduction = functools.partial(_reduction, can_split=False)
 
 
-def _reduce_window(equation: Equation) -> Nest:
+def _reduce_window(equation: FlatEquation) -> Nest:
     value, (output,) = equation.inputs[0], equation.outputs
     params = equation.params
     rank = len(output.shape)
@@ -167,10 +167,10 @@ def _reduce_window(equation: Equation) -> Nest:
     )
 
 
-def _along(axis_name: str) -> Callable[[Equation], Nest]:
+def _along(axis_name: str) -> Callable[[FlatEquation], Nest]:
     """Primitives that mix the elements along one dim and keep the shape."""
 
-    def rule(equation: Equation) -> Nest:
+    def rule(equation: FlatEquation) -> Nest:
         shape = equation.inputs[0].shape
         axis = equation.params[axis_name] % max(len(shape), 1)
         loops = tuple(range(len(shape)))
@@ -185,7 +185,7 @@ def _along(axis_name: str) -> Callable[[Equation], Nest]:
     return rule
 
 
-def _top_k(equation: Equation) -> Nest:
+def _top_k(equation: FlatEquation) -> Nest:
     shape = equation.inputs[0].shape
     last = len(shape) - 1
     loops = tuple(range(last))
@@ -198,7 +198,7 @@ def _top_k(equation: Equation) -> Nest:
     )
 
 
-def _gather(equation: Equation) -> Nest:
+def _gather(equation: FlatEquation) -> Nest:
     operand, indices = equation.inputs
     (output,) = equation.outputs
     dims = equation.params["dimension_numbers"]
@@ -229,7 +229,7 @@ def _gather(equation: Equation) -> Nest:
     )
 
 
-def _dynamic_slice(equation: Equation) -> Nest:
+def _dynamic_slice(equation: FlatEquation) -> Nest:
     operand, (output,) = equation.inputs[0], equation.outputs
     dims = [
         d if a == b else None
@@ -245,7 +245,7 @@ def _dynamic_slice(equation: Equation) -> Nest:
     )
 
 
-def _dynamic_update_slice(equation: Equation) -> Nest:
+def _dynamic_update_slice(equation: FlatEquation) -> Nest:
     operand, update = equation.inputs[:2]
     whole = [a == b for a, b in zip(operand.shape, update.shape)]
     loops = tuple(range(len(whole)))
@@ -259,7 +259,7 @@ def _dynamic_update_slice(equation: Equation) -> Nest:
     )
 
 
-def _concatenate(equation: Equation) -> Nest:
+def _concatenate(equation: FlatEquation) -> Nest:
     (output,) = equation.outputs
     axis, start, reads = equation.params["dimension"], 0, []
     for value in equation.inputs:
@@ -270,7 +270,7 @@ def _concatenate(equation: Equation) -> Nest:
     return _by_output(output.shape, tuple(reads))
 
 
-def _stack(equation: Equation) -> Nest:
+def _stack(equation: FlatEquation) -> Nest:
     (output,), axis, reads = equation.outputs, equation.params["axis"], []
     for i, value in enumerate(equation.inputs):
         shape = (*value.shape[:axis], 1, *value.shape[axis:])
@@ -281,7 +281,7 @@ def _stack(equation: Equation) -> Nest:
     return _by_output(output.shape, tuple(reads))
 
 
-def _stack_turns(equation: Equation) -> Nest:
+def _stack_turns(equation: FlatEquation) -> Nest:
     (output,), each = equation.outputs, equation.params["each"]
     reads = tuple(
         stack_access(value.shape, i * each, each)
@@ -290,7 +290,7 @@ def _stack_turns(equation: Equation) -> Nest:
     return _by_output(output.shape, reads)
 
 
-def _pad(equation: Equation) -> Nest:
+def _pad(equation: FlatEquation) -> Nest:
     value, (output,) = equation.inputs[0], equation.outputs
     step = tuple(
         DimMap(n, d, offset=-low, dilation=inside + 1)
@@ -306,7 +306,7 @@ def _by_output(shape: tuple[int, ...], reads: tuple[Access, ...]) -> Nest:
     return Nest(shape, (True,) * len(shape), reads, (loops,))
 
 
-RULES: dict[str, Callable[[Equation], Nest]] = {
+RULES: dict[str, Callable[[FlatEquation], Nest]] = {
     "argmax": _whole_reduction,
     "argmin": _whole_reduction,
     "concatenate": _concatenate,
@@ -339,8 +339,8 @@ RULES: dict[str, Callable[[Equation], Nest]] = {
 """Primitive -> its rule."""
 
 
-def unsplittable(equation: Equation) -> Nest:
-    """An equation of which nothing is known: one shard reads and writes everything."""
+def unsplittable(equation: FlatEquation) -> Nest:
+    """The nest of an unknown primitive: one shard reads and writes everything."""
     shape = equation.outputs[0].shape
     return Nest(
         shape,
@@ -353,7 +353,7 @@ def unsplittable(equation: Equation) -> Nest:
     )
 
 
-def views(equation: Equation) -> Sequence[Access] | None:
+def views(equation: FlatEquation) -> Sequence[Access] | None:
     """Per output, what it reads of the input at its position (or of the only one); None if the equation computes."""
     params, name = equation.params, equation.primitive
     shape = equation.inputs[0].shape if equation.inputs else ()

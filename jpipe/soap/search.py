@@ -5,10 +5,11 @@ both uniformly, and takes the change with probability min(1, exp(beta * (seconds
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,34 +33,6 @@ _SHARPNESS = 300.0
 """Default of beta times the seconds of the best start: what is 1% slower is taken with probability exp(-3)."""
 
 
-class Changeable(Protocol):
-    """What a walk needs of a simulator."""
-
-    @property
-    def seconds(self) -> float: ...
-
-    def try_change(
-        self,
-        operator: int,
-        config: Config,
-        limit: float = math.inf,
-        memory_limit: float = math.inf,
-    ) -> float: ...
-
-    def keep(self) -> None: ...
-
-    def undo(self) -> None: ...
-
-
-class Drawable(Protocol):
-    """What a walk needs of a space."""
-
-    @property
-    def num_operators(self) -> int: ...
-
-    def draw(self, operator: int, rng: np.random.Generator) -> Config: ...
-
-
 def accepted_up_to(seconds: float, beta: float, uniform: float) -> float:
     """The slowest step that is taken from a strategy of `seconds`.
 
@@ -74,8 +47,8 @@ def accepted_up_to(seconds: float, beta: float, uniform: float) -> float:
 
 
 def walk(
-    simulator: Changeable,
-    space: Drawable,
+    simulator: Simulator,
+    space: Space,
     beta: float,
     rng: np.random.Generator,
     memory_limit: float = math.inf,
@@ -191,24 +164,28 @@ def search(
         max_proposals = 2000 * len(starts)
     limit = machine.memory_bytes if memory_limit is None else memory_limit
     costs = Analytic(machine) if costs is None else costs
-    run = _Search(
+    simulator = functools.partial(
+        Simulator,
         graph,
         machine,
         costs,
-        space,
-        limit,
-        {"sync": sync, "optimizer_arrays": optimizer_arrays},
-        progress,
+        sync=sync,
+        optimizer_arrays=optimizer_arrays,
     )
+    run = _Search(simulator, space, limit, progress)
     try:
-        simulators = run.begin(starts)
+        begun = run.begin(starts)
         if beta is None:
-            beta = _SHARPNESS / min(each.seconds for each in simulators)
-        share = _Budget.share(budget_seconds, max_proposals, len(simulators))
-        for simulator in simulators:
-            run.chain(simulator, beta, rng, share)
+            beta = _SHARPNESS / min(start.seconds for start in begun)
+        seconds = math.inf if budget_seconds is None else budget_seconds
+        share = _Budget(seconds / len(begun), math.inf)
+        if max_proposals is not None:
+            share = share._replace(proposals=max(max_proposals // len(begun), 1))
+        for start in begun:
+            run.chain(start, beta, rng, share)
         if polish:
-            run.polish(budget_seconds, max_polish_proposals)
+            most = math.inf if max_polish_proposals is None else max_polish_proposals
+            run.polish(_Budget(seconds, most))
     except KeyboardInterrupt:
         if run.best is None:
             raise
@@ -235,53 +212,28 @@ def starts_of(space: Space, seed: int = 0) -> dict[str, Strategy]:
     return {name: each for name, each in starts.items() if space.can_run(each)}
 
 
-class _Budget:
-    """Seconds, proposals or both; over when half of either brought no improvement."""
+class _Budget(NamedTuple):
+    """The most seconds, and the most proposals."""
 
-    def __init__(self, seconds: float, proposals: float):
-        self.seconds = seconds
-        self.proposals = proposals
-
-    @classmethod
-    def share(cls, seconds: float | None, proposals: int | None, num: int) -> "_Budget":
-        return cls(
-            math.inf if seconds is None else seconds / num,
-            math.inf if proposals is None else max(proposals // num, 1),
-        )
+    seconds: float
+    proposals: float
 
     def is_over(self, elapsed: float, count: int) -> bool:
         return elapsed >= self.seconds or count >= self.proposals
 
-    def half_is_over(self, elapsed: float, count: int) -> bool:
-        return elapsed >= self.seconds / 2 or count >= self.proposals / 2
-
-
-class _Until(NamedTuple):
-    """The end of the polish: a time and a number of proposals."""
-
-    time: float
-    proposals: float
-
-    def is_reached(self, proposals: int) -> bool:
-        return proposals >= self.proposals or time.perf_counter() > self.time
-
 
 class _Search:
-    """What the parts of a search share."""
+    """A search: its chains, its polish, and the best strategy so far."""
 
     def __init__(
         self,
-        graph: OperatorGraph,
-        machine: Machine,
-        costs: Costs,
+        simulator: Callable[[Sequence[Config]], Simulator],
         space: Space,
         memory_limit: float,
-        options: dict,
         progress: Callable[[float, float, int], None] | None,
     ):
-        self._graph, self._machine, self._costs = graph, machine, costs
-        self._space, self._memory_limit, self._options = space, memory_limit, options
-        self._progress = progress
+        self._simulator, self._space = simulator, space
+        self._memory_limit, self._progress = memory_limit, progress
         self._began = time.perf_counter()
         self._told = -math.inf
         self._starts: dict[str, float] = {}
@@ -291,11 +243,6 @@ class _Search:
         self.best: Strategy | None = None
         self._is_local_optimum = False
         self.interrupted = False
-
-    def _simulator(self, strategy: Sequence[Config]) -> Simulator:
-        return Simulator(
-            self._graph, self._machine, self._costs, strategy, **self._options
-        )
 
     def begin(self, starts: Mapping[str, Sequence[Config]]) -> list[Simulator]:
         """A simulator per start that fits into the memory, after changes if need be."""
@@ -318,10 +265,9 @@ class _Search:
 
     def _shrink(self, simulator: Simulator) -> None:
         """Changes operators until the strategy fits into the memory, or no change of one helps."""
-        operators = range(len(self._graph.operators))
         while True:
             before = _excess(simulator, self._memory_limit)
-            for operator in operators:
+            for operator in range(self._space.num_operators):
                 best: tuple[tuple[float, int], Config] | None = None
                 old = _excess(simulator, self._memory_limit)
                 for config in self._space.configs(operator):
@@ -358,44 +304,37 @@ class _Search:
         rng: np.random.Generator,
         budget: _Budget,
     ) -> None:
-        """One Markov chain."""
+        """One Markov chain, until the budget is over, or half of it has brought no improvement."""
+        half = _Budget(budget.seconds / 2, budget.proposals / 2)
         began = improved_at = time.perf_counter()
         improved = count = 0
-        own_best = simulator.seconds
+        fastest = simulator.seconds
         for taken in walk(simulator, self._space, beta, rng, self._memory_limit):
             count += 1
             self._proposals += 1
-            if self._note(simulator) or (taken and simulator.seconds < own_best):
-                own_best = min(own_best, simulator.seconds)
+            if self._note(simulator) or (taken and simulator.seconds < fastest):
+                fastest = min(fastest, simulator.seconds)
                 improved, improved_at = count, time.perf_counter()
             now = time.perf_counter()
-            if budget.is_over(now - began, count):
-                break
-            if budget.half_is_over(now - improved_at, count - improved):
+            is_late = half.is_over(now - improved_at, count - improved)
+            if is_late or budget.is_over(now - began, count):
                 break
 
-    def polish(self, budget_seconds: float | None, max_proposals: int | None) -> None:
+    def polish(self, budget: _Budget) -> None:
         """Changes the best strategy as long as that helps: single operators, pairs and runs."""
         assert self.best is not None
-        until = _Until(
-            math.inf
-            if budget_seconds is None
-            else time.perf_counter() + budget_seconds,
-            math.inf if max_proposals is None else self._proposals + max_proposals,
-        )
+        began, first = time.perf_counter(), self._proposals
         simulator = self._simulator(self.best)
+
+        def is_over() -> bool:
+            elapsed = time.perf_counter() - began
+            return budget.is_over(elapsed, self._proposals - first)
 
         def tried(better: bool) -> None:
             self._proposals += 1
             self._note(simulator, better)
 
-        polish = Polish(
-            simulator,
-            self._space,
-            self._memory_limit,
-            lambda: until.is_reached(self._proposals),
-            tried,
-        )
+        polish = Polish(simulator, self._space, self._memory_limit, is_over, tried)
         polish.run()
         self._is_local_optimum = polish.is_local_optimum
 
@@ -403,14 +342,14 @@ class _Search:
         assert self.best is not None
         simulator = self._simulator(self.best)
         return Found(
-            self.best,
-            describe(simulator.tasks, simulator.timeline),
-            self._starts,
-            self._proposals,
-            time.perf_counter() - self._began,
-            self._history,
-            self._is_local_optimum,
-            self.interrupted,
+            strategy=self.best,
+            simulated=describe(simulator.tasks, simulator.timeline),
+            starts=self._starts,
+            proposals=self._proposals,
+            elapsed=time.perf_counter() - self._began,
+            history=self._history,
+            is_local_optimum=self._is_local_optimum,
+            interrupted=self.interrupted,
         )
 
 

@@ -1,4 +1,4 @@
-"""What shards take and exchange, whatever devices they run on. Each fact is computed once."""
+"""Seconds and exchanges of shards, on whatever devices they run. Each fact is computed once."""
 
 from collections.abc import Iterator, Sequence
 
@@ -76,19 +76,19 @@ class Shards:
             members: dict[bytes, list[int]] = {}
             for shard, box in enumerate(computed):
                 members.setdefault(box.tobytes(), []).append(shard)
-            found = []
+            terms = []
             if len(members) < len(computed):
                 owned = self.regions.writes(operator, tensor, degrees)
                 sizes = np.prod(owned[:, :, 1] - owned[:, :, 0], axis=1)
                 item = self.graph.tensors[tensor].item_bytes
                 repeats = self.graph.operators[operator].repeats
-                found = [
+                terms = [
                     (owner, shards, int(sizes[owner]) * item * repeats)
                     for shards in members.values()
                     for owner in shards
                     if sizes[owner]
                 ]
-            self._sums[key] = found
+            self._sums[key] = terms
         return self._sums[key]
 
     def gradient_returns(self, number: int) -> bool:

@@ -22,8 +22,8 @@ R = TypeVar("R")
 
 
 @dataclasses.dataclass
-class Timeline:
-    """When every task runs, by its number.
+class TaskTimes:
+    """The times of all tasks, by number.
 
     Attributes:
       ready, start, end: seconds of each task. Numbers that are in no block of the graph have no meaning.
@@ -55,14 +55,14 @@ def without_collection(function: Callable[P, R]) -> Callable[P, R]:
 
 
 @without_collection
-def full_simulation(tasks: Tasks) -> Timeline:
+def full_simulation(tasks: Tasks) -> TaskTimes:
     """Simulates a task graph from its beginning."""
     before, after, key = tasks.before, tasks.after, tasks.key
     device, seconds = tasks.device, tasks.seconds
     count = len(seconds)
     ready, start, end = [0.0] * count, [0.0] * count, [0.0] * count
     missing = [len(each) for each in before]
-    free = [0.0] * (tasks.num_resources + 1)  # the last is `NOWHERE`
+    free = [0.0] * (tasks.routes.num_resources + 1)  # the last is `NOWHERE`
     order: list[int] = []
     queue = [(0.0, key[t], t) for t in tasks.all_tasks() if not before[t]]
     heapq.heapify(queue)
@@ -85,12 +85,12 @@ def full_simulation(tasks: Tasks) -> Timeline:
             missing[following] -= 1
             if not missing[following]:
                 push(queue, (ready[following], key[following], following))
-    return Timeline(ready, start, end, order, max(free))
+    return TaskTimes(ready, start, end, order, max(free))
 
 
 @dataclasses.dataclass(frozen=True)
 class Simulated:
-    """What the simulation of a strategy says.
+    """The result of simulating a strategy.
 
     Attributes:
       seconds: of a step: forward, and for training backward and updates.
@@ -136,7 +136,7 @@ def simulate(
     return describe(tasks, timeline)
 
 
-def describe(tasks: Tasks, timeline: Timeline) -> Simulated:
+def describe(tasks: Tasks, timeline: TaskTimes) -> Simulated:
     """The sums over a timeline."""
     num_devices = tasks.machine.num_devices
     busy = [0.0] * num_devices

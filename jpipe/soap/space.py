@@ -9,7 +9,8 @@ import numpy as np
 
 from jpipe._util.foreign import shown
 from jpipe.soap.graph import Operator, OperatorGraph
-from jpipe.soap.splits import factor_axes, refusal
+from jpipe.soap.refusals import refusal
+from jpipe.soap.specs import factor_axes
 from jpipe.soap.strategy import Config
 
 
@@ -68,20 +69,20 @@ class Space:
     def configs(self, operator: int) -> tuple[Config, ...]:
         """All configurations of an operator, in a fixed order."""
         if operator not in self._configs:
-            self._configs[operator] = self._found(self.graph.operators[operator])
+            self._configs[operator] = self._allowed(self.graph.operators[operator])
         return self._configs[operator]
 
-    def _found(self, each: Operator) -> tuple[Config, ...]:
+    def _allowed(self, operator: Operator) -> tuple[Config, ...]:
         sizes = tuple(
             loop.size if loop.can_split and loop.kind in self._kinds else 1
-            for loop in each.loops
+            for loop in operator.loops
         )
         key: tuple = sizes
         if self._axes is not None:  # what `refusal` looks at
-            accesses = tuple(one.access for one in each.inputs)
-            key = sizes, each.kind, each.loops, accesses
+            accesses = tuple(read.access for read in operator.inputs)
+            key = sizes, operator.kind, operator.loops, accesses
         if key not in self._lists:
-            self._lists[key] = tuple(dict.fromkeys(self._list(each, sizes)))
+            self._lists[key] = tuple(dict.fromkeys(self._list(operator, sizes)))
         return self._lists[key]
 
     def _list(self, operator: Operator, sizes: tuple[int, ...]) -> list[Config]:
@@ -100,8 +101,8 @@ class Space:
     def _is_allowed(self, operator: Operator, config: Config) -> bool:
         if self._axes is None:
             return True
-        found = refusal(operator, config, self._axes, in_stages=self._in_stages)
-        return found is None
+        options = {"in_stages": self._in_stages}
+        return refusal(operator, config, self._axes, **options) is None
 
     def can_run(self, strategy: Sequence[Config]) -> bool:
         """Whether a mesh can run a strategy, if the space is of strategies that one can."""

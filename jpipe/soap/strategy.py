@@ -19,7 +19,7 @@ from jpipe.soap.regions import followed, plain, read_all
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """How one operator is split.
+    """A split of an operator.
 
     Attributes:
       degrees: into how many equal parts each loop is split.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jpipe._util.warn import warn
-from jpipe.soap.flatten import Equation, Program, Value, flatten, item_bytes
+from jpipe.soap.flatten import FlatEquation, FlatProgram, Value, flatten, item_bytes
 from jpipe.soap.fuse import Fusion, Group, Refs, operand_step
 from jpipe.soap.graph import (
     ATTRIBUTE,
@@ -61,7 +61,7 @@ def trace(
     names = [
         jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths
     ]
-    graph = _Builder(program, names, backward).build()
+    graph = _GraphBuilder(program, names, backward).build()
     if not graph.operators:
         raise ValueError(
             "the function has no operator: its results do not depend on arithmetic of its arguments, so there is nothing to "
@@ -84,7 +84,7 @@ class Member:
       sources: per input, the result of an equation that it is or shows, and which box of that a box of it needs.
     """
 
-    equation: Equation
+    equation: FlatEquation
     reads: tuple[Access, ...]
     writes: tuple[tuple[int | None, ...], ...]
     inner: tuple[tuple[Value, list[int | None]] | None, ...]
@@ -96,8 +96,8 @@ class Member:
         return self.equation.primitive
 
 
-class _Builder:
-    def __init__(self, program: Program, names: Sequence[str], backward: bool):
+class _GraphBuilder:
+    def __init__(self, program: FlatProgram, names: Sequence[str], backward: bool):
         self._program = program
         self._backward = backward
         self._names = names
@@ -114,11 +114,9 @@ class _Builder:
         fusion = Fusion(equations, refs, self._program.results)
         operators: list[Operator] = []
         counts: dict[str, int] = {}
-        readers = self._readers(equations)
         for group in fusion.groups:
-            operators.append(
-                self._operator(group, equations, len(operators), counts, readers)
-            )
+            given = equations, len(operators), counts, fusion.readers
+            operators.append(self._operator(group, *given))
         if self._unknown:
             warn(
                 f"no rule for {', '.join(self._unknown)}: such operators are not split, and one device reads all of their "
@@ -136,7 +134,7 @@ class _Builder:
 
     def _keep_residuals(self, operators: list[Operator]) -> None:
         """Marks what the backwards read."""
-        found = residuals_of(
+        chosen = residuals_of(
             [[m.equation for m in operator.equations] for operator in operators],
             self._refs,
             [v for v in self._is_weight if self._tensors[self._number[v]].has_gradient],
@@ -148,10 +146,12 @@ class _Builder:
             for member in operator.equations
             for value, dims in zip(member.equation.outputs, member.writes)
         }
-        for value, reader in found.kept_for.items():
+        for value, reader in chosen.kept_for.items():
             number = self._number.get(value)
             if number is None:  # the operator keeps it for itself
-                like = found.masks[value].outputs[0] if value in found.masks else value
+                like = (
+                    chosen.masks[value].outputs[0] if value in chosen.masks else value
+                )
                 producer, dims = dims_of[like]
                 number = len(self._tensors)
                 tensor = Tensor(
@@ -163,7 +163,7 @@ class _Builder:
                 self._tensors[number], kept_for=reader
             )
         for i, operator in enumerate(operators):
-            numbers = {self._number[v] for v in found.reads[i] if v in self._number}
+            numbers = {self._number[v] for v in chosen.reads[i] if v in self._number}
             inputs = tuple(
                 dataclasses.replace(each, kept=each.tensor in numbers)
                 for each in operator.inputs
@@ -172,7 +172,7 @@ class _Builder:
                 operator, inputs=inputs, residuals=tuple(inside.get(i, ()))
             )
 
-    def _resolve(self) -> list[Equation]:
+    def _resolve(self) -> list[FlatEquation]:
         """The equations that compute something; everything else becomes a reference."""
         batch_size = None
         for i, value in enumerate(self._program.arguments):
@@ -219,7 +219,7 @@ class _Builder:
             self._refs.setdefault(value, (value, (identity(value.shape),)))
         return kept
 
-    def _view(self, equation: Equation) -> Sequence[Access] | None:
+    def _view(self, equation: FlatEquation) -> Sequence[Access] | None:
         if not equation.inputs or not equation.outputs:
             return None
         if equation.primitive in ("convert_element_type", "copy", "reduce_precision"):
@@ -229,19 +229,10 @@ class _Builder:
             return None
         return views(equation)
 
-    def _readers(self, equations: Sequence[Equation]) -> dict[Value, list[int]]:
-        readers: dict[Value, list[int]] = {}
-        for i, equation in enumerate(equations):
-            for value in equation.inputs:
-                readers.setdefault(self._refs[value][0], []).append(i)
-        for value in self._program.results:
-            readers.setdefault(self._refs[value][0], []).append(-1)
-        return readers
-
     def _operator(
         self,
         group: Group,
-        equations: Sequence[Equation],
+        equations: Sequence[FlatEquation],
         number: int,
         counts: dict[str, int],
         readers: dict[Value, list[int]],
@@ -260,35 +251,29 @@ class _Builder:
                 base, below = self._refs[value]
                 if inner is None and base in self._number:
                     inputs[base, (*access, *below)] = None
-        read = []
-        for base, access in inputs:
-            often = self._repeats.get(base, 1)
-            if first.primitive != "stack_turns":  # a stack reads every turn's value
-                often = min(often, repeats)
-            read.append(Input(self._number[base], access, often))
-        in_output = [False] * len(nest.sizes)
-        for dims in nest.writes:
-            for loop in dims:
-                if loop is not None:
-                    in_output[loop] = True
+        # A stack reads every turn's value.
+        most = math.inf if first.primitive == "stack_turns" else repeats
+        read = [
+            Input(
+                self._number[base], access, int(min(self._repeats.get(base, 1), most))
+            )
+            for base, access in inputs
+        ]
+        written = {loop for dims in nest.writes for loop in dims}
         loops = with_kinds(
             nest.sizes,
-            in_output,
+            [loop in written for loop in range(len(nest.sizes))],
             nest.can_split,
             read,
             self._tensors,
         )
         differentiable = sum(self._tensors[each.tensor].has_gradient for each in read)
         kind = "elementwise" if group.is_run else first.primitive
-        if kind in PRODUCTS:
-            factor = float(differentiable)
-        else:
-            factor = float(min(differentiable, 2))
-        members_index = set(group.equations)
+        factor = float(differentiable if kind in PRODUCTS else min(differentiable, 2))
         outputs = []
         results = (v for each in members for v in each.equation.outputs)
         for value, dims in zip(results, nest.writes):
-            if not any(k not in members_index for k in readers.get(value, ())):
+            if set(group.equations).issuperset(readers.get(value, ())):
                 continue
             floating = jnp.issubdtype(value.dtype, jnp.inexact)
             self._number[value] = len(self._tensors)
@@ -309,18 +294,18 @@ class _Builder:
             factor = 0.0
         counts[kind] = counts.get(kind, 0) + 1
         return Operator(
-            f"{kind}_{counts[kind] - 1}",
-            kind,
-            loops,
-            tuple(read),
-            tuple(outputs),
-            nest.flops,
-            factor,
-            repeats,
-            members,
+            name=f"{kind}_{counts[kind] - 1}",
+            kind=kind,
+            loops=loops,
+            inputs=tuple(read),
+            outputs=tuple(outputs),
+            flops_per_point=nest.flops,
+            backward_factor=factor,
+            repeats=repeats,
+            equations=members,
         )
 
-    def _single(self, equation: Equation) -> tuple[Nest, list[Member]]:
+    def _single(self, equation: FlatEquation) -> tuple[Nest, list[Member]]:
         rule = RULES.get(equation.primitive)
         if rule is None:
             if equation.primitive not in ELEMENTWISE:
@@ -328,37 +313,41 @@ class _Builder:
             rule = unsplittable
         nest = rule(equation)
         nothing = (None,) * len(equation.inputs)
-        shown = self._tensors_of(equation), self._sources_of(equation)
-        return nest, [Member(equation, nest.reads, nest.writes, nothing, *shown)]
+        member = self._member(equation, nest.reads, nest.writes, nothing)
+        return nest, [member]
 
-    def _tensors_of(self, equation: Equation) -> tuple[int | None, ...]:
-        return tuple(self._number.get(self._refs[v][0]) for v in equation.inputs)
-
-    def _sources_of(self, equation: Equation) -> tuple[tuple[Value, Access], ...]:
-        return tuple(self._refs[value] for value in equation.inputs)
+    def _member(
+        self, equation: FlatEquation, reads: Any, writes: Any, inner: Any
+    ) -> Member:
+        sources = tuple(self._refs[value] for value in equation.inputs)
+        tensors = tuple(self._number.get(base) for base, _ in sources)
+        return Member(
+            equation,
+            tuple(reads),
+            writes,
+            inner=tuple(inner),
+            tensors=tensors,
+            sources=sources,
+        )
 
     def _run(
-        self, group: Group, equations: Sequence[Equation]
+        self, group: Group, equations: Sequence[FlatEquation]
     ) -> tuple[Nest, list[Member]]:
         members, work = [], 0
         made: set[Value] = set()
         for k in group.equations:
             equation = equations[k]
             (output,) = equation.outputs
-            reads: list[Access] = []
-            for value in equation.inputs:
-                if output in group.rows:
-                    loops = (*group.dims[output], group.rows[output])
-                    reads.append((plain(value.shape, loops),))
-                else:
-                    reads.append((operand_step(group, output, value.shape),))
+            steps = [operand_step(group, output, v.shape) for v in equation.inputs]
+            if output in group.rows:
+                loops = (*group.dims[output], group.rows[output])
+                steps = [plain(value.shape, loops) for value in equation.inputs]
             inner = [
                 (base, followed(below)) if base in made else None
                 for base, below in (self._refs[value] for value in equation.inputs)
             ]
-            writes = (group.dims[output],)
-            shown = self._tensors_of(equation), self._sources_of(equation)
-            members.append(Member(equation, tuple(reads), writes, tuple(inner), *shown))
+            reads, writes = ((step,) for step in steps), (group.dims[output],)
+            members.append(self._member(equation, reads, writes, inner))
             made.add(output)
             work += math.prod((equation.inputs or equation.outputs)[0].shape)
         points = math.prod(group.sizes)
@@ -373,7 +362,10 @@ class _Builder:
 
 
 def _mark_samples(operators: list[Operator], tensors: list[Tensor]) -> None:
-    """Loops over what later operators take for samples are loops over samples: a state that begins with zeros has rows too."""
+    """Propagates the sample kind backwards: a loop is a sample loop if a later operator reads it as one.
+
+    A recurrent state that begins with zeros has rows too, which its first operator does not show.
+    """
     for i in reversed(range(len(operators))):
         for each in operators[i].inputs:
             tensor = tensors[each.tensor]

@@ -28,7 +28,8 @@ from jpipe.layers.axis_rules import AxisRules, constraints_on
 from jpipe.layers.layer import Layer
 from jpipe.layers.loss import Loss, LossTerms
 from jpipe.layers.sharding import parameter_specs
-from jpipe.layers.trace import Traced, run_layer
+from jpipe.layers.trace import Traced
+from jpipe.layers.tracer import run_layer
 from jpipe.lowering.everywhere import Follows, ticks_before_update
 from jpipe.mesh import STAGE
 from jpipe.packing import Leaf, Packing, Place, axes, axes_by_dim

@@ -12,7 +12,7 @@ import jpipe
 from jpipe.layers.as_layers import as_layers
 from jpipe.layers.loss import Loss
 from jpipe.layers.report import report
-from jpipe.layers.rows import NO_ROWS, _analyse, _ById, row_mixing
+from jpipe.layers.rows import NO_ROWS, _analyse, row_mixing
 from jpipe.layers.trace import trace_evaluation, trace_layers
 from models import (
     BERT,
@@ -316,7 +316,7 @@ def followed(layers):
         for name in layer.pop:
             dims += stashed.pop(name)
         program = layers.layer_kinds[layers.kind_of_layer[i]]
-        dims, _ = _analyse(_ById(program), dims, range(0), num_rows=B)
+        dims, _ = _analyse(program, dims, range(0), num_rows=B)
         if any(d not in (NO_ROWS, {0}) for d in dims):
             return False
         n = len(layers.outputs[i])

@@ -15,8 +15,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jpipe import soap
 from jpipe.soap.execute import with_splits
+from jpipe.soap.refusals import refusal
 from jpipe.soap.space import degree_vectors
-from jpipe.soap.splits import loop_axes, refusal, splits
+from jpipe.soap.specs import loop_axes
+from jpipe.soap.splits import splits
 from jpipe.soap.strategy import Regions, placed
 
 

@@ -10,7 +10,7 @@ import pytest
 import soap_graphs
 
 from jpipe import soap
-from jpipe.soap.exhaustive import _Branch as Branch
+from jpipe.soap.exhaustive import _PartialStrategy as PartialStrategy
 from jpipe.soap.search import accepted_up_to, walk
 
 
@@ -158,7 +158,7 @@ def test_bounds_hold_for_every_strategy():
         start = soap.data_parallel(graph, 4)
         costs = soap.Analytic(machine)
         simulator = soap.Simulator(graph, machine, costs, start, sync=sync)
-        branch = Branch(simulator, space, math.inf, 1)
+        branch = PartialStrategy(simulator, space, math.inf, 1)
         strategies = [soap.random_strategy(space, rng) for _ in range(15)]
         for strategy in [*soap.default_starts(graph, 4).values(), *strategies]:
             strategy = [
