@@ -2,12 +2,10 @@
 
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -15,10 +13,11 @@ from jpipe import schedules
 from jpipe._util.foreign import shown
 from jpipe._util.sizes import size_text
 from jpipe.compress import Compressor
+from jpipe.plan._plans import Plan, is_wanted, plans, plans_with_copies
 from jpipe.plan._predict import Prediction, predict
 from jpipe.plan._profile import Profile, balance_by_memory, balance_by_time
 from jpipe.schedule import Schedule
-from jpipe.solvers import Graph, Machine, pipedream
+from jpipe.solvers import Machine
 from jpipe.stages.offload import NO_OFFLOAD, Offload
 
 # The values of `recompute` that one profile can price. A policy runs other programs.
@@ -26,7 +25,7 @@ _SAME_PROGRAMS = ("none", "full")
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class Candidate(Plan):
     """One way to train, with its predicted cost.
 
     Attributes:
@@ -46,12 +45,6 @@ class Candidate:
       num_tensor_devices: T, devices of each stage, which split its operators by a strategy; see `jpipe.plan.tensor`.
     """
 
-    schedule: str
-    options: dict[str, Any]
-    num_stages: int
-    num_microbatches: int
-    num_replicas: int
-    microbatch_size: int
     recompute: str
     boundaries: tuple[int, ...]
     prediction: Prediction
@@ -61,26 +54,15 @@ class Candidate:
     why: str = ""
     num_tensor_devices: int = 1
 
-    def table(self) -> Schedule:
-        """Builds the schedule."""
-        return _build(
-            self.schedule, self.num_stages, self.num_microbatches, self.options
-        )
-
     @property
     def num_devices(self) -> int:
         """Devices of all replicas."""
         pipeline = len(self.prediction.timing.busy) * self.num_tensor_devices
         return pipeline * self.num_replicas
 
-    @property
-    def label(self) -> str:
-        """The schedule's name and the values of its options."""
-        return _label(self.schedule, self.options)
-
 
 @dataclasses.dataclass(frozen=True)
-class Skipped:
+class Skipped(Plan):
     """A plan without a prediction: its schedule cannot be built, or cannot train the model.
 
     Attributes:
@@ -90,19 +72,8 @@ class Skipped:
       num_tensor_devices: as of `Candidate`.
     """
 
-    schedule: str
-    options: dict[str, Any]
-    num_stages: int
-    num_microbatches: int
-    num_replicas: int
-    microbatch_size: int
     why: str
     num_tensor_devices: int = 1
-
-    @property
-    def label(self) -> str:
-        """The schedule's name and the values of its options."""
-        return _label(self.schedule, self.options)
 
 
 class Ranking(list[Candidate]):
@@ -188,31 +159,36 @@ def choose(
         raise ValueError(
             f"`host_bandwidth` must be bytes per second above 0, or None, got {shown(host_bandwidth)}."
         )
-    compressed = dict(
-        compress_messages=compress_messages,
-        compress_gradients=compress_gradients,
-        accumulate_dtype=accumulate_dtype,
-        host_bandwidth=host_bandwidth,
-    )
     names = schedules.names() if schedule_names is None else list(schedule_names)
-    names = [name for name in names if _is_wanted(name, asynchronous)]
+    names = [name for name in names if is_wanted(name, asynchronous)]
+    pricing = _Pricing(
+        machine,
+        recompute,
+        sharing,
+        host_bandwidth,
+        functools.partial(
+            predict,
+            machine=machine,
+            compress_messages=compress_messages,
+            compress_gradients=compress_gradients,
+            accumulate_dtype=accumulate_dtype,
+            host_bandwidth=host_bandwidth or math.inf,
+        ),
+    )
     candidates: list[Candidate] = []
     skipped: list[Skipped] = []
     for profile in profiles:
         given = profile, machine, batch_size, names
-        with_their_cuts = _plans_with_copies(*given)
-        for plan, cut in [*((p, None) for p in _plans(*given)), *with_their_cuts]:
-            _price(
-                plan,
-                profile,
-                machine,
-                recompute,
-                sharing,
-                candidates,
-                skipped,
-                compressed,
-                cut,
-            )
+        with_cuts = [
+            *((plan, None) for plan in plans(*given)),
+            *plans_with_copies(*given),
+        ]
+        for plan, cut in with_cuts:
+            for priced in pricing.price(plan, profile, cut):
+                if isinstance(priced, Skipped):
+                    skipped.append(priced)
+                else:
+                    candidates.append(priced)
     if not candidates:
         sizes = sorted({profile.microbatch_size for profile in profiles})
         raise ValueError(
@@ -245,195 +221,106 @@ def _rank(c: Candidate) -> tuple:
     return (0, seconds, c.prediction.num_bytes)
 
 
-# -- The plans
-
-
-class _Plan(NamedTuple):
-    """What `Candidate` and `Skipped` have in common."""
-
-    schedule: str
-    options: dict[str, Any]
-    num_stages: int
-    num_microbatches: int
-    num_replicas: int
-    microbatch_size: int
-
-
-@functools.cache
-def _is_wanted(name: str, asynchronous: bool) -> bool:
-    """Whether a schedule trains, and is synchronous if it must be.
-
-    A small table tells. Every builder takes its size, and larger ones are of the same kind.
-    """
-    table = _build(name, 2, 8, {})
-    return not table.forward_only and (asynchronous or table.synchronous)
-
-
-def _plans(
-    profile: Profile, machine: Machine, batch_size: int, names: Sequence[str]
-) -> Iterator[_Plan]:
-    """The plans of one microbatch size."""
-    size, num_layers = profile.microbatch_size, len(profile.layers)
-    for replicas in range(1, machine.num_devices + 1):
-        if batch_size % (size * replicas):
-            continue
-        N = batch_size // (size * replicas)
-        most = machine.num_devices // replicas
-        for name, devices in itertools.product(names, range(1, most + 1)):
-            if devices == 1 and name != names[0]:
-                continue  # on one device all schedules run in one order
-            for S, options in _options(name, devices, num_layers):
-                yield _Plan(name, options, S, N, replicas, size)
-
-
-def _plans_with_copies(
-    profile: Profile, machine: Machine, batch_size: int, names: Sequence[str]
-) -> Iterator[tuple[_Plan, list[int]]]:
-    """The plans of one microbatch size whose stages have copies, each with its boundaries."""
-    size = profile.microbatch_size
-    names = [n for n in names if "replicas" in _parameters(n)]
-    if not names or math.isinf(min(machine.bandwidth)):
-        return
-    for pipelines in range(1, machine.num_devices + 1):
-        if batch_size % (size * pipelines):
-            continue
-        N = batch_size // (size * pipelines)
-        for devices in range(2, machine.num_devices // pipelines + 1):
-            for replicas, cut in _copies(profile, machine, devices, N):
-                for name in names:
-                    for tick in _ticks_of(name):
-                        options: dict[str, Any] = {}
-                        options |= {} if tick is None else {"ticks": tick}
-                        options["replicas"] = replicas
-                        S = len(replicas)
-                        yield _Plan(name, options, S, N, pipelines, size), cut
-
-
-def _copies(
-    profile: Profile, machine: Machine, num_devices: int, num_microbatches: int
-) -> list[tuple[tuple[int, ...], list[int]]]:
-    """The copies and the boundaries of the stages that PipeDream's solver finds.
-
-    By both of its cost models, and by that of the paper for gradients that are added up once per
-    minibatch, as they are here, and not once per microbatch. Plans without copies, and those of
-    one stage, which are data parallelism, are left out.
-    """
-    graph = profile.graph()
-    amortised = dataclasses.replace(
-        graph,
-        nodes=tuple(
-            dataclasses.replace(
-                node, parameter_bytes=node.parameter_bytes / num_microbatches
-            )
-            for node in graph.nodes
-        ),
-    )
-    bandwidth = machine.bandwidth[num_devices > machine.server_size]
-    found: dict[tuple, None] = {}
-    models: list[tuple[Graph, Literal["pipedream-repo", "sosp19"]]] = [
-        (graph, "sosp19"),
-        (graph, "pipedream-repo"),
-        (amortised, "sosp19"),
-    ]
-    for chain, cost_model in models:
-        try:
-            stages = pipedream(
-                chain,
-                num_devices,
-                bandwidth,
-                memory_limit=math.inf,
-                cost_model=cost_model,
-            ).stages
-        except ValueError:  # too many ways to cut the graph
-            continue
-        layers = [sorted(map(int, stage.nodes)) for stage in stages]
-        in_order = list(itertools.chain(*layers)) == list(range(len(profile.layers)))
-        replicas = tuple(stage.replicas for stage in stages)
-        if in_order and len(replicas) > 1 and max(replicas) > 1:
-            found[replicas, tuple(of_stage[0] for of_stage in layers[1:])] = None
-    return [(replicas, list(cut)) for replicas, cut in found]
-
-
-def _parameters(name: str) -> Mapping[str, Any]:
-    return inspect.signature(schedules.get(name)).parameters
-
-
-def _ticks_of(name: str) -> Sequence[str | None]:
-    return ("paired", "unit") if "ticks" in _parameters(name) else (None,)
-
-
-def _options(
-    name: str, devices: int, num_layers: int
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The numbers of stages, and the options, with which a schedule uses the devices."""
-    parameters, ticks = _parameters(name), _ticks_of(name)
-    chunks: Sequence[int] = (1,)
-    if name == "zero_bubble_v":
-        chunks = (2,)
-    elif "num_chunks" in parameters:
-        chunks = range(2, num_layers // devices + 1)
-    for v, tick in itertools.product(chunks, ticks):
-        S = devices * v
-        if S > num_layers:
-            continue
-        options: dict[str, Any] = {} if tick is None else {"ticks": tick}
-        if "num_chunks" in parameters:
-            options["num_chunks"] = v
-        yield S, options
-
-
-def _build(name: str, S: int, N: int, options: dict[str, Any]) -> Schedule:
-    with warnings.catch_warnings():
-        # A warning of few microbatches says nothing new: the bubble is priced.
-        warnings.simplefilter("ignore", UserWarning)
-        return schedules.get(name)(S, N, **options)
-
-
-def _label(schedule: str, options: dict[str, Any]) -> str:
-    """The schedule and its options; numbers of copies as PipeDream writes them, `3-1`."""
-    values = [
-        "-".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        for value in options.values()
-    ]
-    return " ".join([schedule, *values])
-
-
 # -- Their price
 
 
-def _price(
-    plan: _Plan,
-    profile: Profile,
-    machine: Machine,
-    recompute: Sequence[str],
-    sharing: Sequence[bool],
-    candidates: list[Candidate],
-    skipped: list[Skipped],
-    compressed: Mapping[str, Any],
-    cut: list[int] | None,
-) -> None:
-    """Appends a plan's candidates, or the reason to skip it.
+@dataclasses.dataclass(frozen=True)
+class _Pricing:
+    """Prices plans.
 
-    There is one per kind of recomputation and, with replicas, per value of `shard_optimizer` in `sharing`.
-    `compressed` are the compressors and the bandwidth to the host, as of `choose`. `cut` are the boundaries; None: they are chosen.
+    Attributes:
+      machine: the devices.
+      recompute: the kinds of recomputation to try.
+      sharing: the values of `shard_optimizer` to try.
+      host_bandwidth: as of `choose`.
+      predict: `predict` with the machine, the compressors and the bandwidth to the host.
     """
-    counts = plan.num_stages, plan.num_microbatches
-    refusal = schedules.refusal(plan.schedule, *counts, **plan.options)
-    if refusal is not None:
-        skipped.append(Skipped(*plan, why=refusal))
-        return
-    schedule = _build(plan.schedule, *counts, plan.options)
-    if profile.recompute not in _SAME_PROGRAMS:
-        recompute = [profile.recompute]
-    if plan.num_replicas == 1 and not schedule.has_copies:
-        sharing = [False]
-    for value, shard in itertools.product(recompute, dict.fromkeys(sharing)):
-        profiled = dataclasses.replace(profile, recompute=value)
-        candidate = _best_cut(schedule, plan, profiled, machine, cut, shard, compressed)
-        if candidate is None:
-            skipped.append(Skipped(*plan, why=_tied(profile)))
+
+    machine: Machine
+    recompute: Sequence[str]
+    sharing: Sequence[bool]
+    host_bandwidth: float | None
+    predict: Callable[..., Prediction]
+
+    def price(
+        self, plan: Plan, profile: Profile, cut: list[int] | None
+    ) -> Iterator[Candidate | Skipped]:
+        """A plan's candidates, or the reason to skip it.
+
+        There is one per kind of recomputation and, with replicas, per value of `shard_optimizer`.
+
+        Args:
+          plan: the plan.
+          profile: its costs.
+          cut: the boundaries; None: they are chosen.
+        """
+        refusal = schedules.refusal(
+            plan.schedule, plan.num_stages, plan.num_microbatches, **plan.options
+        )
+        if refusal is not None:
+            yield Skipped(**vars(plan), why=refusal)
             return
-        candidates.append(candidate)
+        schedule, recompute, sharing = plan.table(), self.recompute, self.sharing
+        if profile.recompute not in _SAME_PROGRAMS:
+            recompute = [profile.recompute]
+        if plan.num_replicas == 1 and not schedule.has_copies:
+            sharing = [False]
+        for value, shard in itertools.product(recompute, dict.fromkeys(sharing)):
+            profiled = dataclasses.replace(profile, recompute=value)
+            candidate = self._best_cut(schedule, plan, profiled, cut, shard)
+            if candidate is None:
+                yield Skipped(**vars(plan), why=_tied(profile))
+                return
+            yield candidate
+
+    def _best_cut(
+        self,
+        schedule: Schedule,
+        plan: Plan,
+        profile: Profile,
+        cut: list[int] | None,
+        shard: bool,
+    ) -> Candidate | None:
+        """The cut with balanced times; or the one with balanced bytes, if only that fits or is smaller.
+
+        None if the schedule can train neither: weights are tied across stages that update at
+        different times.
+        """
+
+        def trains(boundaries: list[int]) -> bool:
+            stages = [np.searchsorted(boundaries, tie, "right") for tie in profile.ties]
+            return schedule.synchronous or all(np.ptp(tied) == 0 for tied in stages)
+
+        def priced(boundaries: list[int], offload: Offload) -> Candidate:
+            prediction = self.predict(
+                schedule,
+                profile,
+                boundaries,
+                num_replicas=plan.num_replicas,
+                shard_optimizer=shard,
+                offload=offload,
+            )
+            return Candidate(
+                **vars(plan),
+                recompute=profile.recompute,
+                boundaries=tuple(boundaries),
+                prediction=prediction,
+                fits=prediction.num_bytes <= self.machine.memory_limit,
+                shard_optimizer=shard,
+                offload=offload,
+            )
+
+        candidates: list[Candidate] = []
+        cuts = _cuts(schedule, profile) if cut is None else [cut]
+        for boundaries in filter(trains, cuts):
+            candidates.append(priced(boundaries, NO_OFFLOAD))
+            if candidates[-1].fits:
+                break
+        if self.host_bandwidth is not None and not any(c.fits for c in candidates):
+            for c in list(candidates):
+                price = functools.partial(priced, list(c.boundaries))
+                candidates += _offloaded(schedule, c, price, self.machine.memory_limit)
+        return min(candidates, key=_rank, default=None)
 
 
 def _tied(profile: Profile) -> str:
@@ -444,70 +331,14 @@ def _tied(profile: Profile) -> str:
     )
 
 
-def _best_cut(
-    schedule: Schedule,
-    plan: _Plan,
-    profile: Profile,
-    machine: Machine,
-    cut: list[int] | None,
-    shard: bool,
-    compressed: Mapping[str, Any],
-) -> Candidate | None:
-    """The cut with balanced times; or the one with balanced bytes, if only that fits or is smaller.
-
-    None if the schedule can train neither: weights are tied across stages that update at
-    different times.
-    """
-    S = schedule.num_stages
-
-    def cuts() -> Iterator[list[int]]:
-        if cut is not None:
-            yield cut
-            return
-        by_time = balance_by_time(profile, S)
-        yield by_time
-        in_flight = int(schedule.facts().in_flight.max())
-        by_bytes = balance_by_memory(profile, S, in_flight=in_flight)
-        if by_bytes != by_time:
-            yield by_bytes
-
-    def trains(boundaries: list[int]) -> bool:
-        stages = (np.searchsorted(boundaries, tie, "right") for tie in profile.ties)
-        return schedule.synchronous or all(np.ptp(of) == 0 for of in stages)
-
-    host_bandwidth = compressed["host_bandwidth"]
-
-    def priced(boundaries: list[int], offload: Offload) -> Candidate:
-        prediction = predict(
-            schedule,
-            profile,
-            boundaries,
-            machine,
-            plan.num_replicas,
-            shard,
-            **{**compressed, "host_bandwidth": host_bandwidth or math.inf},
-            offload=offload,
-        )
-        return Candidate(
-            **plan._asdict(),
-            recompute=profile.recompute,
-            boundaries=tuple(boundaries),
-            prediction=prediction,
-            fits=prediction.num_bytes <= machine.memory_limit,
-            shard_optimizer=shard,
-            offload=offload,
-        )
-
-    candidates: list[Candidate] = []
-    for boundaries in filter(trains, cuts()):
-        candidates.append(priced(boundaries, NO_OFFLOAD))
-        if candidates[-1].fits:
-            break
-    if host_bandwidth is not None and not any(c.fits for c in candidates):
-        for c in list(candidates):
-            price = functools.partial(priced, list(c.boundaries))
-            candidates += _offloaded(schedule, c, price, machine.memory_limit)
-    return min(candidates, key=_rank, default=None)
+def _cuts(schedule: Schedule, profile: Profile) -> Iterator[list[int]]:
+    """The boundaries that balance times; then those that balance bytes, if they are others."""
+    by_time = balance_by_time(profile, schedule.num_stages)
+    yield by_time
+    in_flight = int(schedule.facts().in_flight.max())
+    by_bytes = balance_by_memory(profile, schedule.num_stages, in_flight=in_flight)
+    if by_bytes != by_time:
+        yield by_bytes
 
 
 def _offloaded(
@@ -553,7 +384,7 @@ def _offloaded(
 
 
 def _why(c: Candidate, best: Candidate, memory_limit: float) -> str:
-    """What keeps a candidate from the first place."""
+    """The reason why a candidate is not the first."""
     prediction = c.prediction
     if not c.fits:
         parts = prediction.memory._asdict()

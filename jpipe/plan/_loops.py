@@ -22,7 +22,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -96,7 +96,7 @@ def needed_programs(programs: Sequence[str]) -> list[str]:
     return [name for name in PROGRAMS if name in needed]
 
 
-class Progress:
+class ProgressBar:
     """A progress bar on standard error, if that is a terminal.
 
     Attributes:
@@ -107,7 +107,7 @@ class Progress:
         self.total, self._count = total, 0
 
     @classmethod
-    def of(cls, programs: Sequence[str]) -> "Progress":
+    def of(cls, programs: Sequence[str]) -> "ProgressBar":
         """A bar for `measure_layers` and `measure_updates`, if each program needs one loop."""
         names = needed_programs(programs)
         return cls(bool(names) + len(names) + ("update" in programs))
@@ -141,7 +141,7 @@ def count_cores() -> int:
 # -- Loops
 
 
-class Member(NamedTuple):
+class TimedProgram(NamedTuple):
     """A program in a loop, with its arrays.
 
     Attributes:
@@ -157,7 +157,7 @@ class Member(NamedTuple):
     num_rows: int
 
 
-class Loop:
+class TimedLoop:
     """A compiled loop over turns of its members.
 
     A member's slot and row advance with each of its turns. The compiler knows neither them nor the
@@ -166,7 +166,7 @@ class Loop:
     """
 
     def __init__(
-        self, members: Sequence[Member], order: Sequence[int], devices: Sequence
+        self, members: Sequence[TimedProgram], order: Sequence[int], devices: Sequence
     ):
         """Compiles the loop. `order` lists the members of one round in model order."""
         self._order = [*order]
@@ -254,8 +254,8 @@ class Loop:
             samples.append(slower * np.array(alone))
         analysis = self._run.memory_analysis()
         temporary = 0 if analysis is None else int(analysis.temp_size_in_bytes)
-        of_members = np.transpose(samples).tolist()
-        return [Measured(Seconds.of(own), temporary) for own in of_members]
+        member_seconds = np.transpose(samples).tolist()
+        return [Measured(Seconds.of(own), temporary) for own in member_seconds]
 
 
 def groups_of(sizes: Sequence[int]) -> list[list[int]]:
@@ -277,7 +277,7 @@ def groups_of(sizes: Sequence[int]) -> list[list[int]]:
 
 
 def num_rows_of(count: int, devices: Sequence, parameters: Sequence) -> int:
-    """How many copies of its weights a kind of layer cycles through, at least 1.
+    """Number of copies of its weights that a kind of layer cycles through, at least 1.
 
     In training, `count` layers of the kind are spread over the caches. The copies are the layers
     that share one cache, or as many layers as are larger than a cache. A device has its own cache,
@@ -295,10 +295,6 @@ def num_rows_of(count: int, devices: Sequence, parameters: Sequence) -> int:
 
 def random_like(rng: np.random.Generator, aval) -> jax.Array:
     return jnp.asarray(rng.normal(size=aval.shape), aval.dtype)
-
-
-def zeros(avals: Iterable) -> list[jax.Array]:
-    return [jnp.zeros(a.shape, a.dtype) for a in avals]
 
 
 def packed(pack: Packing, values: Sequence, num_rows: int) -> dict:

@@ -16,23 +16,23 @@ from jpipe.engine.stage_layers import (
     write_stash,
 )
 from jpipe.gradients.sums import AS_PARAMETERS, PlacedSum
-from jpipe.layers.avals import is_inexact, num_bytes
+from jpipe.layers.avals import is_inexact, num_bytes, zeros
 from jpipe.layers.backward import LayerProgram
+from jpipe.layers.layer import run_in_order
 from jpipe.layers.quick_jit import shared_jit
 from jpipe.layers.trace import TrainingTrace
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._loops import (
     SLOTS,
-    Loop,
     Measured,
-    Member,
-    Progress,
+    ProgressBar,
+    TimedLoop,
+    TimedProgram,
     groups_of,
     needed_programs,
     num_rows_of,
     packed,
     random_like,
-    zeros,
 )
 from jpipe.stages.cut import LayerRun
 
@@ -43,7 +43,7 @@ def measure_layers(
     programs: Sequence[str],
     min_seconds: float,
     devices: Sequence[jax.Device],
-    progress: Progress,
+    progress: ProgressBar,
 ) -> list[dict[str, Measured]]:
     """Measures each kind of layer, and the loss.
 
@@ -85,7 +85,7 @@ def measure_layers(
                 continue
             place = {k: m for m, k in enumerate(members)}
             turns = [place[k] for k in order if k in members]
-            loop = Loop([*members.values()], turns, devices)
+            loop = TimedLoop([*members.values()], turns, devices)
             if name in wanted:
                 for k, measured in zip(members, loop.measure(min_seconds)):
                     results[k][name] = measured
@@ -113,25 +113,25 @@ def _subjects(
     kind_of_layer = [*traced.kind_of_layer]
     forward = [jax.jit(kind.forward) for kind in traced.layer_kinds]
     subjects: dict[int, _Subject] = {}
-    live: dict[str, Any] = {}
-    x = _values(microbatch["inputs"])
-    for i, (layer, k) in enumerate(zip(traced.layers, kind_of_layer)):
-        kind = traced.layer_kinds[k]
-        args = jax.tree.leaves((x, [live.pop(name) for name in layer.pop]))
+
+    def call(i: int, inputs: tuple) -> tuple:
+        layer, k = traced.layers[i], kind_of_layer[i]
+        kind, args = traced.layer_kinds[k], jax.tree.leaves(inputs)
         if k not in subjects:
             fresh = layer.given
             if fresh is None:
                 assert layer.init is not None
                 fresh = initialise(layer.init, jax.random.fold_in(key, i))
             weights, state = map(jax.tree.leaves, jax.device_get(fresh))
-            extra = [jnp.zeros(a.shape, a.dtype) for a in kind.extra[:1]]
+            extra = zeros(list(kind.extra[:1]))
             num_rows = num_rows_of(kind_of_layer.count(k), devices, kind.parameters)
-            subjects[k] = _Subject(kind, args, extra, weights, state, num_rows)
+            subjects[k] = _Subject(kind, args, extra, weights, state, num_rows=num_rows)
         subject = subjects[k]
         extra = [*subject.extra, *subject.state]
         leaves, _ = forward[k](subject.weights, args, extra)
-        x, *kept = outputs(kind, leaves)
-        live |= dict(zip(layer.stash, kept, strict=True))
+        return outputs(kind, leaves)
+
+    x = run_in_order(traced.layers, _values(microbatch["inputs"]), call)
     loss = _Subject(traced.loss, jax.tree.leaves(x), _values(microbatch))
     return [*(subjects[k] for k in range(len(traced.layer_kinds))), loss]
 
@@ -205,7 +205,7 @@ class _Subject:
             "weight_grad": bool(self.kind.parameters),
         }.get(name, True)
 
-    def member(self, name: str) -> Member:
+    def member(self, name: str) -> TimedProgram:
         """A program with its arrays."""
         held = self._held
         if not held:
@@ -217,16 +217,16 @@ class _Subject:
             held["state"] = packed(self.packs["state"], self.state, self.num_rows)
             held["output_grads"] = [random_like(rng, y) for y in self._output_grads]
         empty = {
-            "outputs": lambda: zeros(self.kind.outputs),
-            "aux": lambda: zeros(self.kind.aux),
-            "input_grads": lambda: zeros(self._input_grads),
+            "outputs": lambda: zeros(list(self.kind.outputs)),
+            "aux": lambda: zeros(list(self.kind.aux)),
+            "input_grads": lambda: zeros(list(self._input_grads)),
             "gradients": lambda: self._empty("parameters", self.num_rows),
         }
         for ring in (*_STASHES, "split_residuals"):
             empty[ring] = functools.partial(self._empty, ring, SLOTS)
         reads = {n: held[n] if n in held else empty[n]() for n in _READS[name]}
         carry = {n: empty[n]() for n in _WRITES[name]}
-        return Member(getattr(self, f"_{name}"), reads, carry, self.num_rows)
+        return TimedProgram(getattr(self, f"_{name}"), reads, carry, self.num_rows)
 
     def take(self, carry: dict) -> None:
         """Keeps the results of a program that other programs read."""
@@ -265,11 +265,15 @@ class _Subject:
         given = self._arguments(reads, row)
         outputs, kept, aux = self.kind.forward_and_stash(*given)
         old = {name: carry[name] for name in _STASHES}
-        rings = write_layer_stash(old, self._run, self.kind, kept, lambda _: [slot], 0)
+        rings = write_layer_stash(
+            old, self._run, self.kind, kept, lambda _: [slot], i=0
+        )
         return {"outputs": outputs, "aux": _added(carry["aux"], aux), **rings}
 
     def _stash(self, reads: dict, slot, only: str | None = None) -> list:
-        return read_layer_stash(reads, self._run, self.kind, lambda _: [slot], 0, only)
+        return read_layer_stash(
+            reads, self._run, self.kind, lambda _: [slot], 0, only=only
+        )
 
     def _accumulated(self, carry: dict, gradients: Sequence, row) -> dict:
         arrays = add_gradients(

@@ -12,20 +12,19 @@ import optax
 from jax import lax
 
 from jpipe import packing
-from jpipe.layers.avals import num_bytes, real_dtype, squares
+from jpipe.layers.avals import num_bytes, real_dtype, squares, zeros
 from jpipe.layers.equations import Equations
 from jpipe.layers.trace import Traced
 from jpipe.packing import Leaf, Packing
 from jpipe.plan._loops import (
-    Loop,
     Measured,
-    Member,
-    Progress,
+    ProgressBar,
+    TimedLoop,
+    TimedProgram,
     groups_of,
     num_rows_of,
     packed,
     random_like,
-    zeros,
 )
 from jpipe.stages.extra_args import EXTRA_ARGS, STALE_PARAMS
 
@@ -90,7 +89,7 @@ def measure_updates(
     programs: Sequence[str],
     min_seconds: float,
     devices: Sequence[jax.Device],
-    progress: Progress,
+    progress: ProgressBar,
 ) -> list[dict[str, Measured]]:
     """Measures each update if "update" is among `programs`.
 
@@ -115,13 +114,15 @@ def measure_updates(
         looped = [distinct[m] for m in group]
         progress(f"update of {len(looped)} kinds of layer")
         members = [_update(updates[u], num_rows[u]) for u in looped]
-        loop = Loop(members, [looped.index(u) for u in order if u in looped], devices)
+        loop = TimedLoop(
+            members, [looped.index(u) for u in order if u in looped], devices
+        )
         for u, measured in zip(looped, loop.measure(min_seconds), strict=True):
             results[u]["update"] = measured
     return results
 
 
-def _update(update: LayerUpdate, num_rows: int) -> Member:
+def _update(update: LayerUpdate, num_rows: int) -> TimedProgram:
     pack, state = (
         Packing.of([[*map(Leaf, a)]]) for a in (update.parameters, update.state)
     )
@@ -157,4 +158,4 @@ def _update(update: LayerUpdate, num_rows: int) -> Member:
         "gradients": packed(pack, weights, num_rows),
         "state": packed(state, zeros(update.state), num_rows),
     }
-    return Member(body, {}, carry, num_rows)
+    return TimedProgram(body, {}, carry, num_rows)

@@ -94,17 +94,17 @@ class LayerProfile:
           rereads_weights: whether its backwards compute again from weights.
           splits_backward: whether it splits backwards. If not, all of the stash is read at one time.
         """
-        of_inputs, of_weights = self.full_input_stash, self.full_weight_stash
+        for_inputs, for_weights = self.full_input_stash, self.full_weight_stash
         if rereads_weights:
-            of_inputs, of_weights = self.input_stash, self.weight_stash
+            for_inputs, for_weights = self.input_stash, self.weight_stash
         if not splits_backward:
-            of_inputs, of_weights = (*of_inputs, *of_weights), ()
+            for_inputs, for_weights = (*for_inputs, *for_weights), ()
         return dataclasses.replace(
             self,
-            input_stash=of_inputs,
-            weight_stash=of_weights,
-            full_input_stash=of_inputs,
-            full_weight_stash=of_weights,
+            input_stash=for_inputs,
+            weight_stash=for_weights,
+            full_input_stash=for_inputs,
+            full_weight_stash=for_weights,
         )
 
     @property
@@ -247,11 +247,11 @@ class Profile:
 
     def in_table(self, schedule: Schedule) -> "Profile":
         """The profile with the stashes that a table needs, see `LayerProfile.in_table`."""
-        of_table = rereads_weights(schedule, self.reads), schedule.splits_backward
+        kind_of_table = rereads_weights(schedule, self.reads), schedule.splits_backward
         return dataclasses.replace(
             self,
-            layers=tuple(layer.in_table(*of_table) for layer in self.layers),
-            loss=self.loss.in_table(*of_table),
+            layers=tuple(layer.in_table(*kind_of_table) for layer in self.layers),
+            loss=self.loss.in_table(*kind_of_table),
         )
 
     def with_updates_of(self, other: "Profile") -> "Profile":

@@ -13,10 +13,10 @@ import optax
 
 from jpipe._util.foreign import shown
 from jpipe._util.warn import warn
-from jpipe.layers.avals import num_bytes, real_dtype, shapes_text
+from jpipe.layers.avals import abstract, num_bytes, real_dtype, shapes_text
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.trace import TrainingTrace
-from jpipe.plan._loops import PROGRAMS, Measured, Progress, count_cores
+from jpipe.plan._loops import PROGRAMS, Measured, ProgressBar, count_cores
 from jpipe.plan._measure_layers import measure_layers, outputs
 from jpipe.plan._measure_updates import measure_updates, trace_updates
 from jpipe.plan._profile import LayerProfile, Profile
@@ -109,34 +109,34 @@ def profile(
         if not why:
             return dataclasses.replace(kept, recompute=recompute)
         warn(f"{os.fspath(cache)}: {why}. Profiling again.")
-    with jax.default_device(devices[0]), Progress.of(programs) as progress:
+    with jax.default_device(devices[0]), ProgressBar.of(programs) as progress:
         given = programs, min_seconds, devices, progress
-        *of_kind, of_loss = measure_layers(traced, microbatch, *given)
-        of_update = measure_updates(updates, update_of_layer, *given)
+        *kind_seconds, loss_seconds = measure_layers(traced, microbatch, *given)
+        update_seconds = measure_updates(updates, update_of_layer, *given)
     layers = tuple(
         _record(
             traced.layer_kinds[k],
-            {**of_kind[k], **of_update[u]},
+            {**kind_seconds[k], **update_seconds[u]},
             outputs(traced.layer_kinds[k]),
             name=layer.name,
             kind=k,
             parameters=traced.layer_kinds[k].parameters,
-            optimizer_state=_abstract(updates[u].state),
-            state=_abstract(traced.mutable[k].leaves),
-            statistics=_abstract(traced.mutable[k].statistics),
+            optimizer_state=abstract(tuple(updates[u].state)),
+            state=abstract(tuple(traced.mutable[k].leaves)),
+            statistics=abstract(tuple(traced.mutable[k].statistics)),
             stash=layer.stash,
             pop=layer.pop,
         )
         for layer, k, u in zip(traced.layers, traced.kind_of_layer, update_of_layer)
     )
     if "update" in programs:
-        of_loss["update"] = Measured()
-    of_nothing: dict[str, tuple] = dict.fromkeys(
+        loss_seconds["update"] = Measured()
+    empty: dict[str, tuple] = dict.fromkeys(
         ("parameters", "optimizer_state", "state", "statistics"), ()
     )
-    of_nothing |= {"stash": (), "pop": ()}
+    empty |= {"stash": (), "pop": ()}
     number = len(traced.layer_kinds)
-    loss = _record(traced.loss, of_loss, [()], name="loss", kind=number, **of_nothing)
+    loss = _record(traced.loss, loss_seconds, [()], name="loss", kind=number, **empty)
     measured = Profile(layers, loss, **made_with)
     if cache is not None:
         measured.save(cache)
@@ -162,7 +162,7 @@ def _record(
     seconds: dict[str, Any] = {
         p: measured[p].seconds if p in measured else None for p in PROGRAMS
     }
-    activations, *skips = (_abstract(jax.tree.leaves(y)) for y in outputs)
+    activations, *skips = (abstract(tuple(jax.tree.leaves(y))) for y in outputs)
     small, full = program.rereading(True), program.rereading(False)
     return LayerProfile(
         **seconds,
@@ -176,10 +176,6 @@ def _record(
         temporary_bytes=max((m.temporary_bytes for m in measured.values()), default=0),
         **fields,
     )
-
-
-def _abstract(leaves: Iterable) -> tuple[jax.ShapeDtypeStruct, ...]:
-    return tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in leaves)
 
 
 # -- The cache
@@ -203,7 +199,7 @@ def _hash(texts: Iterable[str]) -> str:
 
 
 def _unfit(kept: Profile, made_with: Mapping[str, Any], programs: Sequence[str]) -> str:
-    """Why a profile does not fit the request; empty if it fits."""
+    """The reason why a profile does not fit the request; empty if it fits."""
 
     def same(name: str, was: Any, now: Any) -> bool:
         if name == "recompute":  # "full" runs the same programs

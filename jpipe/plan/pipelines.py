@@ -134,7 +134,7 @@ def _only(measured: Profile, layers: range) -> Profile:
 
 
 def _options(settings: Settings, traced: Traced) -> dict[str, Any]:
-    """What `profile` records of a pipeline, and the device that it measures on by default."""
+    """The arguments of `profile` that describe a pipeline, and its default device."""
     process = jax.process_index()
     local = [d for d in settings.mesh.devices.flat if d.process_index == process]
     return dict(

@@ -25,7 +25,7 @@ from jpipe.solvers import Machine
 
 
 class LayerShare(NamedTuple):
-    """What a strategy leaves of one layer, or of the loss, on the busiest of its devices.
+    """The costs of a split layer, or of the loss, on the busiest of its devices.
 
     Attributes:
       forward, backward: seconds of computing, divided by those on one device.
@@ -71,14 +71,14 @@ class Split:
         cores, profile = machine.num_cores, self.profile
         if cores is None:
             return profile
-        share, of_groups = (
+        share, group_share = (
             min(number / profile.num_devices, 1.0)
             for number in (cores, cores / self.num_devices)
         )
 
         def changed(layer: LayerProfile) -> LayerProfile:
             seconds: dict[str, Any] = {
-                program: _scaled(getattr(layer, program), share / of_groups, 0.0)
+                program: _scaled(getattr(layer, program), share / group_share, 0.0)
                 for program in PROGRAMS
             }
             return dataclasses.replace(layer, **seconds)
@@ -112,7 +112,7 @@ def search(
     graph = traced.graph
     group = soap_machine(profile, traced, machine, num_devices)
     space = soap.Space(graph, num_devices, in_stages=True)
-    found = soap.search(
+    result = soap.search(
         graph,
         group,
         space=space,
@@ -121,7 +121,7 @@ def search(
         max_polish_proposals=num_proposals,
         seed=seed,
     )
-    return split(profile, traced, group, found.strategy)
+    return split(profile, traced, group, result.strategy)
 
 
 def split(
@@ -157,7 +157,7 @@ def split(
     whole_loss = shares[-1]._replace(forward=1.0, backward=1.0)
     kinds: dict[LayerProfile, int] = {}
     # Layers of one kind that are split differently compute differently.
-    of_group = [
+    numbered = [
         dataclasses.replace(
             layer,
             kind=kinds.setdefault(dataclasses.replace(layer, name=""), len(kinds)),
@@ -166,7 +166,7 @@ def split(
     ]
     on_group = dataclasses.replace(
         profile,
-        layers=tuple(of_group),
+        layers=tuple(numbered),
         loss=_split_layer(profile.loss, whole_loss, ()),
     )
     return Split(tuple(strategy), traced.graph, T, on_group)
@@ -205,8 +205,8 @@ def choose(
     for each in splits:
         profile = each.on_groups(machine)
         by_devices.setdefault(each.num_devices, []).append(profile)
-    for T, of_groups in by_devices.items():
-        ranking = _choose.choose(of_groups, groups(machine, T), batch_size, **options)
+    for T, on_groups in by_devices.items():
+        ranking = _choose.choose(on_groups, groups(machine, T), batch_size, **options)
         candidates += (dataclasses.replace(c, num_tensor_devices=T) for c in ranking)
         skipped += (
             dataclasses.replace(c, num_tensor_devices=T) for c in ranking.skipped
@@ -285,7 +285,7 @@ def soap_machine(
 def layer_shares(
     traced: LayersGraph, machine: soap.Machine, strategy: soap.Strategy
 ) -> list[LayerShare]:
-    """What a strategy leaves of each layer, and last of the loss.
+    """The costs of each layer that a strategy splits, and last of the loss.
 
     Operators run one after the other, as in one program for all devices: each takes as long as on its busiest device, and its messages
     as long as on the busiest link. Messages between two operators, and between two layers, belong to the one that reads.
@@ -318,9 +318,9 @@ def layer_shares(
         count(i, [i])
     for e, (_, target, _) in enumerate(graph.edges):
         count(num_operators + e, [target])
-    of_weights = [w for w in graph.weights if graph.tensors[w].has_gradient]
+    trained = [w for w in graph.weights if graph.tensors[w].has_gradient]
     first = num_operators + len(graph.edges)
-    for w, weight in enumerate(of_weights):
+    for w, weight in enumerate(trained):
         readers = [i for i, _ in graph.readers_of_weight[weight]]
         # Without the update, which is priced by the measured one.
         seconds = both.blocks[first + w].load[1 + D :].max(initial=0.0)
@@ -398,8 +398,7 @@ def _split_layer(
         parameters=parameters,
         optimizer_state=_like_parts(layer, parameters),
     )
-    of_weights = share.weight_messages
-    all_messages = share.backward_messages + of_weights
+    all_messages = share.backward_messages + share.weight_messages
     kept = split.parameter_bytes / max(layer.parameter_bytes, 1)
     return dataclasses.replace(
         split,
@@ -409,7 +408,7 @@ def _split_layer(
         ),
         backward=_scaled(layer.backward, share.backward, all_messages),
         input_grad=_scaled(layer.input_grad, share.backward, share.backward_messages),
-        weight_grad=_scaled(layer.weight_grad, share.backward, of_weights),
+        weight_grad=_scaled(layer.weight_grad, share.backward, share.weight_messages),
         update=_scaled(layer.update, kept, 0.0),
     )
 
