@@ -12,13 +12,13 @@ from jpipe import packing
 from jpipe.engine.arrays import Packed, TickArrays
 from jpipe.engine.context import TrainingDevice
 from jpipe.engine.guard import guarded
-from jpipe.engine.shares import rank_of, read_turn
+from jpipe.engine.reductions import Reduction
 from jpipe.engine.sums import squares_of
 from jpipe.engine.units import for_each_lane, gradients_of
 from jpipe.layers.avals import squares as squared
 from jpipe.lowering.norms import NormTable
 from jpipe.lowering.scalars import LaneScalars, TickScalars
-from jpipe.mesh import DATA, STAGE
+from jpipe.mesh import STAGE
 
 
 class _Places(NamedTuple):
@@ -35,7 +35,7 @@ class _Places(NamedTuple):
     counts: np.ndarray
 
 
-def _places(device: TrainingDevice) -> _Places:
+def _places(device: TrainingDevice, every_copy_counts: bool) -> _Places:
     spec, lowered = device.spec, device.spec.lowered
     units = spec.stages.vocabulary.units
     R, D = lowered.num_chunks, lowered.schedule.num_devices
@@ -45,8 +45,7 @@ def _places(device: TrainingDevice) -> _Places:
     for s, copies in enumerate(lowered.copies):
         for place in copies:
             stage[place], used[place] = s, True
-            # If copies share an update, each counts its share.
-            counts[place] = spec.shares_updates or place == copies[0]
+            counts[place] = every_copy_counts or place == copies[0]
     for u, unit in enumerate(units):
         stage[:, R + u] = unit.home
     used[:, R:] = counts[:, R:] = True
@@ -107,19 +106,17 @@ class Norms(NamedTuple):
 
 
 def gradient_norms(
-    device: TrainingDevice,
-    scalars: TickScalars,
-    units: Sequence[LaneScalars],
+    reduction: Reduction,
     updates_any: jax.Array | bool,
     arrays: TickArrays,
 ) -> tuple[TickArrays, Norms]:
     """The norms, and arrays with the squared norms and the loss scale after this update."""
+    device, scalars, units = reduction.device, reduction.scalars, reduction.units
     spec = device.spec
     num_chunks = spec.lowered.num_chunks
     chunks = jnp.arange(num_chunks, dtype=jnp.int32)
     squares = _squares(device, scalars, units, arrays)
-    if spec.shares_updates:
-        squares = _of_shares(device, scalars, squares, arrays.gradients)
+    squares = reduction.squares_of_all(squares, arrays.gradients)
 
     def version_of(lane: LaneScalars, version: jax.Array) -> jax.Array:
         updates = (chunks == lane.chunk) & (lane.program >= 0)
@@ -137,7 +134,12 @@ def gradient_norms(
     all_squares, versions = lax.all_gather((kept, version), STAGE)
     scale = device.loss_scale(arrays)
     assert spec.lowered.norms is not None
-    norms = Norms(spec.lowered.norms, _places(device), all_squares, scale)
+    norms = Norms(
+        spec.lowered.norms,
+        _places(device, reduction.every_copy_counts),
+        all_squares,
+        scale,
+    )
     if spec.numbers.loss_scale is not None:
         finite = norms.are_finite(versions)
         after = spec.numbers.loss_scale.after_update(arrays.loss_scale, finite)
@@ -198,38 +200,6 @@ def _squares(
     for unit in units:
         now = updates(unit, now)
     return guarded(device.spec.lowered.target, now, squares, before, read)
-
-
-def _of_shares(
-    device: TrainingDevice,
-    scalars: TickScalars,
-    squares: jax.Array,
-    gradients: Packed,
-) -> jax.Array:
-    """`[R + units]`, the squared norms over all replicas along "data", of which each has its share of a column.
-
-    All replicas have the gradients of single numbers, and only the first counts them.
-    """
-
-    def of_lane(lane: LaneScalars, squares: jax.Array) -> jax.Array:
-        rank = rank_of(device, lane.chunk)
-        is_first = (rank.copy == 0) & (rank.data == 0)
-        for u, program in enumerate(device.spec.updates.programs):
-            for slots in program.shared:
-                if slots.arrays != "gradients":
-                    continue
-                lead = device.lead("gradients", lane.chunk)
-                (number,) = read_turn(gradients, slots, 0, lead)
-                square = squared(number, squares.dtype).sum()
-                again = (lane.program == u) & ~is_first
-                squares = squares.at[lane.chunk].add(jnp.where(again, -square, 0))
-        return squares
-
-    squares = for_each_lane(device, scalars, of_lane, squares)
-    if device.spec.num_replicas == 1:
-        return squares
-    num_chunks = device.spec.lowered.num_chunks
-    return squares.at[:num_chunks].set(lax.psum(squares[:num_chunks], DATA))
 
 
 def _where(condition: jax.Array | bool, new: Any, old: Any) -> Any:

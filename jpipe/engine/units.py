@@ -1,15 +1,17 @@
 """What a lane of an update changes: a column, or a unit of vocabulary layers."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jpipe import packing
-from jpipe.engine.arrays import Packed
+from jpipe.engine.arrays import Packed, ReadOnly, TickArrays, Written
 from jpipe.engine.context import TrainingDevice
+from jpipe.engine.guard import Branch, run_one_of
 from jpipe.lowering.scalars import LaneScalars, TickScalars
 from jpipe.mesh import STAGE
 from jpipe.stages.optimizer import StageUpdate
@@ -80,6 +82,72 @@ def for_each_lane(
     return lax.fori_loop(
         0, num_lanes, lambda j, state: run(scalars.lane("update", j), state), state
     )
+
+
+def run_program(
+    device: TrainingDevice,
+    lane: LaneScalars,
+    name: str,
+    writes: Sequence[str],
+    run: Callable[[StageUpdate, int, jax.Array | int, Written], Written],
+    arrays: TickArrays,
+) -> TickArrays:
+    """Runs something for the update program of the column, or the unit, that updates in a lane, if there is one.
+
+    Where branches may hold loops, all programs run, and a loop over the turns of a program that does not update
+    has length 0. Elsewhere one program runs, and its loops have static lengths.
+
+    Args:
+      device: the device.
+      lane: the lane.
+      name: of the operation, in profiles.
+      writes: names of the arrays that it writes.
+      run: `(program, its number, 0 or 1 updates, arrays) -> arrays`.
+      arrays: all arrays.
+    """
+    programs = list(enumerate(programs_of(device, lane)))
+    if device.spec.lowered.target.loops_in_branches:
+        for u, program in programs:
+            number = (lane.program == u).astype(jnp.int32)
+            arrays = run(program, u, number, cast(Written, arrays))
+        return arrays
+
+    def once(program: StageUpdate, u: int, written: Written, _: ReadOnly) -> Written:
+        return run(program, u, 1, written)
+
+    branches = [
+        Branch(name, writes, functools.partial(once, program, u))
+        for u, program in programs
+    ]
+    return run_one_of(device.spec.lowered.target, lane.branch, branches, arrays)
+
+
+def run_lanes(
+    device: TrainingDevice,
+    scalars: TickScalars,
+    name: str,
+    writes: Sequence[str],
+    run: Callable[[LaneScalars, StageUpdate, jax.Array | int, Written], Written],
+    arrays: TickArrays,
+    units: Sequence[LaneScalars] = (),
+) -> TickArrays:
+    """`run_program` for every lane, then for those of units; `run` gets the lane, and not the number of the program."""
+
+    def run_lane(lane: LaneScalars, arrays: TickArrays) -> TickArrays:
+        def of_lane(
+            program: StageUpdate,
+            _: int,
+            num_updates: jax.Array | int,
+            arrays: Written,
+        ) -> Written:
+            return run(lane, program, num_updates, arrays)
+
+        return run_program(device, lane, name, writes, of_lane, arrays)
+
+    arrays = for_each_lane(device, scalars, run_lane, arrays)
+    for unit in units:
+        arrays = run_lane(unit, arrays)
+    return arrays
 
 
 # -- Parts
