@@ -33,8 +33,6 @@ from jpipe.layers.loss_check import cut_warning
 from jpipe.layers.plain_loss import plain_loss
 from jpipe.layers.rows import row_mixing
 from jpipe.layers.trace import Traced, TrainingTrace
-from jpipe.memory._pipeline import pipeline_timeline
-from jpipe.memory._timeline import Timeline
 from jpipe.mesh import make_mesh
 from jpipe.options import checks
 from jpipe.options.communication import Communication
@@ -50,6 +48,7 @@ from jpipe.stages.offload import Offload
 from jpipe.states import agreement, hyperparams, portable
 
 if TYPE_CHECKING:
+    from jpipe.memory import Timeline
     from jpipe.plan._profile import Profile
 
 
@@ -772,7 +771,7 @@ class Pipeline:
     @public("memory_timeline")
     def memory_timeline(
         self, batch: Any, *, device: int = 0, profile: "Profile | None" = None
-    ) -> Timeline:
+    ) -> "Timeline":
         """Every array of a step on one device: its bytes, and when it is allocated, written, read and freed.
 
         Compiles the step if it has not been. Runs nothing.
@@ -790,7 +789,9 @@ class Pipeline:
         Raises:
           ValueError: if the device does not exist, or the profile is of another model.
         """
-        return pipeline_timeline(self._program(batch), device, profile)
+        return entry_points.load("memory timeline")(
+            self._program(batch), device, profile
+        )
 
     @public("profile")
     def profile(

@@ -1,6 +1,6 @@
 """Functions of packages that stand above `Pipeline`, by name.
 
-The planner and the search of strategies import the core, so the core cannot import them. `Pipeline` offers some
+The planner, the memory timeline and the search of strategies import the core, so the core cannot import them. `Pipeline` offers some
 of their functions all the same: `Pipeline.profile`, `boundaries="time"`, a strategy in a file. They are named here
 as text, as a package names its entry points, and loaded when they are called.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 ENTRY_POINTS = {
     "strategy of a file": "jpipe.soap.layers:stored_strategy",
+    "memory timeline": "jpipe.memory._pipeline:pipeline_timeline",
     "profile": "jpipe.plan.pipelines:profile_pipeline",
     "boundaries by flops": "jpipe.costs:boundaries_by_flops",
     "boundaries by time": "jpipe.plan.pipelines:boundaries_by_time",

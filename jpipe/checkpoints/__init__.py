@@ -49,6 +49,7 @@ from jpipe.engine.calls import public
 from jpipe.engine.state import PipelineState, check_state, num_rounds
 from jpipe.pipeline import Pipeline
 from jpipe.states import agreement, hyperparams, portable
+from jpipe.states.new import with_arrays
 
 __all__ = [
     "Checkpoints",
@@ -376,7 +377,7 @@ def _restored(
         shapes = _layout.saved_arrays(program.abstract_state, in_flight)
         arrays = _arrays.restore(folder, shapes)
         counts = (rounds, counters["started"]) if in_flight else (0, num_started)
-        state = portable.with_arrays(program, arrays, key, *counts)
+        state = with_arrays(program, arrays, key, *counts)
     elif in_flight:
         raise ValueError(
             "it has microbatches in flight, which only a pipeline of the same layout can complete, and "
@@ -387,7 +388,7 @@ def _restored(
     else:
         leaves = _arrays.stored_leaves(folder, layout)
         source = portable.Portable(
-            **leaves._asdict(),
+            leaves=leaves,
             num_microbatches=num_started,
             key_data=key,
             key_impl=program.engine.key_impl,

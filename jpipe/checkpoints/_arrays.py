@@ -11,7 +11,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 
 from jpipe.checkpoints import _layout
-from jpipe.states.locations import Location, Locations
+from jpipe.states.locations import Leaves, Location
 
 FOLDER = "arrays"
 """The folder of the arrays, inside the folder of a step."""
@@ -91,8 +91,8 @@ class StoredLeaf:
         return numbers if dtype is None else numbers.astype(dtype)
 
 
-def stored_leaves(folder: pathlib.Path, layout: Mapping[str, Any]) -> Locations:
-    """The leaves of the model in a checkpoint: `Locations` with a `StoredLeaf` for each location."""
+def stored_leaves(folder: pathlib.Path, layout: Mapping[str, Any]) -> Leaves:
+    """The leaves of the model in a checkpoint: `Leaves` with a `StoredLeaf` for each location."""
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": _CACHE_BYTES}})
     arrays: dict[str, Any] = {}
 

@@ -16,7 +16,14 @@ from flax.traverse_util import unflatten_dict
 
 from jpipe.engine.state import PipelineState, num_rounds
 from jpipe.program import Program
-from jpipe.states.locations import Block, Location, Locations, locations
+from jpipe.states.locations import (
+    LAYER_ARRAYS,
+    WHOLE_ARRAYS,
+    Block,
+    Leaves,
+    Location,
+    locations,
+)
 from jpipe.states.portable import is_in_flight
 
 
@@ -68,13 +75,18 @@ def layout_of(program: Program, rounds: int, in_flight: bool) -> dict[str, Any]:
         "optimizer": program.optimizer_identity,
         "hyperparams": {n: a.tolist() for n, a in program.first_hyperparams.items()},
         "arrays": {n: [str(a.dtype), list(a.shape)] for n, a in shapes.items()},
-        "params": [_tree_to_json(tree) for tree in found.params],
-        "mutable_state": [_tree_to_json(tree) for tree in found.mutable_state],
+        **{
+            name: [_tree_to_json(tree) for tree in trees]
+            for name, trees in found.layers.items()
+        },
         "optimizer_state": [
             {path: _to_json(leaf) for path, leaf in leaves.items()}
             for leaves in found.optimizer_state
         ],
-        "loss_scale": {n: _to_json(leaf) for n, leaf in found.loss_scale.items()},
+        **{
+            name: {n: _to_json(leaf) for n, leaf in leaves.items()}
+            for name, leaves in found.whole.items()
+        },
     }
 
 
@@ -123,16 +135,24 @@ def has_compression(layout: Mapping[str, Any]) -> bool:
     return any("_compression'" in name for name in layout["arrays"])
 
 
-def locations_in(layout: Mapping[str, Any]) -> Locations:
-    """The locations of the leaves in a layout."""
-    return Locations(
-        params=[_tree_from_json(tree) for tree in layout["params"]],
-        mutable_state=[_tree_from_json(tree) for tree in layout["mutable_state"]],
+def locations_in(layout: Mapping[str, Any]) -> Leaves:
+    """The locations of the leaves in a layout. One from before an array was added does not have it."""
+    names = [array.leaves.name for array in LAYER_ARRAYS if array.leaves is not None]
+    return Leaves(
+        layers={
+            name: [_tree_from_json(tree) for tree in layout[name]]
+            for name in names
+            if name in layout
+        },
         optimizer_state=[
             {path: _from_json(leaf) for path, leaf in leaves.items()}
             for leaves in layout["optimizer_state"]
         ],
-        loss_scale={n: _from_json(leaf) for n, leaf in layout["loss_scale"].items()},
+        whole={
+            array.name: {n: _from_json(leaf) for n, leaf in layout[array.name].items()}
+            for array in WHOLE_ARRAYS
+            if array.name in layout
+        },
     )
 
 

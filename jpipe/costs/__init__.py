@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 import jax
 
 from jpipe import packing
-from jpipe.engine.layout import REPLICATED, ArrayGroup, StateLayout
+from jpipe.engine.layout import StateLayout
+from jpipe.engine.shapes import local_bytes
+from jpipe.engine.state_arrays import Held
 from jpipe.gradients.sums import places_of
 from jpipe.layers.avals import num_bytes as bytes_of
 from jpipe.layers.trace import Traced
-from jpipe.lowering.lower import STASHES
-from jpipe.mesh import DATA, HOST_MEMORY, STAGE
+from jpipe.mesh import DATA, STAGE
 from jpipe.options.settings import Settings
 from jpipe.packing import Packing, Place
 from jpipe.program import Program
@@ -22,8 +23,8 @@ from jpipe.stages.update_groups import Piece
 from jpipe.stages.vocabulary import PartedLeaf
 from jpipe.vocabulary import VocabularyError
 
-PARAMETERS = ("parameters", "read_parameters")
-"""The groups of arrays that hold weights."""
+SHARDED_USES = ("weights", "gradients", "optimizer", "activations", "messages")
+"""The uses of `Pipeline.shards`, of those of `StateArray`."""
 
 
 class StageRecord(NamedTuple):
@@ -139,28 +140,24 @@ def partition(program: Program) -> list[StageRecord]:
 
 def shards(program: Program) -> list[ShardRecord]:
     """What each device holds before a step, and over which axes it is split."""
-    settings, groups = program.settings, program.engine.layout.groups
-    mesh, buffers = settings.mesh, groups["buffers"].shapes
-    messages = ("inbox", "sent_activations", "sent_gradients", "received")
-    by_stage, by_both = (STAGE,), (STAGE, DATA)
-    of_optimizer = by_both if settings.communication.shard_optimizer else by_stage
-    uses: list[tuple[str, Any, tuple[str, ...]]] = [
-        ("weights", [groups[n].shapes for n in PARAMETERS], by_stage),
-        ("gradients", groups["gradients"].shapes, by_stage),
-        ("optimizer", groups["optimizer_state"].shapes, of_optimizer),
-        ("activations", [buffers[ring] for ring in STASHES], by_both),
-        ("messages", [buffers[name] for name in messages], by_both),
-    ]
+    settings, mesh = program.settings, program.settings.mesh
+    uses: dict[str, list] = {use: [] for use in SHARDED_USES}
+    for array, group in program.engine.layout.arrays():
+        if array.use in uses:
+            uses[array.use].append(group)
     records = []
-    for use, shapes, by_engine in uses:
-        leaves = jax.tree.leaves(shapes)
+    for use, groups in uses.items():
+        leaves = jax.tree.leaves([group.shapes for group in groups])
         numbers = sum(math.prod(a.shape) for a in leaves)
+        by_engine = {STAGE}
+        if all(group.held is Held.PART for group in groups):
+            by_engine.add(DATA)
         split = {axis: 1.0 for axis in mesh.shape if axis in by_engine and numbers}
         for axis in mesh.shape:
             of_axis = sum(math.prod(a.shape) for a in leaves if axis in _axes(a))
             if of_axis:
                 split[axis] = of_axis / numbers
-        num_bytes = ArrayGroup(use, shapes, REPLICATED).num_bytes(settings.platform)
+        num_bytes = local_bytes(leaves, settings.platform)
         records.append(ShardRecord(use, num_bytes, split))
     num_bytes = batch_bytes(program)
     split = {DATA: 1.0} if settings.num_replicas > 1 else {}
@@ -185,67 +182,59 @@ def batch_bytes(program: Program) -> int:
 
 def memory(program: Program) -> Memory:
     """Bytes per device. Compiles the step if it has not been."""
+    layout, platform = program.engine.layout, program.settings.platform
+    num_bytes = layout.bytes_by_field(platform)
+    packed = ["parameters", "read_parameters", "optimizer_state", "gradients"]
+    if program.engine.stages.factors.arrays:  # then these are factors
+        num_bytes["gradients"] += num_bytes.pop("compression")
+        packed.append("gradient_compression")
+    host_bytes = layout.host_bytes(platform)
+    held = sum(
+        layout[name].num_bytes(platform) + host_bytes.get(name, 0) for name in packed
+    )
+    analysis: Any = program.lower().compile().memory_analysis()
+    return Memory(
+        **num_bytes,
+        host=sum(host_bytes.values()),
+        batch=batch_bytes(program),
+        temporaries=int(analysis.temp_size_in_bytes),
+        padding=round(held - _used_bytes(program)),
+    )
+
+
+def _used_bytes(program: Program) -> float:
+    """Bytes of the weights, gradients and optimizer's state of layers, on the mean device."""
     engine, settings = program.engine, program.settings
-    stages, updates = engine.stages, engine.updates
-    layout, platform = engine.layout, settings.platform
-    num_bytes = {n: group.num_bytes(platform) for n, group in layout.groups.items()}
-    weights = sum(num_bytes[name] for name in PARAMETERS)
-    host_bytes = {
-        n: group.num_bytes(platform, HOST_MEMORY)
-        for n, group in layout.groups.items()
-        if group.on_host
-    }
-    optimizer, gradients = num_bytes["optimizer_state"], num_bytes["gradients"]
-    whole_optimizer = optimizer + host_bytes.get("optimizer_state", 0)
-    compression = num_bytes["gradient_compression"]
-    if settings.communication.accumulate_gradients is not None:
-        gradients, compression = gradients + compression, 0
+    stages, updates, layout = engine.stages, engine.updates, engine.layout
     accumulators = {**stages.accumulators.arrays, **stages.factors.arrays}
-    used = used_gradients = 0
+    weights = gradients = 0
     for s, of_stage in enumerate(engine.lowered.copies):
         for _, run, _ in stages.layer_runs(s):
             of_weights = layout.leaf_bytes(run.parameters, stages.parameters.arrays)
             of_gradients = layout.leaf_bytes(places_of(run.gradients), accumulators)
             num_versions = int(engine.lowered.rows.num_versions[s])
-            used += len(of_stage) * num_versions * of_weights
-            used_gradients += len(of_stage) * of_gradients
+            weights += len(of_stage) * num_versions * of_weights
+            gradients += len(of_stage) * of_gradients
     # What parts that are padded at their end use beyond the layer is padding too.
     for unit, num_versions in zip(stages.vocabulary.units, engine.rows_of_units):
         of_unit = _bytes_of_parts(layout, unit.packing, unit.stored().items())
-        used += num_versions * of_unit
-        used_gradients += _bytes_of_parts(layout, unit.sums, unit.stored().items())
+        weights += num_versions * of_unit
+        gradients += _bytes_of_parts(layout, unit.sums, unit.stored().items())
     # On all replicas together.
-    used_state = sum(
+    state = sum(
         layout.leaf_bytes([piece.place], updates.state.arrays)
         * _num_holders(piece, len(of_stage), settings)
         for u, of_stage in zip(updates.program_of_stage, engine.lowered.copies)
         for pieces in updates.programs[u].state
         for piece in pieces
     )
-    used_state += settings.num_replicas * sum(
+    state += settings.num_replicas * sum(
         _bytes_of_parts(layout, unit.packing, zip(unit.packing.places[0], unit.parted))
         for unit in updates.of_units
     )
     copies = 1 + len(layout["read_parameters"].shapes)
-    analysis: Any = program.lower().compile().memory_analysis()
-    return Memory(
-        weights=weights,
-        optimizer=optimizer,
-        gradients=gradients,
-        compression=compression,
-        host=sum(host_bytes.values()),
-        activations=num_bytes["buffers"],
-        batch=batch_bytes(program),
-        temporaries=int(analysis.temp_size_in_bytes),
-        padding=round(
-            weights
-            + whole_optimizer
-            + gradients
-            + sum(host_bytes.get(name, 0) for name in ("parameters", "gradients"))
-            - (used * copies + used_gradients + used_state / settings.num_replicas)
-            / settings.schedule.num_devices
-        ),
-    )
+    total = weights * copies + gradients + state / settings.num_replicas
+    return total / settings.schedule.num_devices
 
 
 def _bytes_of_parts(
@@ -261,7 +250,7 @@ def _bytes_of_parts(
       leaves: for each its place, and how it is split; None: every device has all of it.
     """
     return sum(
-        layout.mesh.shape[STAGE] * layout.leaf_bytes([place], packing.arrays)
+        layout.num_devices * layout.leaf_bytes([place], packing.arrays)
         if leaf is None
         else layout.leaf_bytes(
             [dataclasses.replace(place, shape=leaf.aval.shape)], packing.arrays

@@ -55,8 +55,9 @@ from jpipe.engine.context import (
 )
 from jpipe.engine.copies import sum_over_copies
 from jpipe.engine.guard import Branch, run_one_of
-from jpipe.engine.layout import microbatch_shapes
 from jpipe.engine.operations import OPERATIONS, PREDICTION, Operation, Stage
+from jpipe.engine.scopes import Scope
+from jpipe.engine.shapes import microbatch_shapes
 from jpipe.engine.spec import ForwardPass, PassSpec
 from jpipe.engine.training import TrainingPass
 from jpipe.engine.transport import move, put_row, receive
@@ -425,18 +426,5 @@ def _branch_of(name: str, operation: Operation[Stage], stage: Stage) -> Branch:
         written = operation.run(stage, written, read)
         return written.replace(op_count=written.op_count + 1)
 
-    scope = f"{name}/stage{_ranges(stage.program.stages)}"
-    return Branch(scope, [*operation.writes(stage), "op_count"], run)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Ascending numbers as text, neighbours joined.
-
-    Example:
-      >>> _ranges([1, 2, 3, 5])
-      '1-3,5'
-    """
-    starts = [n for n in numbers if n - 1 not in numbers]
-    ends = [n for n in numbers if n + 1 not in numbers]
-    ranges = zip(starts, ends, strict=True)
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    scope = Scope(name, stage.program.stages)
+    return Branch(scope.text, [*operation.writes(stage), "op_count"], run)

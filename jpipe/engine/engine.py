@@ -2,7 +2,8 @@
 
 spec.py          what is static in a pass: table, model, mesh, and what follows from them
 training.py      what is static in a pass that trains, beside that: loss, optimizer, gradients
-layout.py        every array of the state: shape, sharding, memory, bytes
+state.py         the list of the arrays of a state; state_arrays.py: what it says of each
+layout.py        shape, sharding, memory and bytes of each array; shapes.py: their local shapes
 device.py        the scan over ticks; begin here
 arrays.py        the arrays of a tick, and the two records that an operation gets
 context.py       what a device and a lane know while they run

@@ -91,7 +91,7 @@ def microbatch_of(lane: LaneScalars, leaves: Sequence[jax.Array]) -> list[jax.Ar
 def as_stored(
     stages: Stages, values: Sequence[jax.Array], old: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """Leaves of an activation, as those that they replace: see `jpipe.engine.layout.stored_shapes`."""
+    """Leaves of an activation, as those that they replace: see `jpipe.engine.shapes.stored_shapes`."""
     stored = [a.reshape(b.shape) for a, b in zip(values, old, strict=True)]
     return stages.values.constrained(stored, 1) if stages.values.sizes else stored
 

@@ -14,12 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from jpipe.engine.layout import (
-    REPLICATED,
-    StateLayout,
-    StatePackings,
-    forward_only_layout,
-)
+from jpipe.engine.layout import REPLICATED, StateLayout, layout_of
+from jpipe.engine.shapes import StatePackings
+from jpipe.engine.state_arrays import StateFacts
 from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
 from jpipe.lowering.lower import STASHES, Lowered, lower
@@ -130,6 +127,19 @@ class PassSpec(abc.ABC):
     def array_rows(self) -> dict[str, ArrayRows]:
         """Group, or ring of stashes -> the rows of its arrays, for those that have leaves of stages."""
         return self._array_rows()
+
+    @functools.cached_property
+    def _facts(self) -> StateFacts:
+        """What the arrays of a state follow from, as far as both kinds of pass have them."""
+        return StateFacts(
+            mesh=self.mesh,
+            lowered=self.lowered,
+            packings=self.packings,
+            array_rows=self.array_rows,
+            microbatch=self.microbatch,
+            rows_of_units=self.rows_of_units,
+            message_compression=jax.eval_shape(self.first_message_compression),
+        )
 
     def first_message_compression(self) -> dict[str, Any]:
         """What the compressors of messages keep, on one device before training."""
@@ -283,15 +293,7 @@ class ForwardPass(PassSpec):
     @functools.cached_property
     def layout(self) -> StateLayout:
         """See `PassSpec`."""
-        return forward_only_layout(
-            self.mesh,
-            self.lowered,
-            self.packings,
-            self.array_rows,
-            rows_of_units=self.rows_of_units,
-            microbatch=self.microbatch,
-            message_compression=jax.eval_shape(self.first_message_compression),
-        )
+        return layout_of(self._facts, forward_only=True)
 
     @functools.cached_property
     def scalars(self) -> ScalarTable:

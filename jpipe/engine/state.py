@@ -1,14 +1,394 @@
-"""The training state."""
+"""The training state: the list of its arrays, and `PipelineState`, which holds them.
+
+`STATE_ARRAYS` is the one place that names all arrays of a state. The layout, bytes by use, the memory timeline, the
+planner's prediction, `adopt` and checkpoints walk it.
+
+Letters: D devices of the pipeline, R columns per device, K slots of a ring, N microbatches.
+"""
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jpipe._util.suggest import suggests
+from jpipe.engine.shapes import (
+    microbatch_shapes,
+    packed_shapes,
+    stored_on_host,
+    stored_shape,
+    stored_shapes,
+)
+from jpipe.engine.state_arrays import (
+    Adopted,
+    Held,
+    LayerLeaves,
+    Lives,
+    StateArray,
+    StateFacts,
+    buffer,
+)
+from jpipe.layers.avals import is_inexact
+from jpipe.lowering.lower import HEAD_GRADIENT, STASHES
+from jpipe.packing import Leaf, Packing
+from jpipe.stages.cut import Stages
+
+NUM_DISCARD_SLOTS = 1
+"""An inbox ends with a discard slot, for the messages of ticks in which nothing arrives for it."""
+
+
+# -- Shapes
+
+
+def _with_units(
+    facts: StateFacts,
+    name: str,
+    stages: Packing,
+    units: Sequence[Packing],
+    rows_of_units: Sequence[int] | None = None,
+) -> dict[str, Any]:
+    """Local shapes of packed arrays; a device has one part of a unit, not one for each of its R stages."""
+    shapes = packed_shapes(facts.mesh, stages, facts.array_rows[name])
+    for unit, number in zip(units, rows_of_units or [1] * len(units)):
+        shapes |= packed_shapes(facts.mesh, unit, number)
+    return shapes
+
+
+def _parameters(facts: StateFacts) -> dict[str, Any]:
+    pack, units = facts.packings.parameters, facts.packings.units
+    return _with_units(facts, "parameters", pack, units, facts.rows_of_units)
+
+
+def _read_parameters(facts: StateFacts) -> dict[str, Any]:
+    return {name: _parameters(facts) for name in facts.hooked_passes}
+
+
+def _optimizer_state(facts: StateFacts) -> dict[str, Any]:
+    pack, units = facts.packings.optimizer_state, facts.packings.unit_states
+    assert pack is not None
+    return _with_units(facts, "optimizer_state", pack, units)
+
+
+def gradient_shapes(facts: StateFacts) -> dict[str, Any]:
+    """Local shapes of the accumulators of gradients."""
+    pack, units = facts.packings.accumulators, facts.packings.unit_sums
+    return _with_units(facts, "gradients", pack, units)
+
+
+def _counter(facts: StateFacts) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1,), np.int32)
+
+
+@functools.cache
+def _key_data(impl: Any) -> jax.ShapeDtypeStruct:
+    return jax.eval_shape(
+        lambda: jax.random.key_data(jax.random.key(0, impl=impl))[None]
+    )
+
+
+def _stash(ring: str, facts: StateFacts) -> dict[str, Any]:
+    lowered = facts.lowered
+    if (
+        not lowered.num_slots[ring]
+        or lowered.schedule.forward_only
+        or ring in facts.tick_stashes
+    ):
+        return {}
+    return packed_shapes(facts.mesh, facts.packings.rings[ring], facts.array_rows[ring])
+
+
+def _inbox(facts: StateFacts) -> dict[str, Any]:
+    slots = facts.lowered.num_slots
+    return {
+        route.inbox: packed_shapes(
+            facts.mesh, pack, slots[route.inbox] + NUM_DISCARD_SLOTS
+        )
+        for route, pack in facts.packings.messages
+        if slots[route.inbox]
+    }
+
+
+def _sent(operation: str, facts: StateFacts) -> dict[int, Any]:
+    message = {route.inbox: (route, p) for route, p in facts.packings.messages}
+    return {
+        number: packed_shapes(facts.mesh, message[inbox][1])
+        for number, (inbox, _) in enumerate(facts.lowered.outgoing)
+        if message[inbox][0].operation == operation
+    }
+
+
+def _received(facts: StateFacts) -> dict[int, Any]:
+    message = {route.inbox: pack for route, pack in facts.packings.messages}
+    # What leaves late arrives within a tick and needs no place here.
+    return {
+        number: packed_shapes(facts.mesh, message[next(iter(channel.arrives))])
+        for number, channel in enumerate(facts.lowered.channels)
+        if not channel.late
+    }
+
+
+def _host_stash(facts: StateFacts) -> dict[str, Any]:
+    return {
+        ring: {
+            name: jax.ShapeDtypeStruct(stored_on_host(a.shape), a.dtype)
+            for name, a in packed_shapes(
+                None, facts.packings.rings[ring], spill.num_slots + NUM_DISCARD_SLOTS
+            ).items()
+        }
+        for ring, spill in facts.lowered.spills.items()
+    }
+
+
+def _staged(facts: StateFacts) -> dict[str, Any]:
+    rings = facts.packings.rings
+    return {
+        ring: packed_shapes(facts.mesh, rings[ring], 1) for ring in facts.lowered.spills
+    }
+
+
+def _with_gradients(leaves: Sequence[Leaf]) -> list[Leaf]:
+    return [leaf for leaf in leaves if is_inexact(leaf.aval)]
+
+
+def _head_gradient(facts: StateFacts) -> list[jax.ShapeDtypeStruct]:
+    return [
+        stored_shape(facts.mesh, leaf, facts.lowered.num_slots[HEAD_GRADIENT])
+        for leaf in _with_gradients(facts.packings.head_input)
+    ]
+
+
+def _squared_norm(facts: StateFacts) -> jax.ShapeDtypeStruct:
+    # Of the latest versions of each column, and of the device's part of each unit, for norms over all stages.
+    norms, packings = facts.lowered.norms, facts.packings
+    assert norms is not None
+    shape = norms.depth, facts.lowered.num_chunks + len(packings.units)
+    return jax.ShapeDtypeStruct(shape, facts.norm_dtype)
+
+
+def _minibatch_weights(facts: StateFacts) -> jax.ShapeDtypeStruct | None:
+    number = facts.lowered.num_weights
+    return jax.ShapeDtypeStruct((number,), facts.weight_dtype) if number > 1 else None
+
+
+def _batches(facts: StateFacts) -> Any:
+    lowered = facts.lowered
+    if lowered.num_batches == 1:
+        return None
+    num_rows = lowered.num_batches * lowered.schedule.num_microbatches
+    return microbatch_shapes(facts.mesh, facts.microbatch, num_rows)
+
+
+# -- The list
+
+
+def _of_runs(
+    name: str, stages: Stages, stage: int
+) -> Iterator[tuple[int, Sequence, int]]:
+    """The leaves of each layer at the places that its run has under a name."""
+    for layer, run, row in stages.layer_runs(stage):
+        yield layer, getattr(run, name), row
+
+
+def _first_scale(engine: Any) -> dict[str, np.ndarray]:
+    scale = engine.numbers.loss_scale
+    return {} if scale is None else scale.start()
+
+
+def _state_held(facts: StateFacts) -> Held:
+    return Held.PART if facts.shares_updates else Held.EQUAL
+
+
+def _state_on_host(facts: StateFacts) -> frozenset[str]:
+    packings = facts.packings
+    assert packings.optimizer_state is not None
+    return packings.optimizer_state.on_host.union(
+        *(unit.on_host for unit in packings.unit_states)
+    )
+
+
+STATE_ARRAYS = (
+    StateArray(
+        "parameters",
+        "weights",
+        _parameters,
+        adopted=Adopted.LEAVES,
+        memory="weights",
+        words="weights",
+        # The parts of vocabulary layers are on the devices.
+        on_host=lambda facts: facts.packings.parameters.on_host,
+        leaves=LayerLeaves(
+            "params",
+            functools.partial(_of_runs, "parameters"),
+            lambda layer: layer.parameters,
+        ),
+        has_versions=True,
+        in_forward_only=True,
+    ),
+    StateArray(
+        "read_parameters",
+        "weights",
+        _read_parameters,
+        adopted=Adopted.COMPUTED,
+        memory="weights",
+        words="read weights",
+        has_versions=True,
+    ),
+    StateArray(
+        "optimizer_state",
+        "optimizer",
+        _optimizer_state,
+        held=_state_held,
+        adopted=Adopted.LEAVES,
+        memory="optimizer",
+        words="optimizer",
+        on_host=_state_on_host,
+    ),
+    StateArray(
+        "mutable_state",
+        "state",
+        lambda facts: packed_shapes(
+            None, facts.packings.mutable_state, facts.array_rows["mutable_state"]
+        ),
+        adopted=Adopted.LEAVES,
+        leaves=LayerLeaves(
+            "mutable_state",
+            functools.partial(_of_runs, "state"),
+            lambda layer: layer.state,
+        ),
+        in_forward_only=True,
+    ),
+    StateArray(
+        "loss_scale",
+        "state",
+        lambda facts: facts.loss_scale.shapes() if facts.loss_scale else {},
+        adopted=Adopted.WHOLE,
+        first=_first_scale,
+    ),
+    StateArray(
+        "gradient_compression",
+        "compression",
+        lambda facts: dict(facts.gradient_compression),
+        held=lambda facts: Held.PART,
+        adopted=Adopted.ALIKE,
+        memory="compression",
+        words="compression of gradients",
+        first=lambda engine: engine.first_gradient_compression(),
+    ),
+    StateArray(
+        "message_compression",
+        "compression",
+        lambda facts: dict(facts.message_compression),
+        held=lambda facts: Held.PART,
+        adopted=Adopted.ALIKE,
+        words="compression of messages",
+        first=lambda engine: engine.first_message_compression(),
+        in_forward_only=True,
+    ),
+    StateArray(
+        "gradients",
+        "gradients",
+        gradient_shapes,
+        lives=Lives.IN_FLIGHT,
+        held=lambda facts: Held.TERM,
+        memory="gradients",
+        on_host=lambda facts: facts.packings.accumulators.on_host,
+    ),
+    *(
+        buffer(
+            ring, "activations", functools.partial(_stash, ring), in_forward_only=True
+        )
+        for ring in STASHES
+    ),
+    buffer("staged", "host stashes", _staged, in_forward_only=True),
+    buffer(
+        "host_stash",
+        "host stashes",
+        _host_stash,
+        on_host=lambda facts: frozenset(facts.lowered.spills),
+        in_forward_only=True,
+    ),
+    buffer("inbox", "messages", _inbox, in_forward_only=True),
+    buffer(
+        "sent_activations",
+        "messages",
+        functools.partial(_sent, "forward"),
+        in_forward_only=True,
+    ),
+    buffer(
+        "sent_gradients",
+        "messages",
+        functools.partial(_sent, "backward"),
+        in_forward_only=True,
+    ),
+    buffer("received", "messages", _received, in_forward_only=True),
+    buffer(
+        "embedded",
+        "vocabulary",
+        lambda facts: stored_shapes(facts.mesh, facts.packings.embedded),
+        in_forward_only=True,
+    ),
+    buffer(
+        "head_input",
+        "vocabulary",
+        lambda facts: stored_shapes(facts.mesh, facts.packings.head_input),
+        in_forward_only=True,
+    ),
+    buffer(
+        "embedded_gradient",
+        "vocabulary",
+        lambda facts: stored_shapes(
+            facts.mesh, _with_gradients(facts.packings.embedded)
+        ),
+    ),
+    buffer(HEAD_GRADIENT, "vocabulary", _head_gradient),
+    # Of the microbatches of a minibatch that have run forward.
+    buffer(
+        "statistics",
+        "state",
+        lambda facts: packed_shapes(
+            None, facts.packings.statistics, facts.array_rows["statistics"]
+        ),
+    ),
+    buffer("squared_norm", "state", _squared_norm),
+    buffer(
+        "minibatch_weights", "batch", _minibatch_weights, words="weights of minibatches"
+    ),
+    buffer(
+        "batches", "batch", _batches, words="kept minibatches", in_forward_only=True
+    ),
+    StateArray(
+        "round", "state", _counter, lives=Lives.COUNTER, words="number of steps"
+    ),
+    StateArray(
+        "started",
+        "state",
+        _counter,
+        lives=Lives.COUNTER,
+        words="number of earlier microbatches",
+    ),
+    StateArray(
+        "key",
+        "state",
+        lambda facts: _key_data(facts.key_impl),
+        lives=Lives.COUNTER,
+        words="random key",
+    ),
+)
+"""Every array of a training state, in the order of the fields of `PipelineState`."""
+
+
+def fields_that(live: Lives) -> list[str]:
+    """The fields of `PipelineState` whose arrays live so, in order."""
+    return list(dict.fromkeys(a.field for a in STATE_ARRAYS if a.lives is live))
+
+
+def arrays_with_versions() -> list[str]:
+    """The names of the arrays with a row for every version of the weights."""
+    return [array.name for array in STATE_ARRAYS if array.has_versions]
 
 
 @suggests
@@ -87,24 +467,18 @@ class PipelineState:
 
     def kept(self) -> dict[str, Any]:
         """The arrays that hold the training between two minibatches, by the engine's names."""
-        names = (
-            "parameters",
-            "read_parameters",
-            "optimizer_state",
-            "mutable_state",
-            "loss_scale",
-            "gradient_compression",
-            "message_compression",
-        )
-        return {name: getattr(self, name) for name in names}
+        return self._that(Lives.KEPT)
 
     def in_flight(self) -> dict[str, Any]:
         """The arrays of minibatches that are not complete, by the engine's names."""
-        return {"gradients": self.gradients, "buffers": self.buffers}
+        return self._that(Lives.IN_FLIGHT)
 
     def counters(self) -> dict[str, jax.Array]:
         """The position in training: rounds, microbatches before them, and the random key."""
-        return {"round": self.round, "started": self.started, "key": self.key}
+        return self._that(Lives.COUNTER)
+
+    def _that(self, live: Lives) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in fields_that(live)}
 
 
 def num_rounds(state: PipelineState) -> int:

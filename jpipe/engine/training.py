@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jpipe.engine.layout import StateLayout, StatePackings, training_layout
+from jpipe.engine.layout import StateLayout, layout_of
+from jpipe.engine.shapes import StatePackings
 from jpipe.engine.spec import PassSpec
+from jpipe.engine.state import gradient_shapes
 from jpipe.gradients.sums import FACTORS
 from jpipe.layers.backward import LayerProgram
 from jpipe.layers.equations import Equations
@@ -120,7 +122,7 @@ class TrainingPass(PassSpec):
             return {FACTORS: factors}
         if self.communication.compress_gradients is None or not self.gradient_groups:
             return {}
-        shapes = self.packings.of_gradients(self.mesh, self.array_rows["gradients"])
+        shapes = gradient_shapes(self._facts)
         return {
             "error": {n: jnp.zeros(a.shape, a.dtype) for n, a in shapes.items()},
             "states": compressor_states(
@@ -181,23 +183,18 @@ class TrainingPass(PassSpec):
     def layout(self) -> StateLayout:
         """See `PassSpec`."""
         hooks = self.updates.programs[0].param_hooks
-        return training_layout(
-            self.mesh,
-            self.lowered,
-            self.packings,
-            self.array_rows,
-            microbatch=self.microbatch,
-            norm_dtype=self.updates.norm_dtype,
-            weight_dtype=self.weight_dtype,
-            rows_of_units=self.rows_of_units,
+        facts = dataclasses.replace(
+            self._facts,
             hooked_passes=hooked_passes(self.schedule, hooks),
             loss_scale=self.numbers.loss_scale,
             key_impl=self.key_impl,
+            norm_dtype=self.updates.norm_dtype,
+            weight_dtype=self.weight_dtype,
             shares_updates=self.shares_updates,
             tick_stashes=self.tick_stashes,
             gradient_compression=jax.eval_shape(self.first_gradient_compression),
-            message_compression=jax.eval_shape(self.first_message_compression),
         )
+        return layout_of(facts)
 
     @property
     def weight_dtype(self) -> np.dtype | None:

@@ -98,6 +98,14 @@ class Lowered:
     target: Target
 
     @property
+    def tick_order(self) -> tuple[str, ...]:
+        """The operations of a tick, in the order in which a device runs them. A table may lack some."""
+        backwards = "backward", "weight_grad", "embed_backward"
+        if self.head_after_update:
+            return "embed", "forward", "commit", *backwards, "update", "head"
+        return "embed", "forward", "commit", "head", *backwards, "update"
+
+    @property
     def placement(self) -> tuple[tuple[int, int], ...]:
         """For each stage the device and the position of its copy 0."""
         return tuple(of_stage[0] for of_stage in self.copies)

@@ -11,20 +11,6 @@ import numpy as np
 from jpipe.lowering.lower import Lowered
 from jpipe.memory._block import on_grid
 
-OPERATIONS = (
-    "embed",
-    "forward",
-    "commit",
-    "head",
-    "backward",
-    "weight_grad",
-    "embed_backward",
-    "update",
-)
-"""The operations of a tick, in their order."""
-
-_PROFILED = ("forward", "backward", "weight_grad", "update")
-
 
 class Clock:
     """Times on one device.
@@ -52,10 +38,7 @@ class Clock:
         self.lowered, self.starts, self.device = lowered, starts, device
         operations = lowered.operations
         self.phases: list[tuple[str, int]] = [("receive", 0)]
-        order = list(OPERATIONS)
-        if lowered.head_after_update:
-            order.append(order.pop(order.index("head")))
-        for name in order:
+        for name in lowered.tick_order:
             if name in operations:
                 lanes = 1 if name == "update" else operations[name].num_lanes
                 self.phases += [(name, lane) for lane in range(lanes)]

@@ -2,17 +2,15 @@
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from jpipe._util.foreign import shown
-from jpipe.memory._block import USES, Block, size_text, spans
+from jpipe.memory._block import USES, Block, Interval, size_text, spans
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from jpipe.memory._timeline import Timeline
 
 COLORS = {
     "weights": "#4477aa",
@@ -44,8 +42,29 @@ _LEAST_SEEN = 0.005
 """The share of the axis from which a use can be seen, and is in the legend."""
 
 
+class Drawn(Protocol):
+    """What pictures show of a `Timeline`, which imports this module."""
+
+    @property
+    def blocks(self) -> tuple[Block, ...]: ...
+    @property
+    def period(self) -> float: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def marks(self) -> tuple[float, ...]: ...
+    @property
+    def moments(self) -> np.ndarray: ...
+    @property
+    def peak(self) -> int: ...
+    def by_use(self) -> dict[str, np.ndarray]: ...
+    def intervals(self) -> list[Interval]: ...
+
+
 def draw(
-    timeline: "Timeline", path: str | os.PathLike[str], panels: Sequence[str] = ()
+    timeline: Drawn, path: str | os.PathLike[str], panels: Sequence[str] = ()
 ) -> None:
     """Draws a timeline into a file.
 
@@ -105,7 +124,7 @@ def _unit(most: float) -> tuple[float, str]:
     return 1, "bytes"
 
 
-def _stack(timeline: "Timeline", axes: "Axes") -> None:
+def _stack(timeline: Drawn, axes: "Axes") -> None:
     """Bytes by use over time. Idle bytes are drawn above them if they leave them room, and are said otherwise."""
     by_use = dict(timeline.by_use())
     factor, unit = _unit(timeline.peak)
@@ -147,7 +166,7 @@ def _stack(timeline: "Timeline", axes: "Axes") -> None:
     )
 
 
-def _rows(timeline: "Timeline") -> list[list[Block]]:
+def _rows(timeline: Drawn) -> list[list[Block]]:
     """The blocks of each row of the chart: the arrays with the most bytes x time; slots share rows where they can."""
     order, least = list(USES), timeline.peak / 2000
     arrays: dict[str, list[Block]] = {}
@@ -176,7 +195,7 @@ def _rows(timeline: "Timeline") -> list[list[Block]]:
     )
 
 
-def _gantt(timeline: "Timeline", rows: list[list[Block]], axes: "Axes") -> None:
+def _gantt(timeline: Drawn, rows: list[list[Block]], axes: "Axes") -> None:
     """A row per array, a bar while it lives, a tick where it is written, a dot where it is read."""
     labels = []
     for row, blocks in enumerate(rows):
@@ -215,7 +234,7 @@ def _gantt(timeline: "Timeline", rows: list[list[Block]], axes: "Axes") -> None:
     axes.set_title("blocks: | written, . read", fontsize=8, loc="left")
 
 
-def _histogram(timeline: "Timeline", axes: "Axes") -> None:
+def _histogram(timeline: Drawn, axes: "Axes") -> None:
     lengths = [interval.length for interval in timeline.intervals()]
     if lengths:
         bins = np.geomspace(
@@ -230,7 +249,7 @@ def _histogram(timeline: "Timeline", axes: "Axes") -> None:
     axes.set_title("how long arrays wait between two accesses", fontsize=8, loc="left")
 
 
-def _scatter(timeline: "Timeline", axes: "Axes", legend: bool) -> None:
+def _scatter(timeline: Drawn, axes: "Axes", legend: bool) -> None:
     by_use: dict[str, list] = {}
     for interval in timeline.intervals():
         by_use.setdefault(interval.use, []).append(

@@ -3,18 +3,17 @@
 Letters: K slots of a ring, N microbatches, m a microbatch.
 """
 
+import functools
 import itertools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
 from jpipe.lowering.lower import HEAD_GRADIENT, STASHES
 from jpipe.memory._block import Block
+from jpipe.memory._builder import Builder
 from jpipe.schedule import IDLE
-
-if TYPE_CHECKING:
-    from jpipe.memory._pipeline import Builder
 
 STASH_WORDS = {
     "input_stash": "input stash",
@@ -26,36 +25,42 @@ _AGAIN = 0.4
 """The part of a backward after which a recomputed forward is over, on both axes."""
 
 
-def rings(builder: "Builder", shapes: dict) -> Iterator[tuple[str, int, list[Block]]]:
-    """`(name, bytes, blocks)` of every allocation that holds what is in flight."""
-    for ring in STASHES:
-        if shapes[ring]:
-            yield (
-                STASH_WORDS[ring],
-                builder.num_bytes(shapes[ring]),
-                _stashes(builder, ring),
-            )
-    for ring, arrays in shapes["staged"].items():
+Allocations = Iterator[tuple[str, int, list[Block]]]
+"""`(name, bytes, blocks)` of allocations."""
+
+
+def _stash(ring: str, builder: Builder, shapes: dict) -> Allocations:
+    if shapes:
+        words = STASH_WORDS[ring]
+        yield words, builder.num_bytes(shapes), _stashes(builder, ring)
+
+
+def _all_staged(builder: Builder, shapes: dict) -> Allocations:
+    for ring, arrays in shapes.items():
         num_bytes = builder.num_bytes(arrays)
-        yield (
-            f"staged {STASH_WORDS[ring]}",
-            num_bytes,
-            _staged(builder, ring, num_bytes),
-        )
+        words = f"staged {STASH_WORDS[ring]}"
+        yield words, num_bytes, _staged(builder, ring, num_bytes)
+
+
+def _inbox(builder: Builder, shapes: dict) -> Allocations:
     inboxes = _inboxes(builder)
-    for inbox, arrays in shapes["inbox"].items():
+    for inbox, arrays in shapes.items():
         yield f"inbox of {inbox}", builder.num_bytes(arrays), inboxes.get(inbox, [])
-    sent, received = _on_their_way(builder)
-    for name in ("sent_activations", "sent_gradients"):
-        for number, arrays in shapes[name].items():
-            words = f"{name.replace('_', ' ')} {number}"
-            yield words, builder.num_bytes(arrays), sent.get(number, [])
-    for number, arrays in shapes["received"].items():
+
+
+def _sent(name: str, builder: Builder, shapes: dict) -> Allocations:
+    sent, _ = _on_their_way(builder)
+    for number, arrays in shapes.items():
+        yield f"{name} {number}", builder.num_bytes(arrays), sent.get(number, [])
+
+
+def _received(builder: Builder, shapes: dict) -> Allocations:
+    _, received = _on_their_way(builder)
+    for number, arrays in shapes.items():
         yield f"received {number}", builder.num_bytes(arrays), received.get(number, [])
-    yield from _vocabulary(builder, shapes)
 
 
-def _stashes(builder: "Builder", ring: str) -> list[Block]:
+def _stashes(builder: Builder, ring: str) -> list[Block]:
     """The contents of a ring of stashes, for each microbatch and layer."""
     schedule, stages = builder.schedule, builder.stages
     forward, backward = schedule.forward_ticks(), schedule.backward_ticks()
@@ -129,7 +134,7 @@ def _stashes(builder: "Builder", ring: str) -> list[Block]:
     return blocks
 
 
-def _staged(builder: "Builder", ring: str, num_bytes: int) -> list[Block]:
+def _staged(builder: Builder, ring: str, num_bytes: int) -> list[Block]:
     """A stash that goes to host memory, from the end of the tick of its forward until the end of the next."""
     blocks, ticks = (
         [],
@@ -145,14 +150,14 @@ def _staged(builder: "Builder", ring: str, num_bytes: int) -> list[Block]:
     return blocks
 
 
-def _fraction(builder: "Builder", column: int, tick: int, layer: int | None) -> float:
+def _fraction(builder: Builder, column: int, tick: int, layer: int | None) -> float:
     if layer is None:
         return 1.0
     s = int(builder.schedule.stage[column])
     return builder.clock.layer("forward", s, builder.stages.layers_of(s), layer)
 
 
-def _message_bytes(builder: "Builder", inbox: str, source: int) -> int:
+def _message_bytes(builder: Builder, inbox: str, source: int) -> int:
     """Bytes of a message from a stage."""
     stages = builder.stages
     if inbox in ("activation", "gradient"):
@@ -165,7 +170,7 @@ def _message_bytes(builder: "Builder", inbox: str, source: int) -> int:
     return builder.layout.leaf_bytes(pack.places[0], pack.arrays)
 
 
-def _messages(builder: "Builder") -> Iterator[tuple[Any, int, int, int, int, int]]:
+def _messages(builder: Builder) -> Iterator[tuple[Any, int, int, int, int, int]]:
     """`(route, source stage, column of the source, target stage, column of the target, m)` of every message."""
     schedule = builder.schedule
     columns = schedule.column_of_microbatch
@@ -183,7 +188,7 @@ def _messages(builder: "Builder") -> Iterator[tuple[Any, int, int, int, int, int
             )
 
 
-def _sent_tick(builder: "Builder", route: Any, m: int, column: int) -> int:
+def _sent_tick(builder: Builder, route: Any, m: int, column: int) -> int:
     schedule = builder.schedule
     ticks = (
         schedule.forward_ticks()
@@ -193,7 +198,7 @@ def _sent_tick(builder: "Builder", route: Any, m: int, column: int) -> int:
     return int(ticks[m, column])
 
 
-def _arrival(builder: "Builder", route: Any, tick: int) -> float:
+def _arrival(builder: Builder, route: Any, tick: int) -> float:
     """When a message that was sent in a tick lies in its inbox."""
     if builder.engine.communication.overlap and route.operation == "backward":
         # It travels during the forwards of the next tick.
@@ -201,7 +206,7 @@ def _arrival(builder: "Builder", route: Any, tick: int) -> float:
     return builder.clock.at(tick + 1, "receive", 0.5)
 
 
-def _inboxes(builder: "Builder") -> dict[str, list[Block]]:
+def _inboxes(builder: Builder) -> dict[str, list[Block]]:
     """Inbox -> the messages in it."""
     schedule = builder.schedule
     found: dict[str, list[Block]] = {}
@@ -249,7 +254,7 @@ def _inboxes(builder: "Builder") -> dict[str, list[Block]]:
 
 
 def _on_their_way(
-    builder: "Builder",
+    builder: Builder,
 ) -> tuple[dict[int, list[Block]], dict[int, list[Block]]]:
     """Number of an output -> what is sent from it; channel -> what it has brought to the device."""
     lowered, clock, T = builder.lowered, builder.clock, builder.schedule.num_ticks
@@ -289,7 +294,7 @@ def _on_their_way(
     return sent, received
 
 
-def _channel(builder: "Builder", route: Any, tick: int, m: int, column: int) -> int:
+def _channel(builder: Builder, route: Any, tick: int, m: int, column: int) -> int:
     """The number of the channel that brings a message to a column."""
     t = (tick + 1) % builder.schedule.num_ticks
     device = builder.schedule.device[column]
@@ -300,65 +305,62 @@ def _channel(builder: "Builder", route: Any, tick: int, m: int, column: int) -> 
     raise AssertionError(f"no channel brings microbatch {m} of {route.inbox}")
 
 
-def _vocabulary(
-    builder: "Builder", shapes: dict
-) -> Iterator[tuple[str, int, list[Block]]]:
-    """What operations of all devices hand to and get from a stage."""
-    T, clock = builder.schedule.num_ticks, builder.clock
+def _ticks(builder: Builder, name: str) -> list[int]:
+    """The ticks in which the device runs an operation of all devices."""
+    operations = builder.lowered.operations.get(name)
+    if operations is None:
+        return []
+    T = builder.schedule.num_ticks
+    return [t for t in range(T) if operations.stage[t, builder.device, 0] >= 0]
 
-    def ticks(name: str) -> list[int]:
-        operations = builder.lowered.operations.get(name)
-        if operations is None:
-            return []
-        return [t for t in range(T) if operations.stage[t, builder.device, 0] >= 0]
 
-    embedded = sorted(
-        {
-            *ticks("embed"),
-            *(
-                ticks("embed_backward")
-                if builder.engine.numbers.runs_forward_again
-                else []
-            ),
-        }
+def _handed(
+    name: str,
+    builder: Builder,
+    shapes: list,
+    ticks: list[int],
+    first: tuple[str, float],
+    last: tuple[str, float],
+) -> Allocations:
+    """What operations of all devices hand to a stage, or get from it, in some ticks: from and until a fraction of operations."""
+    clock, words = builder.clock, name.replace("_", " ")
+    size, blocks = builder.num_bytes(shapes), []
+    for t in ticks:
+        start, stop = clock.at(t, *first), clock.at(t, *last)
+        accesses = [(start, "write"), (stop, "read")]
+        blocks.append(
+            builder.block(f"{words}, tick {t}", "message", size, start, stop, accesses)
+        )
+    yield words, size, blocks
+
+
+def _embedded(builder: Builder, shapes: list) -> Allocations:
+    ticks, last = set(_ticks(builder, "embed")), ("forward", 0.0)
+    if "embed_backward" in builder.lowered.operations:
+        last = "embed_backward", 0.0
+    if builder.engine.numbers.runs_forward_again:
+        ticks |= set(_ticks(builder, "embed_backward"))
+    return _handed("embedded", builder, shapes, sorted(ticks), ("embed", 0.9), last)
+
+
+def _embedded_gradient(builder: Builder, shapes: list) -> Allocations:
+    ticks = _ticks(builder, "embed_backward")
+    ends = ("backward", 0.9), ("embed_backward", 0.9)
+    return _handed("embedded_gradient", builder, shapes, ticks, *ends)
+
+
+def _head_input(builder: Builder, shapes: list) -> Allocations:
+    ticks = _ticks(builder, "head")
+    return _handed(
+        "head_input", builder, shapes, ticks, ("forward", 0.9), ("head", 0.9)
     )
-    lives = {
-        "embedded": (
-            embedded,
-            ("embed", 0.9),
-            (
-                "embed_backward"
-                if "embed_backward" in builder.lowered.operations
-                else "forward",
-                0.0,
-            ),
-        ),
-        "head_input": (ticks("head"), ("forward", 0.9), ("head", 0.9)),
-        "embedded_gradient": (
-            ticks("embed_backward"),
-            ("backward", 0.9),
-            ("embed_backward", 0.9),
-        ),
-    }
-    for name, (when, first, last) in lives.items():
-        size = builder.num_bytes(shapes.get(name, []))
-        blocks = []
-        for t in when:
-            start, stop = clock.at(t, *first), clock.at(t, *last)
-            accesses = [(start, "write"), (stop, "read")]
-            words = f"{name.replace('_', ' ')}, tick {t}"
-            blocks.append(builder.block(words, "message", size, start, stop, accesses))
-        yield name.replace("_", " "), size, blocks
-    gradients = shapes.get(HEAD_GRADIENT, [])
-    if gradients:
-        yield from _head_gradients(builder, builder.num_bytes(gradients))
 
 
-def _head_gradients(
-    builder: "Builder", num_bytes: int
-) -> Iterator[tuple[str, int, list[Block]]]:
+def _head_gradients(builder: Builder, shapes: list) -> Allocations:
     """The gradients by the inputs of the head, on the device of the last stage."""
-    schedule = builder.schedule
+    if not shapes:
+        return
+    schedule, num_bytes = builder.schedule, builder.num_bytes(shapes)
     slots = builder.lowered.num_slots[HEAD_GRADIENT]
     forward, backward = schedule.forward_ticks(), schedule.backward_ticks()
     blocks = []
@@ -374,3 +376,18 @@ def _head_gradients(
                 )
             )
     yield "gradients of the head", num_bytes, blocks
+
+
+RINGS: dict[str, Callable[[Builder, Any], Allocations]] = {
+    **{ring: functools.partial(_stash, ring) for ring in STASHES},
+    "staged": _all_staged,
+    "inbox": _inbox,
+    "sent_activations": functools.partial(_sent, "sent activations"),
+    "sent_gradients": functools.partial(_sent, "sent gradients"),
+    "received": _received,
+    "embedded": _embedded,
+    "head_input": _head_input,
+    "embedded_gradient": _embedded_gradient,
+    HEAD_GRADIENT: _head_gradients,
+}
+"""Name of an array of the state that holds what is in flight -> its allocations, of its local shapes."""

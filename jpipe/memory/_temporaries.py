@@ -1,23 +1,21 @@
 """What the compiled step keeps inside of a tick, as blocks on the axis of the table."""
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from jpipe.engine.scopes import Scope
 from jpipe.memory._block import Block
+from jpipe.memory._builder import Builder
 from jpipe.memory._hlo import Program, Value, program_of, short
 
-if TYPE_CHECKING:
-    from jpipe.memory._pipeline import Builder
-
-_SCOPE = re.compile(r"/(forward|commit|backward|weight_grad)/stage([\d,-]+)/cond$")
 _ALL = re.compile(r"/update/cond$")
 _SMALL = 1 / 1000
 """Temporaries below this share of all of them count as idle."""
 
 
-def temporaries(compiled: Any, builder: "Builder", num_bytes: int) -> list[Block]:
+def temporaries(compiled: Any, builder: Builder, num_bytes: int) -> list[Block]:
     """The temporaries of a step on a device.
 
     A branch for an operation runs in the ticks in which the device runs the operation. Without a buffer assignment there
@@ -43,21 +41,17 @@ def temporaries(compiled: Any, builder: "Builder", num_bytes: int) -> list[Block
 def _scopes(program: Program) -> dict[int, tuple[str, set[int], int, int, int]]:
     """Id of a conditional -> operation, stages, lane, and the positions where its branches begin and end."""
     found: dict[int, tuple[str, set[int], int, int, int]] = {}
-    lanes: dict[tuple, int] = {}
+    lanes: dict[Scope, int] = {}
     for position, one in enumerate(program.order):
         if one.opcode != "conditional":
             continue
         spans = [program.span_of[c] for c in one.called]
         begin, end = min(a for a, _ in spans), position + 1
-        scope = _SCOPE.search(one.op_name)
+        scope = Scope.found_in(one.op_name)
         if scope is not None:
-            stages: set[int] = set()
-            for part in scope[2].split(","):
-                first, _, last = part.partition("-")
-                stages |= set(range(int(first), int(last or first) + 1))
-            key = scope[1], scope[2]
-            found[one.id] = scope[1], stages, lanes.get(key, 0), begin, end
-            lanes[key] = lanes.get(key, 0) + 1
+            lane = lanes.get(scope, 0)
+            found[one.id] = scope.operation, set(scope.stages), lane, begin, end
+            lanes[scope] = lane + 1
         elif _ALL.search(one.op_name):
             found[one.id] = "update", set(), 0, begin, end
     return found
@@ -82,7 +76,7 @@ def _blocks(
     program: Program,
     scopes: dict,
     loop: tuple[int, int],
-    builder: "Builder",
+    builder: Builder,
 ) -> list[Block]:
     """The blocks of a value: one for each tick in which it lives."""
     T, clock = builder.schedule.num_ticks, builder.clock
@@ -149,7 +143,7 @@ def _blocks(
     return blocks
 
 
-def _running(t: int, scopes: dict, builder: "Builder") -> list[tuple]:
+def _running(t: int, scopes: dict, builder: Builder) -> list[tuple]:
     """The scopes that the device runs in a tick, in their order."""
     found = []
     for scope in scopes.values():

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,12 +12,14 @@ import numpy as np
 
 from jpipe.compress import Compressor
 from jpipe.costs import Memory
-from jpipe.engine.layout import StatePackings, buffer_shapes
+from jpipe.engine.layout import StateLayout, layout_of
+from jpipe.engine.shapes import StatePackings, packed_shapes
+from jpipe.engine.state_arrays import BUFFERS, StateFacts
 from jpipe.gradients.sums import AS_PARAMETERS, GradientSums
-from jpipe.layers.avals import num_bytes
+from jpipe.layers.avals import num_bytes, real_dtype
 from jpipe.lowering.array_rows import ArrayRows, used_arrays
 from jpipe.lowering.channels import Route
-from jpipe.lowering.lower import STASHES, lower
+from jpipe.lowering.lower import STASHES, Lowered, lower
 from jpipe.options.communication import message_compression
 from jpipe.options.numbers import floating_dtype
 from jpipe.packing import Leaf, Packing
@@ -114,13 +116,17 @@ def predict(
     S = schedule.num_stages
     starts = check_boundaries(list(boundaries), len(profile.layers), S)
     assert starts is not None  # as it is for a list of boundaries
-    compressors = message_compression(compress_messages), compress_gradients
-    sums = GradientSums(dtype=floating_dtype("accumulate_dtype", accumulate_dtype))
-    replicated = num_replicas, shard_optimizer, *compressors
-    costs = stage_costs(schedule, profile, starts, machine, *replicated, sums=sums)
+    options: dict[str, Any] = dict(
+        num_replicas=num_replicas,
+        shard_optimizer=shard_optimizer,
+        compress_messages=message_compression(compress_messages),
+        compress_gradients=compress_gradients,
+        sums=GradientSums(dtype=floating_dtype("accumulate_dtype", accumulate_dtype)),
+    )
+    costs = stage_costs(schedule, profile, starts, machine, **options)
     timing = simulate(schedule, costs)
     memory, moved = predict_memory(
-        schedule, profile, starts, *replicated, offload, sums=sums
+        schedule, profile, starts, offload=offload, **options
     )
     return Prediction(
         seconds=timing.makespan + machine.step + moved / host_bandwidth,
@@ -136,6 +142,7 @@ def stage_costs(
     profile: Profile,
     starts: Sequence[int],
     machine: Machine,
+    *,
     num_replicas: int = 1,
     shard_optimizer: bool = False,
     compress_messages: MessageCompression = NO_COMPRESSION,
@@ -264,6 +271,7 @@ def predict_memory(
     schedule: Schedule,
     profile: Profile,
     starts: Sequence[int],
+    *,
     num_replicas: int = 1,
     shard_optimizer: bool = False,
     compress_messages: MessageCompression = NO_COMPRESSION,
@@ -283,13 +291,102 @@ def predict_memory(
       ValueError: if the table needs more slots of stashes than `offload` leaves.
     """
     profile = profile.in_table(schedule)
+    layers, exchanges = profile.layers, num_replicas > 1 or schedule.has_copies
+    lowered, layout, one_version = _state_layout(
+        schedule,
+        profile,
+        starts,
+        compress_messages=compress_messages,
+        compressor=compress_gradients if exchanges else None,
+        stash_slots=offload.activations,
+        sums=sums,
+    )
+    sizes = layout.bytes_by_field(_UNPADDED)
+    copies = 1 + len(layout["read_parameters"].shapes)
+    state = np.add.reduceat([a.optimizer_bytes for a in layers], starts[:-1])
+    num_shares = np.ones(len(state), int)
+    if shard_optimizer:
+        num_shares = num_replicas * np.array(schedule.replicas)
+        largest = (state / num_shares).max() / max(state.max(), 1)
+        sizes["optimizer"] = math.ceil(sizes["optimizer"] * largest)
+    on_host = {
+        "weights": offload.weights * sizes["weights"] / copies,
+        "optimizer": offload.optimizer * sizes["optimizer"],
+        "gradients": offload.gradients * sizes["gradients"],
+    }
+    # One slot of each stash comes from the host while a tick computes.
+    slots = {
+        ring: num_bytes(jax.tree.leaves(arrays))
+        for ring, arrays in layout[BUFFERS].shapes["staged"].items()
+    }
+    passes = 2 + schedule.splits_backward + (profile.recompute == "full")
+    moves = Moves.of(schedule.num_microbatches, passes)
+    moved = moves.optimizer * on_host["optimizer"]
+    moved += moves.gradients * on_host["gradients"]
+    moved += moves.weights * offload.weights * one_version
+    moved += sum(
+        2 * slots[ring] * int((spill.stores >= 0).sum(axis=0).max())
+        for ring, spill in lowered.spills.items()
+    )
+    largest_layer = max(layer.parameter_bytes for layer in layers)
+    # The weights of a layer come while the layer before runs.
+    for name, num_layers in (("weights", 2), ("gradients", 1)):
+        slots[name] = num_layers * largest_layer * (getattr(offload, name) > 0)
+    held = sizes["weights"] + sizes["gradients"] + sizes["optimizer"]
+    used = sum(
+        count
+        * (
+            layer.weight_bytes
+            + (copies * V - 2) * layer.parameter_bytes
+            + _sum_bytes(layer, sums)
+        )
+        for s, (count, V) in enumerate(
+            zip(schedule.replicas, lowered.rows.num_versions.tolist(), strict=True)
+        )
+        for layer in layers[starts[s] : starts[s + 1]]
+    )
+    used -= int(np.dot(schedule.replicas, state - state / num_shares))
+    for name, num in on_host.items():
+        sizes[name] = math.ceil(sizes[name] - num)
+    memory = Memory(
+        **sizes,
+        batch=schedule.num_microbatches * profile.microbatch_bytes,
+        temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss))
+        + sum(slots.values()),
+        padding=max(held - used // schedule.num_devices, 0),
+        host=sum(map(math.floor, on_host.values()))
+        + sum(layout.host_bytes(_UNPADDED).values()),
+    )
+    return memory, moved
+
+
+def _state_layout(
+    schedule: Schedule,
+    profile: Profile,
+    starts: Sequence[int],
+    *,
+    compress_messages: MessageCompression,
+    compressor: Compressor | None,
+    stash_slots: int | None,
+    sums: GradientSums,
+) -> tuple[Lowered, StateLayout, int]:
+    """The lowered table, the arrays of its state on a device, as in the engine, and bytes of one version of its weights.
+
+    Args:
+      schedule: the table.
+      profile: of the layers in this table.
+      starts: the first layer of each stage, then the number of layers.
+      compress_messages: compressors of messages.
+      compressor: of gradients; None: they are sent as they are.
+      stash_slots: the most microbatches of which a device keeps a stash; None: all.
+      sums: what gradients are summed in.
+    """
     layers = profile.layers
     kinds = [(one.kind, one.stash, one.pop) for one in layers]
-    groups = group(kinds, starts)
-    layer_of_kind = dict(zip(kinds, layers))
+    groups, layer_of_kind = group(kinds, starts), dict(zip(kinds, layers))
 
     def packed(name: str) -> Packing:
-        """The packing of the stages' leaves of one name, as in the engine."""
+        """The packing of the stages' leaves of one name."""
         loss = profile.loss.avals(name) if name == "input_stash" else ()
 
         def leaves(kind: Any) -> list[Leaf]:
@@ -308,124 +405,66 @@ def predict_memory(
         )
 
     routes = _routes(profile, starts, compress_messages)
-    recompute = profile.recompute == "full"
     lowered = lower(
         schedule,
-        recompute,
+        profile.recompute == "full",
         [route for route, _ in routes],
-        stash_slots=offload.activations,
+        stash_slots=stash_slots,
         reads_stale=STALE_PARAMS in profile.reads,
     )
-    R, rows = lowered.num_chunks, lowered.rows
-    parameters, state = packed("parameters"), packed("state")
-    statistics, accumulators = packed("statistics"), packed("gradients")
-
     used = functools.partial(used_arrays, owner_of_stage=groups.program_of_stage)
-
-    def in_rows(rows_of: Callable[..., ArrayRows], pack: Packing) -> int:
-        """Bytes of the arrays of a packing on every device."""
-        return rows_of(lowered, pack.arrays, used(pack)).num_bytes(pack)
-
-    weights = in_rows(ArrayRows.of_versions, parameters)
-    gradients = in_rows(ArrayRows.of_columns, accumulators)
-    optimizer = in_rows(ArrayRows.of_columns, packed("optimizer_state"))
-    of_stage = np.array(
-        [
-            sum(layer.optimizer_bytes for layer in layers[start:stop])
-            for start, stop in itertools.pairwise(starts)
-        ]
+    parameters, accumulators = packed("parameters"), packed("gradients")
+    packings = StatePackings(
+        parameters=parameters,
+        accumulators=accumulators,
+        mutable_state=packed("state"),
+        statistics=packed("statistics"),
+        rings={ring: packed(ring) for ring in STASHES if lowered.num_slots[ring]},
+        messages=routes,
+        optimizer_state=packed("optimizer_state"),
     )
-    num_shares = np.ones(len(of_stage), int)
-    if shard_optimizer:
-        num_shares = num_replicas * np.array(schedule.replicas)
-        largest = (of_stage / num_shares).max() / max(of_stage.max(), 1)
-        optimizer = math.ceil(optimizer * largest)
-    # The profile knows the bytes of a microbatch, and not its arrays.
-    microbatch = jax.ShapeDtypeStruct((profile.microbatch_bytes,), np.uint8)
-    rings = {ring: packed(ring) for ring in STASHES if lowered.num_slots[ring]}
-    in_flight = buffer_shapes(
-        None,
-        lowered,
-        StatePackings(
-            parameters=parameters,
-            accumulators=accumulators,
-            mutable_state=state,
-            statistics=statistics,
-            rings=rings,
-            messages=routes,
-        ),
-        {
-            ring: ArrayRows.of_slots(lowered, ring, pack.arrays, used(pack))
-            for ring, pack in rings.items()
-        },
-        microbatch,
-    )
-    copies = 1 + len(hooked_passes(schedule, profile.reads))
-    stashes_on_host = num_bytes(jax.tree.leaves(in_flight.pop("host_stash")))
-    activations = num_bytes(jax.tree.leaves(in_flight)) + in_rows(
-        ArrayRows.of_columns, statistics
-    )
-    # One slot of each stash comes from the host while a tick computes.
-    slots = {
-        ring: num_bytes(jax.tree.leaves(arrays))
-        for ring, arrays in in_flight["staged"].items()
+    rows = {
+        name: ArrayRows.of_columns(lowered, pack.arrays, used(pack))
+        for name, pack in (
+            ("gradients", accumulators),
+            ("optimizer_state", packings.optimizer_state),
+            ("mutable_state", packings.mutable_state),
+            ("statistics", packings.statistics),
+        )
+        if pack is not None
     }
-    state_on_host = offload.optimizer * optimizer
-    weights_on_host = offload.weights * weights
-    gradients_on_host = offload.gradients * gradients
-    passes = 2 + schedule.splits_backward + recompute
-    moves = Moves.of(schedule.num_microbatches, passes)
-    moved = moves.optimizer * state_on_host + moves.gradients * gradients_on_host
-    of_one_version = in_rows(ArrayRows.of_columns, parameters)
-    moved += moves.weights * offload.weights * of_one_version
-    moved += sum(
-        2 * slots[ring] * int((spill.stores >= 0).sum(axis=0).max())
-        for ring, spill in lowered.spills.items()
+    rows["parameters"] = ArrayRows.of_versions(
+        lowered, parameters.arrays, used(parameters)
     )
-    largest_layer = max(layer.parameter_bytes for layer in layers)
-    # The weights of a layer come while the layer before runs.
-    for name, num_layers in (("weights", 2), ("gradients", 1)):
-        slots[name] = num_layers * largest_layer * (getattr(offload, name) > 0)
-    used = sum(
-        count
-        * (
-            layer.weight_bytes
-            + (copies * V - 2) * layer.parameter_bytes
-            + _sum_bytes(layer, sums)
-        )
-        for count, V, (start, stop) in zip(
-            schedule.replicas,
-            rows.num_versions.tolist(),
-            itertools.pairwise(starts),
-            strict=True,
-        )
-        for layer in layers[start:stop]
+    for ring, pack in packings.rings.items():
+        rows[ring] = ArrayRows.of_slots(lowered, ring, pack.arrays, used(pack))
+    facts = StateFacts(
+        mesh=None,
+        lowered=lowered,
+        packings=packings,
+        array_rows=rows,
+        # The profile knows the bytes of a microbatch, and not its arrays.
+        microbatch=jax.ShapeDtypeStruct((profile.microbatch_bytes,), np.uint8),
+        hooked_passes=hooked_passes(schedule, profile.reads),
+        norm_dtype=real_dtype([layer.avals("parameters") for layer in layers]),
+        gradient_compression=_gradient_compression(
+            accumulators, rows["gradients"], compressor
+        ),
     )
-    used -= int(np.dot(schedule.replicas, of_stage - of_stage / num_shares))
-    held = copies * weights + gradients + optimizer
-    memory = Memory(
-        compression=_kept_bytes(accumulators, gradients, R, compress_gradients)
-        * (num_replicas > 1 or schedule.has_copies),
-        weights=math.ceil(copies * weights - weights_on_host),
-        optimizer=math.ceil(optimizer - state_on_host),
-        gradients=math.ceil(gradients - gradients_on_host),
-        activations=activations,
-        batch=schedule.num_microbatches * profile.microbatch_bytes,
-        temporaries=max(_temporary_bytes(one) for one in (*layers, profile.loss))
-        + sum(slots.values()),
-        padding=max(held - used // schedule.num_devices, 0),
-        host=sum(map(math.floor, (state_on_host, weights_on_host, gradients_on_host)))
-        + stashes_on_host,
-    )
-    return memory, moved
+    of_columns = ArrayRows.of_columns(lowered, parameters.arrays, used(parameters))
+    return lowered, layout_of(facts), of_columns.num_bytes(parameters)
 
 
-def _kept_bytes(
-    accumulators: Packing, errors: int, R: int, compressor: Compressor | None
-) -> int:
-    """Bytes of errors, and of the compressor's state for each gradient of R stages, as in the engine."""
+_UNPADDED = "cpu"
+"""The platform whose arrays take the bytes of their numbers."""
+
+
+def _gradient_compression(
+    accumulators: Packing, rows: ArrayRows, compressor: Compressor | None
+) -> dict[str, Any]:
+    """Errors, and the compressor's state for each gradient of a device's stages, as in the engine."""
     if compressor is None:
-        return 0
+        return {}
     most: dict[tuple, int] = {}
     for places in accumulators.places:
         of_program: dict[tuple, int] = {}
@@ -433,12 +472,15 @@ def _kept_bytes(
             key = place.array, place.shape
             of_program[key] = of_program.get(key, 0) + place.count
         most |= {k: max(n, most.get(k, 0)) for k, n in of_program.items()}
-    total = errors
+    states = []
     for (array, shape), number in most.items():
         like = jax.ShapeDtypeStruct(shape, accumulators.arrays[array].dtype)
         state = jax.eval_shape(functools.partial(compressor.init, like))
-        total += R * number * num_bytes(jax.tree.leaves(state))
-    return total
+        states += [
+            jax.ShapeDtypeStruct((rows.num_rows * number, *a.shape), a.dtype)
+            for a in jax.tree.leaves(state)
+        ]
+    return {"error": packed_shapes(None, accumulators, rows), "states": states}
 
 
 def _temporary_bytes(layer: LayerProfile) -> int:

@@ -23,7 +23,7 @@ from jpipe.engine import traffic
 from jpipe.engine.calls import call_bounded
 from jpipe.engine.engine import in_all_versions, run_training
 from jpipe.engine.layout import batch_spec
-from jpipe.engine.state import PipelineState
+from jpipe.engine.state import PipelineState, arrays_with_versions
 from jpipe.engine.training import TrainingPass
 from jpipe.layers.avals import check_nans
 from jpipe.layers.loss import mean_of_sums
@@ -440,7 +440,7 @@ class Program:
         )
         newest_of = {
             name: in_all_versions(self.engine, getattr(state, name), newest)
-            for name in ("parameters", "read_parameters")
+            for name in arrays_with_versions()
         }
         started = state.started + newest * N
         state = dataclasses.replace(state, **newest_of, started=started, **empty)

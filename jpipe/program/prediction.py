@@ -14,6 +14,7 @@ from jpipe.engine.engine import run_forward
 from jpipe.engine.layout import batch_spec
 from jpipe.engine.spec import ForwardPass
 from jpipe.engine.state import PipelineState
+from jpipe.engine.state_arrays import BUFFERS
 from jpipe.engine.training import TrainingPass
 from jpipe.layers.avals import shapes_text
 from jpipe.layers.equations import off_mesh
@@ -143,19 +144,14 @@ class Prediction:
             lambda a: jax.lax.with_sharding_constraint(
                 jnp.zeros(a.shape, a.dtype), a.sharding
             ),
-            engine.layout.global_shapes(["buffers"]),
+            engine.layout.global_shapes([BUFFERS]),
         )
         N = schedule.num_microbatches
         num_entered = (arrays["round"] + 1) * N
-        groups = engine.layout.groups
         kept = {
-            "parameters": arrays["parameters"],
-            "mutable_state": arrays["mutable_state"],
-            "message_compression": {
-                key: arrays["message_compression"][key]
-                for key in groups["message_compression"].shapes
-                if key in arrays["message_compression"]
-            },
+            name: {key: a for key, a in arrays[name].items() if key in group.shapes}
+            for name, group in engine.layout.groups.items()
+            if name != BUFFERS
         }
         outputs = run_forward(
             engine,

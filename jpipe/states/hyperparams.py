@@ -13,10 +13,10 @@ from jpipe.program import Program
 from jpipe.stages.hyperparams import Hyperparam, hyperparams
 from jpipe.states.locations import (
     Block,
+    layers_together,
     locations,
     optimizer_paths,
     owners,
-    places_of_leaf,
     read,
 )
 
@@ -64,7 +64,9 @@ def begun_anew(
 
 def _hyperparams(program: Program) -> list[Hyperparam]:
     paths = [
-        p for layers in owners(program.stages) for p in optimizer_paths(program, layers)
+        p
+        for layers in layers_together(program.stages)
+        for p in optimizer_paths(program, layers)
     ]
     return hyperparams(list(dict.fromkeys(paths)))
 
@@ -100,13 +102,17 @@ def _with_leaves(state: PipelineState, leaves: Mapping[str, Any]) -> PipelineSta
     blocks: dict[str, list[tuple[Block, np.ndarray]]] = {}
     shapes = {
         path: shape
-        for layers in owners(state.program.stages)
+        for layers in layers_together(state.program.stages)
         for path, shape in optimizer_paths(state.program, layers).items()
     }
+    holders = list(owners(state.program)) if leaves else []
     for path, value in leaves.items():
         leaf = _checked(path, value, shapes[path])
-        for array, block in places_of_leaf(state.program, path):
-            blocks.setdefault(array, []).append((block, leaf))
+        for owner in holders:
+            stored = owner.optimizer_state.get(path)
+            if stored is not None:
+                listed = blocks.setdefault(stored.location.array, [])
+                listed += [(block, leaf) for block in stored.blocks]
     changed = {
         name: _written(state.optimizer_state[name], of_array)
         for name, of_array in blocks.items()
@@ -140,11 +146,7 @@ def _written(array: jax.Array, blocks: list[tuple[Block, np.ndarray]]) -> jax.Ar
         if here:
             host = np.array(data)
             for block, leaf in here:
-                row, *rest = block.in_array
-                target = host[(row - first, *rest)]
-                target[...] = leaf.reshape(block.view)[block.in_leaf].reshape(
-                    target.shape
-                )
+                block.write(host, first, leaf)
             data = jax.device_put(host, data.sharding)
         parts.append(data)
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)

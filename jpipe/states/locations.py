@@ -1,26 +1,36 @@
 """Where the packed arrays of a state hold the leaves of the model.
 
-A leaf of the weights lies in one block. A leaf of the optimizer's state whose replicas share it lies in
-several, one on each replica.
+`owners` walks the leaves of a state, one stage after the other, and says for each in which blocks of which array it lies:
+one copy of it, which readers take, and all of its copies, versions and shares, which writers fill. A leaf of the weights
+is one block. A leaf of the optimizer's state whose replicas share it is several, one on each replica.
 """
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jpipe.engine.state import PipelineState
+from jpipe.engine.state import STATE_ARRAYS, PipelineState
+from jpipe.engine.state_arrays import Adopted, StateArray
 from jpipe.lowering.array_rows import ArrayRows
 from jpipe.packing import Place
 from jpipe.program import Program
 from jpipe.stages.cut import Stages
-from jpipe.stages.optimizer import StageUpdate, seen_by_optimizer
+from jpipe.stages.optimizer import seen_by_optimizer
+from jpipe.stages.stage_update import StageUpdate
 from jpipe.stages.update_groups import Piece
 from jpipe.stages.vocabulary import PartedLeaf, Unit
+
+LAYER_ARRAYS = tuple(array for array in STATE_ARRAYS if array.leaves is not None)
+"""The arrays that hold leaves of each layer."""
+
+WHOLE_ARRAYS = tuple(a for a in STATE_ARRAYS if a.adopted is Adopted.WHOLE)
+"""The arrays that a state takes from another one as they are: one number each, equal on all devices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +63,15 @@ class Block:
         """The index of the block in the leaf of shape `view`."""
         return tuple(slice(*i) if isinstance(i, tuple) else i for i in self.index)
 
+    def write(self, rows: np.ndarray, first: int, leaf: np.ndarray) -> None:
+        """Writes the block's numbers of a leaf into rows of its array, from row `first` on."""
+        numbers = leaf.reshape(self.view)[self.in_leaf]
+        if self.shape:
+            missing = zip(self.shape, numbers.shape, strict=True)
+            numbers = np.pad(numbers, [(0, n - k) for n, k in missing])
+        target = rows[(self.lead[0] - first, *self.in_array[1:])]
+        target[...] = numbers.reshape(target.shape)
+
 
 @dataclasses.dataclass(frozen=True)
 class Location:
@@ -70,12 +89,6 @@ class Location:
     shape: tuple[int, ...]
     blocks: tuple[Block, ...]
 
-    @classmethod
-    def of(cls, group: str, lead: tuple, place: Place, row: int = 0) -> "Location":
-        """The location of leaf `row` of a place."""
-        block = _block(lead, place, place.shape, (), row)
-        return cls(group, place.array, place.shape, (block,))
-
     def leaf(self, values: Sequence[np.ndarray]) -> np.ndarray:
         """The leaf, from what its blocks hold."""
         if len(values) == 1 and not self.blocks[0].index:
@@ -88,20 +101,239 @@ class Location:
         return leaf
 
 
+class Stored(NamedTuple):
+    """A leaf in a state.
+
+    Attributes:
+      location: one copy of the leaf, of the newest version.
+      blocks: all blocks that hold numbers of it: of every copy, version and share.
+    """
+
+    location: Location
+    blocks: tuple[Block, ...]
+
+
+class Leaves(NamedTuple):
+    """Something for each leaf of a training: its location in a state, or its numbers.
+
+    Attributes:
+      layers: name of `LayerLeaves`, "params" and "mutable_state" -> one nested dict per layer.
+      optimizer_state: one dict per layer, path -> leaf. Stages hold the same tree with None for the
+        layers of other stages, so a path is the same at any cut. A leaf whose path ends with that of
+        a weight belongs to the weight's layer, and only the dict of that layer has it. Other leaves,
+        such as a count of updates, are in the dict of every layer of the stage.
+      whole: name of an array of `WHOLE_ARRAYS` -> its arrays, `[1]` each; empty where they do not move.
+    """
+
+    layers: dict[str, list]
+    optimizer_state: list[dict[str, Any]]
+    whole: dict[str, dict[str, Any]]
+
+    @property
+    def params(self) -> list:
+        """The newest weights, one nested dict per layer."""
+        return self.layers["params"]
+
+    def of_layers(self, layers: Container[int]) -> set:
+        """Those of some layers, and all single numbers, which stages may share."""
+        trees = (*self.layers.values(), self.optimizer_state)
+        return {
+            location
+            for tree in trees
+            for i, of_layer in enumerate(tree)
+            for location in jax.tree.leaves(of_layer)
+            if i in layers or math.prod(location.shape) == 1
+        } | set(jax.tree.leaves(self.whole))
+
+
+# -- The walk
+
+
+@dataclasses.dataclass(frozen=True)
+class Owner:
+    """A stage, or a unit of vocabulary layers: what one update changes.
+
+    Attributes:
+      layers: the layers.
+      home: the stage whose delays its updates have.
+      devices: positions along the axis "stage" of the devices that have it.
+      update: its update.
+      of_layers: name of an array -> layer -> its leaves, in the order of `LayerLeaves.like`.
+      weights: for each leaf that the optimizer sees, the weights of all layers that are tied to it.
+      optimizer_state: path -> leaf.
+    """
+
+    layers: tuple[int, ...]
+    home: int
+    devices: tuple[int, ...]
+    update: StageUpdate
+    of_layers: Mapping[str, Mapping[int, Sequence[Stored]]]
+    weights: Sequence[Sequence[Stored]]
+    optimizer_state: Mapping[str, Stored]
+
+
+def owners(program: Program, rounds: int = 0) -> Iterator[Owner]:
+    """The stages, then the units of vocabulary layers.
+
+    Args:
+      program: of the states.
+      rounds: of the state; they decide which version of the weights is the newest.
+    """
+    newest = program.engine.lowered.rows.newest_rows(rounds)
+    for s in range(program.stages.num_stages):
+        yield _stage(program, s, int(newest[s]))
+    for number, unit in enumerate(program.stages.vocabulary.units):
+        yield _unit(program, number, unit, int(newest[unit.home]))
+
+
+def _stage(program: Program, s: int, newest: int) -> Owner:
+    engine, stages = program.engine, program.stages
+    copies, update = engine.lowered.copies[s], update_of(program, s)
+
+    def rows_of(array: StateArray) -> list[tuple[int, int]]:
+        """`(device, row)` of each copy and version, the newest of the first copy first."""
+        if not array.has_versions:
+            return list(copies)
+        versions = [engine.lowered.rows.of_chunk(s, d, chunk) for d, chunk in copies]
+        found = [
+            (d, row)
+            for (d, _), of_copy in zip(copies, versions)
+            for row in range(of_copy.start, of_copy.stop)
+        ]
+        return [found[newest], *found[:newest], *found[newest + 1 :]]
+
+    def stored(array: StateArray, place: Place, row: int) -> Stored:
+        rows = engine.array_rows[array.rows or array.name]
+        blocks = tuple(
+            _block(_lead(rows, place.array, d, r), place, place.shape, (), row)
+            for d, r in rows_of(array)
+        )
+        location = Location(array.name, place.array, place.shape, blocks[:1])
+        return Stored(location, blocks)
+
+    weights = next(a for a in LAYER_ARRAYS if a.name == "parameters")
+    return Owner(
+        layers=tuple(stages.layers_of(s)),
+        home=s,
+        devices=tuple(d for d, _ in copies),
+        update=update,
+        of_layers={
+            array.name: {
+                layer: [stored(array, place, row) for place in places]
+                for layer, places, row in array.leaves.places(stages, s)
+            }
+            for array in LAYER_ARRAYS
+            if array.leaves is not None
+        },
+        weights=[
+            [stored(weights, place, row) for place, row in of_leaf]
+            for of_leaf in update.parameters
+        ],
+        optimizer_state=_stored_state(program, s),
+    )
+
+
+def _stored_state(program: Program, s: int) -> dict[str, Stored]:
+    """Path -> leaf of the optimizer's state of a stage."""
+    engine, update = program.engine, update_of(program, s)
+    copies, rows = engine.lowered.copies[s], engine.array_rows["optimizer_state"]
+    num_states = engine.layout.num_replicas if engine.shares_updates else 1
+
+    def blocks_of(piece: Piece) -> list[Block]:
+        """The blocks of the piece, on every copy and replica that have it."""
+        found = []
+        for share, replica in itertools.product(range(len(copies)), range(num_states)):
+            if piece.share in (None, share * num_states + replica):
+                lead = _lead(rows, piece.place.array, *copies[share], replica)
+                found.append(_block(lead, piece.place, piece.view, piece.index))
+        return found
+
+    found = {}
+    paths = optimizer_paths(program, tuple(program.stages.layers_of(s)))
+    for (path, shape), pieces in zip(paths.items(), update.state, strict=True):
+        blocks = [blocks_of(piece) for piece in pieces]
+        first = tuple(of_piece[0] for of_piece in blocks)
+        array = pieces[0].place.array
+        location = Location("optimizer_state", array, tuple(shape.shape), first)
+        found[path] = Stored(location, tuple(itertools.chain(*blocks)))
+    return found
+
+
+def _unit(program: Program, number: int, unit: Unit, newest: int) -> Owner:
+    engine = program.engine
+    D = program.settings.schedule.num_devices
+    V = int(engine.lowered.rows.num_versions[unit.home])
+    num_states = engine.layout.num_replicas if engine.shares_updates else 1
+
+    def stored(
+        name: str, place: Place, leaf: PartedLeaf | None, rows: list[list[int]]
+    ) -> Stored:
+        """A leaf; `rows` has for each of its copies the row on each device."""
+        if leaf is None:
+            blocks = tuple(
+                _block((row,), place, place.shape, ()) for row in itertools.chain(*rows)
+            )
+            location = Location(name, place.array, place.shape, blocks[:1])
+            return Stored(location, blocks)
+        shape, before = tuple(leaf.aval.shape), [slice(None)] * leaf.dim
+        copies = []
+        for of_copy in rows:
+            for d, row in enumerate(of_copy):
+                ends = (min(n * leaf.num_rows, shape[leaf.dim]) for n in (d, d + 1))
+                block = _block((row,), place, shape, (*before, slice(*ends)))
+                part = tuple(leaf.part.shape)
+                copies.append(dataclasses.replace(block, shape=part))
+        location = Location(name, place.array, shape, tuple(copies[:D]))
+        return Stored(location, tuple(copies))
+
+    order = [newest, *(v for v in range(V) if v != newest)]
+    versions = [[d * V + version for d in range(D)] for version in order]
+    update, _, parted_state = engine.updates.of_units[number]
+    states = [[r * D + d for d in range(D)] for r in range(num_states)]
+    paths = optimizer_paths(program, tuple(unit.places))
+    return Owner(
+        layers=tuple(unit.places),
+        home=unit.home,
+        devices=tuple(range(D)),
+        update=update,
+        of_layers={
+            "parameters": {
+                layer.index: [
+                    stored("parameters", place, leaf, versions)
+                    for place, leaf in zip(
+                        unit.places[layer.index], layer.leaves, strict=True
+                    )
+                ]
+                for layer in unit.layers
+            }
+        },
+        weights=[
+            [stored("parameters", place, leaf, versions)]
+            for place, leaf in unit.stored().items()
+        ],
+        optimizer_state={
+            path: stored("optimizer_state", piece.place, leaf, states)
+            for path, leaf, (piece,) in zip(
+                paths, parted_state, update.state, strict=True
+            )
+        },
+    )
+
+
 def _lead(
-    rows: ArrayRows, place: Place, device: int, row: int, part: int = 0
+    rows: ArrayRows, array: str, device: int, row: int, replica: int = 0
 ) -> tuple[int]:
-    """The leading index of a place.
+    """The index on the first axis of an array, which goes over replicas and devices.
 
     Args:
       rows: of the arrays of its group.
-      place: the place.
-      device: of its stage.
-      row: of the stage's rows on the device.
-      part: what the first axis is split over beside the devices: the replica.
+      array: the array.
+      device: of the stage.
+      row: of the device's rows.
+      replica: along the axis "data", if replicas hold different numbers.
     """
-    position = part * rows.num_devices + device
-    return (position * rows.number(place.array) + rows.row(place.array, device, row),)
+    position = replica * rows.num_devices + device
+    return (position * rows.number(array) + rows.row(array, device, row),)
 
 
 def _block(
@@ -112,220 +344,49 @@ def _block(
     return Block(tuple(map(int, lead)), start, start + place.block[0], view, plain)
 
 
-class Locations(NamedTuple):
-    """Where a state holds the leaves of the model.
-
-    Attributes:
-      params: one nested dict per layer: the newest weights.
-      mutable_state: one nested dict per layer.
-      optimizer_state: one dict per layer, path -> location. Stages hold the same tree with None for the
-        layers of other stages, so a path is the same at any cut. A leaf whose path ends with that of
-        a weight belongs to the weight's layer, and only the dict of that layer has it. Other leaves,
-        such as a count of updates, are in the dict of every layer of the stage.
-      loss_scale: the arrays of a loss scale that moves; empty without one.
-    """
-
-    params: list
-    mutable_state: list
-    optimizer_state: list[dict[str, Location]]
-    loss_scale: dict[str, Location]
-
-    def of_layers(self, layers: Container[int]) -> set[Location]:
-        """The locations of the leaves of some layers, and of all single numbers, which stages may share."""
-        trees = (self.params, self.mutable_state, self.optimizer_state)
-        return {
-            location
-            for tree in trees
-            for i, of_layer in enumerate(tree)
-            for location in jax.tree.leaves(of_layer)
-            if i in layers or math.prod(location.shape) == 1
-        } | set(self.loss_scale.values())
-
-
-def locations(program: Program, rounds: int) -> Locations:
+def locations(program: Program, rounds: int) -> Leaves:
     """Where the states of a program hold the leaves of the model.
 
     Args:
       program: of the states.
       rounds: of the state; they decide which version of the weights is the newest.
     """
-    stages, lowered, scale = (
-        program.stages,
-        program.engine.lowered,
-        program.engine.numbers.loss_scale,
-    )
-    rows, of_groups = lowered.rows, program.engine.array_rows
-    newest = rows.newest_rows(rounds)
-    found = Locations(
-        params=[None] * len(stages.layers),
-        mutable_state=[None] * len(stages.layers),
-        optimizer_state=[{} for _ in stages.layers],
-        loss_scale={},
-    )
-    owner_of = {
+    stages, scale = program.stages, program.engine.numbers.loss_scale
+    number_of = {
         _path(i, path): i
         for i, layer in enumerate(stages.layers)
         for path, _ in jax.tree.leaves_with_path(layer.parameters)
     }
-    for s in range(stages.num_stages):
-        d, chunk = program.placement[s]
-        version = int(rows.first[d, chunk] + newest[s])
-        for i, run, row in stages.layer_runs(s):
-            layer = stages.layers[i]
-            for trees, name, own, places, like in (
-                (found.params, "parameters", version, run.parameters, layer.parameters),
-                (found.mutable_state, "mutable_state", chunk, run.state, layer.state),
-            ):
-                leaves = [
-                    Location.of(name, _lead(of_groups[name], place, d, own), place, row)
-                    for place in places
-                ]
-                trees[i] = jax.tree.structure(like).unflatten(leaves)
-        layers = tuple(stages.layers_of(s))
-        of_state = _locations_of_state(program, s)
-        _add_state(found, of_state, layers, owner_of)
-    for number, unit in enumerate(stages.vocabulary.units):
-        of_state = _locate_unit(program, number, unit, int(newest[unit.home]), found)
-        _add_state(found, of_state, tuple(unit.places), owner_of)
-    if scale is not None and scale.growth_interval is not None:
-        for name in scale.shapes():
-            block = Block((), 0, 1, (1,))
-            found.loss_scale[name] = Location("loss_scale", name, (1,), (block,))
-    return found
+    trees: dict[str, list] = {}
+    for array in LAYER_ARRAYS:
+        assert array.leaves is not None
+        # A layer without leaves has an empty tree.
+        like = [array.leaves.like(layer) for layer in stages.layers]
+        trees[array.leaves.name] = [{} if jax.tree.leaves(t) else t for t in like]
+    optimizer_state: list[dict[str, Location]] = [{} for _ in stages.layers]
+    for owner in owners(program, rounds):
+        for array in LAYER_ARRAYS:
+            assert array.leaves is not None
+            for i, stored in owner.of_layers.get(array.name, {}).items():
+                tree = jax.tree.structure(array.leaves.like(stages.layers[i]))
+                found = tree.unflatten([one.location for one in stored])
+                trees[array.leaves.name][i] = found
+        for path, leaf in owner.optimizer_state.items():
+            layer = next((i for p, i in number_of.items() if path.endswith(p)), None)
+            for i in owner.layers if layer is None else [layer]:
+                optimizer_state[i][path] = leaf.location
+    moves = scale is not None and scale.growth_interval is not None
+    whole = {}
+    for array in WHOLE_ARRAYS:
+        names = program.engine.layout[array.name].shapes if moves else ()
+        block = Block((), 0, 1, (1,))
+        whole[array.name] = {
+            name: Location(array.name, name, (1,), (block,)) for name in names
+        }
+    return Leaves(trees, optimizer_state, whole)
 
 
-def _add_state(
-    found: Locations,
-    of_state: Mapping[str, Location],
-    layers: Sequence[int],
-    owner_of: Mapping[str, int],
-) -> None:
-    """Adds locations of the optimizer's state for some layers to `found`.
-
-    Args:
-      found: is filled in.
-      of_state: path -> location.
-      layers: that share the leaves which belong to no weight.
-      owner_of: path of a parameter -> its layer.
-    """
-    for path, location in of_state.items():
-        owner = next((i for p, i in owner_of.items() if path.endswith(p)), None)
-        for i in layers if owner is None else [owner]:
-            found.optimizer_state[i][path] = location
-
-
-def _locations_of_state(program: Program, s: int) -> dict[str, Location]:
-    """Path -> location of the leaves of a stage's optimizer state."""
-    lowered, update = program.engine.lowered, update_of(program, s)
-    rows = program.engine.array_rows["optimizer_state"]
-
-    def block(piece: Piece) -> Block:
-        copy, replica = divmod(piece.share or 0, update.replicas.data)
-        d, chunk = lowered.copies[s][copy]
-        lead = _lead(rows, piece.place, d, chunk, replica)
-        return _block(lead, piece.place, piece.view, piece.index)
-
-    return {
-        path: Location(
-            "optimizer_state",
-            pieces[0].place.array,
-            tuple(shape.shape),
-            tuple(block(piece) for piece in pieces),
-        )
-        for (path, shape), pieces in zip(
-            optimizer_paths(program, tuple(program.stages.layers_of(s))).items(),
-            update.state,
-            strict=True,
-        )
-    }
-
-
-def places_of_leaf(program: Program, path: str) -> list[tuple[str, Block]]:
-    """Name of an array of the optimizer's state, and block in it, of every copy of a leaf that stages and replicas have.
-
-    `Locations` has one copy, which is enough to read.
-
-    Args:
-      program: of the state.
-      path: of the leaf, which belongs to no weight.
-    """
-    engine, stages = program.engine, program.stages
-    rows = engine.array_rows["optimizer_state"]
-    num_states = engine.layout.num_replicas if engine.shares_updates else 1
-    found = []
-    for s, copies in enumerate(engine.lowered.copies):
-        paths = list(optimizer_paths(program, tuple(stages.layers_of(s))))
-        if path not in paths:
-            continue
-        for piece in update_of(program, s).state[paths.index(path)]:
-            for share in range(len(copies) * num_states):
-                if piece.share in (None, share):
-                    (d, chunk), replica = (
-                        copies[share // num_states],
-                        share % num_states,
-                    )
-                    lead = _lead(rows, piece.place, d, chunk, replica)
-                    block = _block(lead, piece.place, piece.view, piece.index)
-                    found.append((piece.place.array, block))
-    for number, unit in enumerate(stages.vocabulary.units):
-        update = engine.updates.of_units[number].update
-        paths = list(optimizer_paths(program, tuple(unit.places)))
-        if path in paths:
-            (piece,) = update.state[paths.index(path)]
-            for row in range(num_states * rows.num_devices):
-                block = _block((row,), piece.place, piece.view, piece.index)
-                found.append((piece.place.array, block))
-    return found
-
-
-def _locate_unit(
-    program: Program, number: int, unit: Unit, newest: int, found: Locations
-) -> dict[str, Location]:
-    """Adds where the weights of a unit of vocabulary layers are to `found`.
-
-    Args:
-      program: of the states.
-      number: of the unit.
-      unit: the unit.
-      newest: slot of the newest version of its weights.
-      found: is filled in.
-
-    Returns:
-      Path -> location of the leaves of the optimizer's state of the unit.
-    """
-    lowered, stages = program.engine.lowered, program.stages
-    V = int(lowered.rows.num_versions[unit.home])
-    D = program.settings.schedule.num_devices
-
-    def parted(group: str, leads: list, place: Place, leaf: PartedLeaf) -> Location:
-        shape, before = tuple(leaf.aval.shape), [slice(None)] * leaf.dim
-        blocks = []
-        for d, lead in enumerate(leads):
-            first, last = (min(n * leaf.num_rows, shape[leaf.dim]) for n in (d, d + 1))
-            block = _block(lead, place, shape, (*before, slice(first, last)))
-            stored = tuple(leaf.part.shape)
-            blocks.append(dataclasses.replace(block, shape=stored))
-        return Location(group, place.array, shape, tuple(blocks))
-
-    versions = [(d * V + newest,) for d in range(D)]
-    for layer in unit.layers:
-        places = unit.places[layer.index]
-        leaves = [
-            parted("parameters", versions, place, leaf)
-            for place, leaf in zip(places, layer.leaves, strict=True)
-        ]
-        tree = jax.tree.structure(layer.layer.parameters)
-        found.params[layer.index] = tree.unflatten(leaves)
-        found.mutable_state[layer.index] = stages.layers[layer.index].state
-    rows = [(d,) for d in range(D)]
-    update, _, parted_state = program.engine.updates.of_units[number]
-    paths = optimizer_paths(program, tuple(unit.places))
-    return {
-        path: Location.of("optimizer_state", rows[0], piece.place)
-        if leaf is None
-        else parted("optimizer_state", rows, piece.place, leaf)
-        for path, leaf, (piece,) in zip(paths, parted_state, update.state, strict=True)
-    }
+# -- Reading
 
 
 def read(
@@ -383,12 +444,12 @@ def _part_on_host(array: jax.Array, part: int, is_needed: bool) -> Any:
         return np.asarray(here[0].data)
     assert isinstance(array.sharding, NamedSharding)
     everywhere = NamedSharding(array.sharding.mesh, PartitionSpec())
-    rows_of = jax.jit(_rows_of, static_argnums=(1, 2), out_shardings=everywhere)
+    rows_of = jax.jit(_slice_rows, static_argnums=(1, 2), out_shardings=everywhere)
     sent = rows_of(array, part * rows, rows).addressable_data(0)
     return np.asarray(sent) if is_needed else None
 
 
-def _rows_of(array: jax.Array, start: int, size: int) -> jax.Array:
+def _slice_rows(array: jax.Array, start: int, size: int) -> jax.Array:
     return jax.lax.slice_in_dim(array, start, start + size)
 
 
@@ -397,7 +458,7 @@ def _path(layer: int, path: tuple) -> str:
     return jax.tree_util.keystr((jax.tree_util.SequenceKey(layer), *path))
 
 
-def owners(stages: Stages) -> list[tuple[int, ...]]:
+def layers_together(stages: Stages) -> list[tuple[int, ...]]:
     """The layers of each stage, and of each unit of vocabulary layers."""
     of_stages = [tuple(stages.layers_of(s)) for s in range(stages.num_stages)]
     return of_stages + [tuple(unit.places) for unit in stages.vocabulary.units]

@@ -23,11 +23,11 @@ GROUPS = (
     "loss_scale",
     "gradient_compression",
     "message_compression",
+    "gradients",
+    "buffers",
     "round",
     "started",
     "key",
-    "gradients",
-    "buffers",
 )
 
 

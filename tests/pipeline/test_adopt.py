@@ -194,14 +194,14 @@ def test_adopt_keeps_a_loss_scale_that_moves():
 
 def stage_counts(state):
     """The count of updates that each layer's stage has."""
-    leaves = portable.to_portable(state).optimizer_state
+    leaves = portable.to_portable(state).leaves.optimizer_state
     return [int(layer["[0].count"]) for layer in leaves]
 
 
 def with_counts(pipe, state, counts):
     """The state with these counts of updates in its two stages, as if some had been skipped."""
     source = portable.to_portable(state)
-    for layer, leaves in enumerate(source.optimizer_state):
+    for layer, leaves in enumerate(source.leaves.optimizer_state):
         leaves["[0].count"] = np.int32(counts[layer // 2])
     return portable.from_portable(state.program, source)
 

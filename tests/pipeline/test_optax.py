@@ -125,7 +125,7 @@ def check(optimizer, cut="two", plain=None):
         assert_close(pipe.get_params(state), params, dtype)
     kept = {
         k: a
-        for leaves in portable.to_portable(state).optimizer_state
+        for leaves in portable.to_portable(state).leaves.optimizer_state
         for k, a in leaves.items()
     }
     if plain is None:

@@ -1,0 +1,212 @@
+"""Blocks of what belongs to layers and stages: weights, the optimizer's state, gradients, and what is read of batches."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from jpipe.gradients.sums import places_of
+from jpipe.memory._block import Block
+from jpipe.memory._builder import Builder
+
+
+def _versions(
+    builder: Builder,
+    name: str,
+    num_bytes: int,
+    stage: int,
+    layer: int | None,
+    reads: Iterable[tuple[float, str]],
+    **of: Any,
+) -> list[Block]:
+    """The blocks of a version of weights: as the newest one, and later."""
+    written, replaced = (builder.update_time(stage, 1.0, k) for k in (0, 1))
+    accesses = [
+        (written, "write"),
+        *reads,
+        (builder.update_time(stage, 0.5, 1), "read"),
+    ]
+    last = max(time for time, _ in accesses)
+    early = [a for a in accesses if a[0] <= replaced]
+    blocks = [
+        builder.block(
+            name, "weights", num_bytes, written, replaced, early, stage=stage, **of
+        )
+    ]
+    if last > replaced:
+        late = [a for a in accesses if a[0] > replaced]
+        blocks.append(
+            builder.block(
+                name, "version", num_bytes, replaced, last, late, stage=stage, **of
+            )
+        )
+    return blocks
+
+
+def _version_reads(builder: Builder, stage: int, layer: int) -> list[tuple[float, str]]:
+    """Reads of version 1 of a layer's weights, without those that a hook computes."""
+    T, hooks = builder.schedule.num_ticks, builder.program.settings.hooks
+    return [
+        (builder.in_layer(name, c, tick + (1 - version) * T, layer), "read")
+        for c in builder.columns_of(stage)
+        for name, tick, version in builder.reads(c)
+        if {"weight_grad": "backward"}.get(name, name) not in hooks
+    ]
+
+
+def weights(builder: Builder, _: int) -> list[Block]:
+    """The versions of each layer's weights."""
+    blocks = []
+    shapes = builder.layout["parameters"].shapes
+    for s in builder.held:
+        for layer, run, _ in builder.stages.layer_runs(s):
+            # Those in host memory are on the device while their layer runs, as temporaries.
+            size = builder.layout.leaf_bytes(
+                [place for place in run.parameters if not place.on_host],
+                builder.stages.parameters.arrays,
+            )
+            blocks += _versions(
+                builder,
+                f"{builder.words(s, layer)}: weights",
+                size,
+                s,
+                layer,
+                _version_reads(builder, s, layer),
+                layers=(layer, layer + 1),
+            )
+    for unit in builder.stages.vocabulary.units:
+        size = builder.unit_bytes(shapes, unit)
+        V = int(builder.lowered.rows.num_versions[unit.home])
+        blocks += [
+            builder.always(f"{unit.name}: weights", "weights", size // V),
+            builder.always(f"{unit.name}: older weights", "version", size - size // V),
+        ]
+    return blocks
+
+
+def read_weights(builder: Builder, _: int) -> list[Block]:
+    """The weights of each layer that a parameter hook computes."""
+    blocks = []
+    for hooked in builder.layout["read_parameters"].shapes:
+        for s in builder.held:
+            for layer, run, _ in builder.stages.layer_runs(s):
+                size = builder.layout.leaf_bytes(
+                    run.parameters, builder.stages.parameters.arrays
+                )
+                reads = [
+                    (builder.in_layer(name, c, tick, layer), "read")
+                    for c in builder.columns_of(s)
+                    for name, tick, _ in builder.reads(c)
+                    if {"weight_grad": "backward"}.get(name, name) == hooked
+                ]
+                reads.append((builder.update_time(s, 0.9), "write"))
+                name = f"{builder.words(s, layer)}: weights for {hooked}"
+                size *= int(builder.lowered.rows.num_versions[s])
+                blocks.append(
+                    builder.always(
+                        name,
+                        "version",
+                        size,
+                        reads,
+                        stage=s,
+                        layers=(layer, layer + 1),
+                    )
+                )
+    return blocks
+
+
+def optimizer(builder: Builder, _: int) -> list[Block]:
+    """The optimizer's state of each stage."""
+    updates, blocks = builder.engine.updates, []
+    for s in builder.held:
+        pieces = updates.programs[updates.program_of_stage[s]].state
+        size: int = sum(
+            builder.layout.leaf_bytes([piece.place], updates.state.arrays)
+            for of_leaf in pieces
+            for piece in of_leaf
+            if piece.share in (None, 0) and not piece.place.on_host
+        )
+        times = [
+            (builder.update_time(s, 0.4), "read"),
+            (builder.update_time(s, 0.8), "write"),
+        ]
+        layers = builder.stages.layers_of(s)
+        blocks.append(
+            builder.always(
+                f"stage {s}: optimizer",
+                "optimizer",
+                size,
+                times,
+                stage=s,
+                layers=(layers.start, layers.stop),
+            )
+        )
+    shapes = builder.layout["optimizer_state"].shapes
+    for unit in builder.stages.vocabulary.units:
+        blocks.append(
+            builder.always(
+                f"{unit.name}: optimizer",
+                "optimizer",
+                builder.unit_bytes(shapes, unit),
+            )
+        )
+    return blocks
+
+
+def gradients(builder: Builder, num_bytes: int) -> list[Block]:
+    """Accumulators of each layer, read and written by every microbatch and by the update."""
+    if builder.stages.factors.arrays:  # factors and their compressors, of all stages
+        return [builder.always("gradients", "gradient", num_bytes)]
+    accumulating = "weight_grad" if builder.schedule.splits_backward else "backward"
+    arrays = {**builder.stages.accumulators.arrays, **builder.stages.factors.arrays}
+    blocks = []
+    for s in builder.held:
+        for layer, run, _ in builder.stages.layer_runs(s):
+            places = places_of(run.gradients)
+            size = builder.layout.leaf_bytes(
+                [place for place in places if not place.on_host], arrays
+            )
+            times = [
+                (builder.update_time(s, f), k)
+                for f, k in ((0.2, "read"), (0.8, "write"))
+            ]
+            for c in builder.columns_of(s):
+                for name, tick, _ in builder.reads(c):
+                    if name == accumulating:
+                        time = builder.in_layer(name, c, tick, layer)
+                        times += [(time, "read"), (time, "write")]
+            name = f"{builder.words(s, layer)}: gradient"
+            blocks.append(
+                builder.always(
+                    name,
+                    "gradient",
+                    size,
+                    times,
+                    stage=s,
+                    layers=(layer, layer + 1),
+                )
+            )
+    shapes = builder.layout["gradients"].shapes
+    for unit in builder.stages.vocabulary.units:
+        blocks.append(
+            builder.always(
+                f"{unit.name}: gradient", "gradient", builder.unit_bytes(shapes, unit)
+            )
+        )
+    return blocks
+
+
+# -- In flight
+
+
+def batch_reads(builder: Builder) -> list[tuple[float, str]]:
+    """When the first and the last stage read the minibatch."""
+    ends = {0, builder.schedule.num_stages - 1}
+    return [
+        (
+            builder.at(name, c, tick, 0.0 if builder.schedule.stage[c] == 0 else 1.0),
+            "read",
+        )
+        for c in builder.columns
+        if int(builder.schedule.stage[c]) in ends
+        for name, tick, _ in builder.reads(c)
+        if name == "forward"
+    ]
