@@ -14,6 +14,7 @@ _MODULES = (
     "compress",
     "distributed",
     "draw",
+    "memory",
     "optim",
     "plan",
     "reference",
@@ -52,6 +53,7 @@ __all__ = sorted([*_MODULES, *_MODULE_OF])  # pyright: ignore[reportUnsupportedD
 if TYPE_CHECKING:
     from jpipe import distributed as distributed
     from jpipe import draw as draw
+    from jpipe import memory as memory
     from jpipe import optim as optim
     from jpipe import plan as plan
     from jpipe import reference as reference

@@ -48,8 +48,7 @@ from jpipe.stages.offload import Offload
 from jpipe.states import agreement, hyperparams, portable
 
 if TYPE_CHECKING:
-    from jpipe.memory import Timeline
-    from jpipe.plan._profile import Profile
+    import jpipe  # names the types of satellites
 
 
 def _is_shared(pipe: "Pipeline", *args: Any, **kwargs: Any) -> bool:
@@ -770,8 +769,12 @@ class Pipeline:
 
     @public("memory_timeline")
     def memory_timeline(
-        self, batch: Any, *, device: int = 0, profile: "Profile | None" = None
-    ) -> "Timeline":
+        self,
+        batch: Any,
+        *,
+        device: int = 0,
+        profile: "jpipe.plan.Profile | None" = None,
+    ) -> "jpipe.memory.Timeline":
         """Every array of a step on one device: its bytes, and when it is allocated, written, read and freed.
 
         Compiles the step if it has not been. Runs nothing.
@@ -803,7 +806,7 @@ class Pipeline:
         programs: Sequence[str] | None = None,
         min_seconds: float = 0.5,
         devices: Sequence[jax.Device] | None = None,
-    ) -> "Profile":
+    ) -> "jpipe.plan.Profile":
         """Measures what each layer takes for one microbatch: see `jpipe.plan.profile`.
 
         Args:

@@ -28,12 +28,14 @@ LEVELS = [
     {"states", "costs"},
     {"pipeline"},
     {"reference", "checkpoints", "distributed"},
-    {"memory"},
-    {"solvers"},
+    {"solvers", "memory"},
     {"soap"},
     {"plan"},
 ]
 """The modules and packages of `jpipe`, from the bottom. Each may import those of lower levels."""
+
+SATELLITES = {"solvers", "soap", "memory", "plan"}
+"""What a training step never needs. The core calls it by `jpipe._util.entry_points` alone."""
 
 LEVEL_OF = {name: i for i, level in enumerate(LEVELS) for name in level}
 
@@ -55,14 +57,12 @@ MODULES = modules("jpipe")
 
 
 def imports(name: str, package: str = "jpipe") -> set[str]:
-    """The modules of its package that a module imports, anywhere in its text, but for type checkers."""
+    """The modules of its package that a module imports, anywhere in its text, for type checkers too."""
     names = modules(package) if package != "jpipe" else MODULES
     tree = ast.parse(names[name].read_text())
     imported: set[str] = set()
 
     def visit(node: ast.AST) -> None:
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            return
         if isinstance(node, ast.Import):
             imported.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -91,6 +91,15 @@ def test_no_module_imports_upwards(name):
         assert other == package or LEVEL_OF[other] < LEVEL_OF[package], (
             f"`jpipe.{name}` imports `jpipe.{target}`, which is not below it"
         )
+
+
+def test_the_core_imports_no_satellite():
+    """What a training step never needs is called by name, and loaded only then."""
+    core = [n for n in MODULES if n and n.partition(".")[0] not in SATELLITES]
+    doors = {
+        n: {t for t in imports(n) if t.partition(".")[0] in SATELLITES} for n in core
+    }
+    assert not {name: targets for name, targets in doors.items() if targets}
 
 
 @pytest.mark.parametrize("package", ["jpipe", "train", "models"])
