@@ -255,6 +255,15 @@ def features() -> dict[str, Callable[[], tuple[jpipe.Pipeline, dict]]]:
         ),
         **rows("topk-messages", _linear, sync, compress_messages=compress.TopK(0.25)),
         **rows("cast-messages", _linear, late, compress_messages=compress.Cast()),
+        **rows(
+            "sums",
+            _linear,
+            sync,
+            data=2,
+            layers=[functools.partial(nnx.Linear, 16, 16, param_dtype=jnp.bfloat16)]
+            * 8,
+            accumulate_dtype=jnp.float32,
+        ),
         **rows("pca", _linear, sync, accumulate_gradients=compress.StreamingPCA(2)),
         **rows(
             "compensate",
