@@ -11,7 +11,6 @@ from jpipe import packing
 from jpipe.engine.layout import StateLayout
 from jpipe.engine.shapes import local_bytes
 from jpipe.engine.state_arrays import Held
-from jpipe.gradients.sums import places_of
 from jpipe.layers.avals import num_bytes as bytes_of
 from jpipe.layers.trace import Traced
 from jpipe.mesh import DATA, STAGE
@@ -211,7 +210,7 @@ def _used_bytes(program: Program) -> float:
     for s, of_stage in enumerate(engine.lowered.copies):
         for _, run, _ in stages.layer_runs(s):
             of_weights = layout.leaf_bytes(run.parameters, stages.parameters.arrays)
-            of_gradients = layout.leaf_bytes(places_of(run.gradients), accumulators)
+            of_gradients = layout.leaf_bytes(run.gradient_places, accumulators)
             num_versions = int(engine.lowered.rows.num_versions[s])
             weights += len(of_stage) * num_versions * of_weights
             gradients += len(of_stage) * of_gradients

@@ -18,7 +18,6 @@ from jpipe import packing
 from jpipe.engine.arrays import Packed
 from jpipe.engine.context import TrainingDevice
 from jpipe.engine.guard import guarded
-from jpipe.gradients.sums import places_of
 from jpipe.lowering.scalars import TickScalars
 from jpipe.mesh import STAGE
 from jpipe.packing import Place
@@ -70,7 +69,7 @@ def sum_over_copies(
             (place, row)
             for _, run, row in spec.stages.layer_runs(s)
             for place in (
-                places_of(run.gradients) if operation == "update" else run.statistics
+                run.gradient_places if operation == "update" else run.statistics
             )
         ]
         if len(copies) > 1 and places:

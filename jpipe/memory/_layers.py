@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from typing import Any
 
-from jpipe.gradients.sums import places_of
 from jpipe.memory._block import Block
 from jpipe.memory._builder import Builder
 
@@ -160,7 +159,7 @@ def gradients(builder: Builder, num_bytes: int) -> list[Block]:
     blocks = []
     for s in builder.held:
         for layer, run, _ in builder.stages.layer_runs(s):
-            places = places_of(run.gradients)
+            places = run.gradient_places
             size = builder.layout.leaf_bytes(
                 [place for place in places if not place.on_host], arrays
             )

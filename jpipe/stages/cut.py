@@ -26,6 +26,7 @@ from jpipe.gradients.sums import (
     GradientSum,
     GradientSums,
     PlacedSum,
+    places_of,
 )
 from jpipe.layers.avals import num_bytes
 from jpipe.layers.backward import LayerProgram
@@ -34,7 +35,7 @@ from jpipe.layers.sharding import ValueSplit
 from jpipe.layers.state_update import StateUpdate
 from jpipe.layers.trace import Traced, TrainingTrace
 from jpipe.lowering.target import CPU, Target
-from jpipe.packing import CHUNK, Leaf, Packing
+from jpipe.packing import CHUNK, Leaf, Packing, Place
 from jpipe.stages.codecs import NO_COMPRESSION, LeafCodec, MessageCompression, codecs_of
 from jpipe.stages.messages import Portal, find_portals, pack_messages, stage_of_layer
 from jpipe.stages.min_max import min_max
@@ -71,6 +72,11 @@ class LayerRun:
     input_stash: tuple = ()
     weight_stash: tuple = ()
     split_residuals: tuple = ()
+
+    @property
+    def gradient_places(self) -> list[Place]:
+        """Places of the leaves that the gradients are summed in."""
+        return places_of(self.gradients)
 
 
 @dataclasses.dataclass(frozen=True)
