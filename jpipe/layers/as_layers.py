@@ -138,7 +138,8 @@ def _as_layer(layer: Any, index: int, num_inputs: int = 1) -> Layer:
     """Reads one layer, called with `num_inputs` arguments."""
     if isinstance(layer, Skip):
         inner = _as_layer(layer.layer, index, 1 + len(layer.pop))
-        return dataclasses.replace(inner, stash=layer.stash, pop=layer.pop)
+        options = dataclasses.replace(inner.options, stash=layer.stash, pop=layer.pop)
+        return dataclasses.replace(inner, options=options)
     if isinstance(layer, ReportWeights):
         return with_reported_weights(_as_layer(layer.layer, index), layer)
     if isinstance(layer, Function):

@@ -174,6 +174,24 @@ def _names(names: str | Sequence[str], argument: str) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
+class LayerOptions:
+    """What the user says of a layer beside the layer itself. All of it holds for the bound layer too.
+
+    Attributes:
+      stash, pop: names of the skip connections that start and end at the layer.
+    """
+
+    stash: tuple[str, ...] = ()
+    pop: tuple[str, ...] = ()
+
+    @property
+    def without_names(self) -> "LayerOptions":
+        """The options without what the program of the layer does not depend on: the names of skips."""
+        stash, pop = ("",) * len(self.stash), ("",) * len(self.pop)
+        return dataclasses.replace(self, stash=stash, pop=pop)
+
+
+@dataclasses.dataclass(frozen=True)
 class Layer:
     """A layer as pure functions of parameters, mutable state, a random key and its arguments.
 
@@ -189,7 +207,7 @@ class Layer:
       given: the parameters and state of a module given with its weights, or None.
       bind: `args -> Layer`, for layers whose parameters depend on the shape of their inputs, or
         None.
-      stash, pop: names of the skip connections that start and end at this layer.
+      options: what the user says of the layer beside it.
       specs: nested dict with the structure of `parameters`: a `PartitionSpec` of the names of each
         parameter's dims, logical names or axes of the mesh, from Flax metadata (`with_partitioning` of NNX or
         Linen, `with_logical_partitioning`). Empty if nothing is named.
@@ -207,8 +225,7 @@ class Layer:
     init: Callable[[jax.Array], Any] | None = None
     given: Any = None
     bind: Callable[[tuple], "Layer"] | None = None
-    stash: tuple[str, ...] = ()
-    pop: tuple[str, ...] = ()
+    options: LayerOptions = LayerOptions()
     specs: Any = dataclasses.field(default_factory=dict)
     alike: Hashable = None
     has_batch_norm: bool = False
@@ -218,7 +235,17 @@ class Layer:
         """The layer with the parameters that it has for the abstract `args`."""
         if self.bind is None:
             return self
-        return dataclasses.replace(self.bind(args), stash=self.stash, pop=self.pop)
+        return dataclasses.replace(self.bind(args), options=self.options)
+
+    @property
+    def stash(self) -> tuple[str, ...]:
+        """Names of the skip connections that start at the layer."""
+        return self.options.stash
+
+    @property
+    def pop(self) -> tuple[str, ...]:
+        """Names of the skip connections that end at the layer."""
+        return self.options.pop
 
     def outputs(self, returned: Any) -> tuple:
         """The value that the layer's function returned, as `(outputs, *stashed)`."""

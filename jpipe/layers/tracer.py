@@ -112,7 +112,7 @@ class Tracer:
         seen = (
             layer.alike,
             self._is_last(i),
-            len(layer.stash),
+            layer.options.without_names,
             _signature((args, layer.parameters, layer.state)),
             repr(self.splits[i]) if self.splits else None,
         )
