@@ -735,3 +735,9 @@ def test_a_run_that_ends_during_its_warm_up_is_told(options, told):
         warn_of_short_run(config)
     assert len(caught) == (told is not None)
     assert told is None or re.search(told, str(caught[0].message))
+
+
+@pytest.mark.parametrize("given,want", [("none", None), ("float32", "float32")])
+def test_the_dtype_of_sums_goes_to_the_pipeline(given, want):
+    options = PipelineConfig(accumulate_dtype=given).options_of_pipeline()
+    assert options["accumulate_dtype"] == want
