@@ -20,8 +20,8 @@ from jpipe.compress import Compressor, StreamingPCA
 from jpipe.costs import Memory, ShardRecord, StageRecord
 from jpipe.costs.fit import fit
 from jpipe.engine import traffic
-from jpipe.engine.calls import outside_mesh, public
-from jpipe.engine.state import PipelineState, check_state
+from jpipe.engine.calls import check_state, outside_mesh, public
+from jpipe.engine.state import PipelineState
 from jpipe.engine.traffic import MessageRecord
 from jpipe.layers.as_layers import as_layers, shared_weights
 from jpipe.layers.avals import shapes_text

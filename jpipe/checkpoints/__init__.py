@@ -45,8 +45,8 @@ from jpipe.checkpoints._manifest import (
 )
 from jpipe.checkpoints._quiet import reason, without_tracebacks_of_threads
 from jpipe.checkpoints._weights_file import load_params, save_params
-from jpipe.engine.calls import public
-from jpipe.engine.state import PipelineState, check_state, num_rounds
+from jpipe.engine.calls import check_state, public
+from jpipe.engine.state import PipelineState, num_rounds
 from jpipe.pipeline import Pipeline
 from jpipe.states import agreement, hyperparams, portable
 from jpipe.states.new import with_arrays

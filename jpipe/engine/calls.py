@@ -79,3 +79,49 @@ def call_bounded(function: Callable[..., R], devices: Any, *args: Any) -> R:
     in_flight.add(outputs[-1]["num_microbatches"])
     dispatched(outputs[-1]["num_microbatches"])
     return outputs
+
+
+def check_state(state: Any) -> None:
+    """Refuses what is not a training state, one whose arrays were changed, or were donated."""
+    if not isinstance(state, PipelineState):
+        raise ValueError(
+            "`state` must be the state that `init` or `step` returned, got "
+            f"{type(state).__name__}."
+        )
+    expected = getattr(state.program, "abstract_state", state)
+    (arrays, tree), (like, its_tree) = map(jax.tree.flatten, (state, expected))
+    if (
+        expected is state
+        or tree != its_tree
+        or [*map(_form, arrays)] != [*map(_form, like)]
+    ):
+        raise ValueError(
+            f"`state` must hold the arrays that `init` or `step` returned, and `{_changed(state, expected)}` holds others. "
+            "Give the state as it was returned. To change weights use `pipe.with_params`, to change numbers of the "
+            "optimizer `pipe.with_hyperparams`."
+        )
+    if any(isinstance(a, jax.Array) and a.is_deleted() for a in arrays):
+        raise ValueError(
+            "`state` was donated to an earlier `step` and its arrays are gone. Keep the "
+            "state that step returned: `state, metrics = pipe.step(state, batch)`. To keep "
+            "old states usable, make the pipeline with `donate=False`."
+        )
+
+
+def _form(array: Any) -> tuple:
+    return getattr(array, "shape", None), getattr(array, "dtype", None)
+
+
+def _changed(state: PipelineState, expected: PipelineState) -> str:
+    """The first field of a state that holds other arrays than expected."""
+    for name, like in expected.arrays().items():
+        arrays = getattr(state, name)
+        if jax.tree.structure(arrays) != jax.tree.structure(like):
+            return name
+        if any(
+            map(
+                lambda a, b: _form(a) != _form(b), *map(jax.tree.leaves, (arrays, like))
+            )
+        ):
+            return name
+    return "program"

@@ -333,17 +333,10 @@ def predict_memory(
     for name, num_layers in (("weights", 2), ("gradients", 1)):
         slots[name] = num_layers * largest_layer * (getattr(offload, name) > 0)
     held = sizes["weights"] + sizes["gradients"] + sizes["optimizer"]
+    versions = lowered.rows.num_versions.tolist()
     used = sum(
-        count
-        * (
-            layer.weight_bytes
-            + (copies * V - 2) * layer.parameter_bytes
-            + _sum_bytes(layer, sums)
-        )
-        for s, (count, V) in enumerate(
-            zip(schedule.replicas, lowered.rows.num_versions.tolist(), strict=True)
-        )
-        for layer in layers[starts[s] : starts[s + 1]]
+        number * _held_bytes(layers[starts[s] : starts[s + 1]], copies * V, sums)
+        for s, (number, V) in enumerate(zip(schedule.replicas, versions, strict=True))
     )
     used -= int(np.dot(schedule.replicas, state - state / num_shares))
     for name, num in on_host.items():
@@ -358,6 +351,18 @@ def predict_memory(
         + sum(layout.host_bytes(_UNPADDED).values()),
     )
     return memory, moved
+
+
+def _held_bytes(
+    layers: Sequence[LayerProfile], num_weights: int, sums: GradientSums
+) -> int:
+    """Bytes of the layers of a stage, with all versions of its weights, also those that hooks give."""
+    return sum(
+        layer.weight_bytes
+        + (num_weights - 2) * layer.parameter_bytes
+        + _sum_bytes(layer, sums)
+        for layer in layers
+    )
 
 
 def _state_layout(
